@@ -1,0 +1,64 @@
+"""Advantages from rewards by group identity: any group sizes, any order of the rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy
+
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+
+
+def group_advantages(
+    rewards: Array,
+    group_ids: Sequence[Hashable],
+    kind: AdvantageKind,
+    *,
+    singleton: Literal["zero", "raw"] = "zero",
+    eps: float = 1e-6,
+    positive_weight: float = 1.0,
+) -> Array:
+    """Advantage of every rollout against its group, float [S] of the rewards' dtype.
+
+    `grpo` (arXiv 2402.03300): (r - mean) / (std + eps), ddof 1. `dr_grpo` (arXiv 2503.20783): r - mean.
+    `rloo` (arXiv 2402.14740): r - mean of the group's other rollouts. A group of equal rewards gets exactly 0.
+    A group of one gets 0, or with `singleton="raw"` what the published trainer gives it: the reward (mean 0, std 1).
+    `positive_weight` multiplies the positive advantages (W-REINFORCE, arXiv 2506.01347: 0.1).
+
+    Raises ValueError for an unknown kind, a reward that is not finite, or ids that do not fit the rewards.
+    """
+    if kind not in get_args(AdvantageKind):
+        raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(get_args(AdvantageKind))}")
+    if singleton not in ("zero", "raw"):
+        raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
+    given = to_numpy(rewards, "rewards")
+    values = given.astype(np.float64)
+    index, groups = group_index(group_ids, len(values))
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
+
+    size = np.bincount(index, minlength=groups)
+    # Measured from the group's lowest reward, equal rewards are exactly 0 and leave no rounding error behind.
+    lowest = np.full(groups, np.inf)
+    np.minimum.at(lowest, index, values)
+    shifted = values - lowest[index]
+    mean = np.bincount(index, shifted, minlength=groups) / size
+    centred = shifted - mean[index]
+    if kind == "grpo":
+        std = np.sqrt(np.bincount(index, centred**2, minlength=groups) / np.maximum(size - 1, 1))
+        scale = std[index] + eps
+        result = np.divide(centred, scale, out=np.zeros_like(centred), where=scale > 0)
+    elif kind == "dr_grpo":
+        result = centred
+    else:
+        result = centred * (size / np.maximum(size - 1, 1))[index]
+
+    alone = size[index] == 1
+    raw = values / (1 + eps) if kind == "grpo" else values
+    result = np.where(alone, raw if singleton == "raw" else 0.0, result)
+    result = np.where(result > 0, positive_weight * result, result)
+    return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)

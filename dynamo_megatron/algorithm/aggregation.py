@@ -1,0 +1,47 @@
+"""One weight a token, constant within a rollout: the loss of a mini-batch is sum_t w_t loss_t."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy
+from dynamo_megatron.config import AGGREGATIONS
+
+
+def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, max_length: int | None = None) -> Array:
+    """The weight of every response token of rollout s, float64 [S].
+
+    S rollouts, P groups, n_i rollouts in group i, l_j response tokens (`lengths`) in rollout j, L = `max_length`:
+    `token_mean` 1/sum l; `sequence_mean` 1/(S l_j); `sequence_sum` 1/S; `constant_length` 1/(S L);
+    `prompt_mean` 1/(P n_i L); `prompt_token_mean` 1/(P sum of l over the group).
+    `prompt_mean` is the estimator that the allocation's theory is about: every prompt weighs the same whatever its n_i.
+    A rollout without response tokens has weight 0 and counts in S and n_i.
+
+    Raises ValueError naming `mode`, `lengths`, `group_ids` or `max_length`.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"mode: {mode!r} is unknown; one of {', '.join(AGGREGATIONS)}")
+    length = to_numpy(lengths, "lengths")
+    if (length < 0).any():
+        raise ValueError(f"lengths: entry {int(np.flatnonzero(length < 0)[0])} is negative")
+    if mode in ("constant_length", "prompt_mean") and not (max_length is not None and max_length >= 1):
+        raise ValueError(f"max_length: {mode} divides by it; give the longest response in tokens, got {max_length}")
+    index, groups = group_index(group_ids, len(length))
+    rollouts = np.float64(len(length))
+
+    if mode == "token_mean":
+        divisor = np.full(len(length), length.sum())
+    elif mode == "sequence_mean":
+        divisor = rollouts * length
+    elif mode == "sequence_sum":
+        divisor = np.full(len(length), rollouts)
+    elif mode == "constant_length":
+        divisor = np.full(len(length), rollouts * max_length)
+    elif mode == "prompt_mean":
+        divisor = groups * np.bincount(index, minlength=groups)[index] * np.float64(max_length)
+    else:
+        divisor = groups * np.bincount(index, length, minlength=groups)[index]
+    weights = np.where(length > 0, 1.0 / np.maximum(divisor, 1), 0.0)
+    return like(weights, lengths)

@@ -1,0 +1,76 @@
+"""What a prompt's rollouts so far say about the variance of its gradient."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+
+# Prior strength a + b in rollouts: what a fit is held to, and what stands where nothing can be fitted.
+STRENGTH_RANGE = (0.1, 1000.0)
+STRENGTH_UNKNOWN = 1.0
+# Rollouts' worth of the pool's variance in every prompt's `empirical` variance.
+POOL_ROLLOUTS = 4.0
+
+
+def success_variance(successes: Array, trials: Array) -> Array:
+    """Unbiased estimate of p(1 - p) from k successes in G trials: k(G - k) / (G(G - 1)), float64 [N], NaN where G < 2.
+
+    Raises ValueError naming the entry where 0 <= k <= G does not hold.
+    """
+    k, g = to_numpy(successes, "successes").astype(np.float64), to_numpy(trials, "trials").astype(np.float64)
+    if k.shape != g.shape:
+        raise ValueError(f"successes: {len(k)} entries for {len(g)} trials")
+    if (bad := np.flatnonzero(~(np.isfinite(g) & (k >= 0) & (k <= g)))).size:
+        raise ValueError(f"successes: entry {bad[0]} is {k[bad[0]]} of {g[bad[0]]} trials")
+    pairs = np.where(g >= 2, g * (g - 1), np.nan)
+    return like(k * (g - k) / pairs, successes)
+
+
+def beta_prior(successes: np.ndarray, trials: np.ndarray) -> tuple[float, float]:
+    """(a, b) of a Beta prior fitted to prompts with `trials` > 0 by the moments of the beta-binomial (empirical Bayes).
+
+    The mean is the pooled success rate, held off 0 and 1 by half a rollout each. The strength a + b = 1 / rho - 1
+    follows from the spread of the prompts' rates: the expectation of S = sum G (k/G - mean)^2 over m prompts is
+    mean (1 - mean) ((1 - rho) (m - 1) + rho (sum G - sum G^2 / sum G)). Sums are exact, so the order of the prompts
+    does not matter.
+    """
+    total, won = math.fsum(trials), math.fsum(successes)
+    mean = (won + 0.5) / (total + 1)
+    strength = STRENGTH_UNKNOWN
+    within = len(trials) - 1
+    excess = total - math.fsum(trials**2) / total - within if total else 0.0
+    if excess > 1e-9:
+        spread = math.fsum(trials * (successes / trials - won / total) ** 2)
+        rho = (spread / (mean * (1 - mean)) - within) / excess
+        strength = min(max(1 / rho - 1, STRENGTH_RANGE[0]), STRENGTH_RANGE[1]) if rho > 0 else STRENGTH_RANGE[1]
+    return mean * strength, (1 - mean) * strength
+
+
+def bernoulli(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """E[p(1 - p)] under Beta(a, b)."""
+    return a * b / ((a + b) * (a + b + 1))
+
+
+def surprise(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """p(1 - p) with the squared score of a rollout taken as its surprise + 1/2: a rare answer has a large gradient.
+
+    E[p (1-p)^2] (1/2 - log p) + E[p^2 (1-p)] (1/2 - log(1-p)) under Beta(a, b), the logarithms at the mean of p.
+    """
+    s = a + b
+    right = a * b * (b + 1) / (s * (s + 1) * (s + 2))
+    wrong = a * b * (a + 1) / (s * (s + 1) * (s + 2))
+    return right * (0.5 - np.log(a / s)) + wrong * (0.5 - np.log(b / s))
+
+
+def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray, pool_trials: np.ndarray) -> np.ndarray:
+    """Sample variance of each prompt's rewards shrunk to the pool's.
+
+    `squares` are the sums of squared deviations from the prompt's mean, `pool_*` those of every prompt with history.
+    A pool without two rollouts of any prompt says nothing: variance 1 for all.
+    """
+    freedom = math.fsum(np.maximum(pool_trials - 1, 0))
+    pool = math.fsum(pool_squares) / freedom if freedom > 0 else 1.0
+    return (squares + POOL_ROLLOUTS * pool) / (np.maximum(trials - 1, 0) + POOL_ROLLOUTS)

@@ -1,0 +1,293 @@
+"""The configuration: one typed tree. YAML files and `key=value` are composed by `config_files`; no torch is imported."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str  # Hugging Face folder: config.json, safetensors, tokenizer
+    family: str | None = None  # None: from config.json's model_type
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+
+
+class DataConfig(Section):
+    source: str  # file.jsonl | reasoning_gym:NAME?size=N&seed=S&key=value | module:iterator
+    prompt_key: str = "problem"  # dotted; text or a list of chat messages
+    answer_key: str = "answer"
+    id_key: str = "id"  # rows without it get an id from their content
+    template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
+    system_prompt: str | None = None  # chat only
+    few_shot: str = ""  # text before the plain template
+    shuffle_seed: int = 0
+    batch_prompts: Positive = 32
+    max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
+    on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
+
+    @model_validator(mode="after")
+    def _template(self) -> DataConfig:
+        if self.template != "chat" and "{prompt}" not in self.template:
+            raise ValueError("template: give 'chat' or a text that contains {prompt}")
+        if self.template == "chat" and self.few_shot:
+            raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
+        if self.template != "chat" and self.system_prompt:
+            raise ValueError("system_prompt: goes with template 'chat'")
+        return self
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    pp: Positive = 1
+    vpp: Literal[1] = 1
+    cp: Literal[1] = 1
+    ep: Literal[1] = 1
+    sequence_parallel: bool = False
+
+
+class RolloutConfig(Section):
+    engine: Literal["sglang", "recorded"] = "sglang"
+    recorded: str | None = None  # a run's folder, for engine "recorded"
+    placement: Literal["colocated"] = "colocated"
+    servers: Literal[1] = 1
+    tp: Positive = 1
+    python: str | None = None  # the server's interpreter; None: this one
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None  # None: a free one
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: float = 1.0
+    max_new_tokens: Positive = 1024
+    stop: list[str] = []  # texts that end a response besides the end token
+    mode: Literal["sync"] = "sync"
+    concurrency: Positive = 256  # requests under way at once
+    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds, per request
+    start_timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds until the server answers
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
+    server_args: list[str] = []  # passed to sglang.launch_server as they are
+
+    @model_validator(mode="after")
+    def _sampling_contract(self) -> RolloutConfig:
+        if self.top_p != 1.0:
+            raise ValueError("top_p: training needs 1.0, since the engine's logprobs are of the full softmax")
+        if (self.engine == "recorded") != (self.recorded is not None):
+            raise ValueError("recorded: name a run's folder together with engine: recorded, and only then")
+        return self
+
+
+class RewardConfig(Section):
+    functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function
+    fusion: Literal["sum", "mean", "product"] = "sum"
+    success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
+    deadline: Annotated[float, Field(gt=0)] = 10.0  # seconds a sample; then reward 0, counted as a timeout
+    on_error: Literal["raise", "zero"] = "raise"
+    workers: Positive = 2  # processes
+
+
+class AllocationConfig(Section):
+    kind: Literal["uniform", "waterfill", "neyman"] = "neyman"
+    budget: Positive | None = None  # rollouts a step; None: 8 a prompt
+    rollout_n_min: Positive = 2
+    rollout_n_max: Positive = 24
+    initial_budget: Positive = 8
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
+    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"
+    variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
+    power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
+    on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AllocationConfig:
+        if self.rollout_n_min > self.rollout_n_max:
+            raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
+        return self
+
+    def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
+        """(budget, rollout_n_min, rollout_n_max) for so many prompts, with min * prompts <= budget <= max * prompts.
+
+        A budget outside the bounds is an error, is clipped to them (`on_shortfall: clip`), or moves the bound that is
+        in its way (`scale`). Raises ValueError.
+        """
+        low, high = self.rollout_n_min, self.rollout_n_max
+        if prompts == 0 or prompts * low <= budget <= prompts * high:
+            return budget if prompts else 0, low, high
+        if self.on_shortfall == "clip":
+            return min(max(budget, prompts * low), prompts * high), low, high
+        if self.on_shortfall == "scale" and budget >= prompts:
+            return budget, min(low, budget // prompts), max(high, -(-budget // prompts))
+        raise ValueError(
+            f"budget: {budget} rollouts for {prompts} prompts is outside [{prompts * low}, {prompts * high}] "
+            "(data.batch_prompts times rollout_n_min and rollout_n_max); change one of them or set on_shortfall: clip"
+        )
+
+
+class AdvantageConfig(Section):
+    kind: Literal["grpo", "dr_grpo", "rloo"] = "rloo"
+    singleton: Literal["zero", "raw"] = "zero"
+    eps: Annotated[float, Field(ge=0)] = 1e-6
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class ModulationConfig:
+    """Token-level advantage modulation (arXiv 2602.19208); the defaults are the published `decay6`."""
+
+    alpha: Annotated[float, Field(ge=0)] = 0.2
+    lambda_min: Annotated[float, Field(ge=0, le=1)] = 0.6
+    gamma: Annotated[float, Field(ge=0)] = 50.0
+    tau: float = 0.99
+    expectation: Literal["exact", "sequence_mean"] = "exact"
+    scope: Literal["mini_batch", "micro_batch"] = "mini_batch"
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean", "prompt_token_mean")
+
+
+class LossConfig(Section):
+    clip_ratio_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
+    aggregation: Literal[AGGREGATIONS] = "prompt_mean"
+    mini_batches: Positive = 1  # optimizer updates a step, cut on prompt boundaries
+    entropy_coef: float = 0.0
+
+
+class KLConfig(Section):
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    where: Literal["loss"] = "loss"
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class PolicyLossConfig:
+    """What the policy head needs to know of the loss (DESIGN: losses, modulation, KL and entropy terms)."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = None
+    modulation: ModulationConfig | None = None
+    kl_coef: float = 0.0
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    entropy_coef: float = 0.0
+
+
+class AlgorithmConfig(Section):
+    allocation: AllocationConfig = AllocationConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    modulation: ModulationConfig | None = ModulationConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    warmup_steps: NonNegative = 10
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TrainerConfig(Section):
+    steps: Positive = 100
+    resume: Literal["auto", "never"] = "auto"
+    micro_batch_tokens: Positive = 16384
+    deterministic: bool = False  # GPU: deterministic kernels; a CPU run always is
+    timeout: Annotated[float, Field(gt=0)] = 1800.0  # seconds a rank waits for another one
+
+
+class KernelsConfig(Section):
+    backend: Literal["auto", "torch"] = "auto"
+    gradient: Literal["eager", "recompute"] = "eager"
+    chunk_tokens: Positive | None = None  # None: what the workspace bound allows
+
+
+class CheckpointConfig(Section):
+    every: Positive = 10  # steps; the last step always saves
+    keep_last: Positive = 2
+
+
+class TrackingConfig(Section):
+    backends: list[Literal["jsonl"]] = ["jsonl"]
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    output_dir: str
+    parallel: ParallelConfig = ParallelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("output_dir")
+    @classmethod
+    def _not_empty(cls, value: str) -> str:
+        if not value:
+            raise ValueError("name a folder")
+        return value
+
+    @property
+    def rollout_budget(self) -> int:
+        """Rollouts a step."""
+        allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
+        asked = allocation.budget if allocation.budget is not None else 8 * prompts
+        return allocation.fit(prompts, asked)[0]
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> Config:
+        prompts = self.data.batch_prompts
+        try:
+            _ = self.rollout_budget
+        except ValueError as error:
+            raise ValueError(f"algorithm.allocation.{error}") from None
+        if self.algorithm.loss.mini_batches > prompts:
+            raise ValueError(
+                f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
+                "a mini-batch needs a prompt"
+            )
+        modulation = self.algorithm.modulation
+        two_pass = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
+        if two_pass and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
+            raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
+        if self.parallel.sequence_parallel and self.parallel.tp == 1:
+            raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
+        if self.model.max_length and self.rollout.max_new_tokens >= self.model.max_length:
+            raise ValueError("rollout.max_new_tokens: leaves no room for a prompt in model.max_length")
+        return self
+
+    def policy_loss(self) -> PolicyLossConfig:
+        a = self.algorithm
+        return PolicyLossConfig(
+            clip_ratio_low=a.loss.clip_ratio_low,
+            clip_ratio_high=a.loss.clip_ratio_high,
+            clip_ratio_c=a.loss.clip_ratio_c,
+            modulation=a.modulation,
+            kl_coef=a.kl.coef,
+            kl_kind=a.kl.kind,
+            entropy_coef=a.loss.entropy_coef,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of training step `step` (from 1): linear warm-up, then the schedule down to 0 at the last step."""
+        o = self.optimizer
+        if step <= o.warmup_steps:
+            return o.lr * step / o.warmup_steps
+        if o.schedule == "constant":
+            return o.lr
+        done = (step - o.warmup_steps) / max(1, self.trainer.steps - o.warmup_steps)
+        return o.lr * (1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

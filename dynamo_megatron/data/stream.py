@@ -1,0 +1,123 @@
+"""The endless, resumable order of the prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.records import Prompt
+
+
+class PromptStream:
+    """Prompts without end, in a new order each epoch.
+
+    The order depends on `config.shuffle_seed`, the epoch and the number of prompts alone. Epochs flow into each other:
+    a batch may span two, and then hold the same prompt twice. `encode` gives a prompt's tokens; it is called as prompts
+    are drawn. A prompt of more than `max_prompt_length` tokens (None: any length) is skipped and counted, or is an
+    error (`config.on_long_prompt`).
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        config: DataConfig,
+        encode: Callable[[Prompt], list[int]],
+        max_prompt_length: int | None,
+    ) -> None:
+        if not prompts:
+            raise ValueError("data.source: no prompts to draw from")
+        self._prompts = prompts
+        self._config = config
+        self._encode = encode
+        self._limit = max_prompt_length
+        self._skipped: set[int] = set()
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffled(0)
+        self._fingerprint = _fingerprint(prompts)
+
+    @property
+    def skipped(self) -> int:
+        """Distinct prompts found too long so far."""
+        return len(self._skipped)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompt drawn last, from 0."""
+        return self._epoch
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, as copies with `tokens` set.
+
+        Raises ValueError: a prompt is too long and `on_long_prompt` is "error", or every prompt is too long.
+        """
+        batch: list[Prompt] = []
+        while len(batch) < n:
+            if self._position == len(self._prompts):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffled(self._epoch)
+            index = self._order[self._position]
+            prompt = self._prompts[index]
+            tokens = self._encode(prompt)
+            if self._limit is not None and len(tokens) > self._limit:
+                self._refuse(index, len(tokens))
+            else:
+                batch.append(dataclasses.replace(prompt, tokens=tokens))
+            self._position += 1
+        return batch
+
+    def _refuse(self, index: int, length: int) -> None:
+        if self._config.on_long_prompt == "error":
+            raise ValueError(
+                f"prompt {self._prompts[index].prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
+                "raise data.max_prompt_length or set data.on_long_prompt: skip"
+            )
+        self._skipped.add(index)
+        if len(self._skipped) == len(self._prompts):
+            raise ValueError(
+                f"data.max_prompt_length: all {len(self._prompts)} prompts have more than {self._limit} tokens"
+            )
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        # Python promises that the same integer seed gives the same random() for ever; of shuffle() it promises nothing.
+        seed = hashlib.sha256(f"{self._config.shuffle_seed}/{epoch}".encode()).digest()
+        generator = random.Random(int.from_bytes(seed, "big"))
+        keys = [generator.random() for _ in self._prompts]
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: where the stream stands, and a fingerprint of the prompts' ids in their order."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "skipped": sorted(self._skipped),
+            "shuffle_seed": self._config.shuffle_seed,
+            "fingerprint": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises ValueError where it was taken over other prompts or another seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                "data.source: the checkpoint's stream is over other prompts (ids or their order differ); "
+                "resume with the same data, or start a new output_dir"
+            )
+        if state["shuffle_seed"] != self._config.shuffle_seed:
+            raise ValueError(
+                f"data.shuffle_seed: {self._config.shuffle_seed} is not the checkpoint's {state['shuffle_seed']}; "
+                "resume with that one, or start a new output_dir"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._skipped = set(state["skipped"])
+        self._order = self._shuffled(self._epoch)
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.prompt_id.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""From a prompt to the tokens that the model sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.records import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises ValueError (one line) where the folder has none."""
+    from transformers import AutoTokenizer  # seconds of import that the reward workers and the config do not need
+
+    # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
+    if not any((Path(path) / name).is_file() for name in VOCABULARY_FILES):
+        raise ValueError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+
+
+def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
+    """The token ids of `prompt` under `config.template`.
+
+    "chat": the tokenizer's chat template up to where the assistant begins; `config.system_prompt` goes first unless the
+    prompt's messages begin with a system message of their own. Else `config.few_shot` + the template with {prompt}
+    replaced, encoded with the tokenizer's own special tokens (a BOS, where it has one).
+    Raises ValueError naming the prompt: the chat template is missing or fails on it, or no tokens come out.
+    """
+    if config.template == "chat":
+        tokens = _chat_tokens(prompt, tokenizer, config.system_prompt)
+    elif prompt.text is None:
+        raise ValueError(f"prompt {prompt.prompt_id!r}: chat messages need data.template: chat, not a plain template")
+    else:
+        # str.format would trip over the braces of LaTeX.
+        tokens = tokenizer.encode(config.few_shot + config.template.replace("{prompt}", prompt.text))
+    if not tokens:
+        raise ValueError(f"prompt {prompt.prompt_id!r}: the tokenizer gives no tokens for it")
+    return tokens
+
+
+def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
+            "give a plain template with {prompt} in it"
+        )
+    messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+    if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"prompt {prompt.prompt_id!r}: the chat template of {tokenizer.name_or_path} fails on it: "
+            f"{type(error).__name__}: {text}"
+        ) from error
+    return list(encoded["input_ids"])

@@ -1,0 +1,149 @@
+"""Names and shapes: Megatron's parameters <-> Hugging Face's tensors. Pure functions on tensors.
+
+Megatron names are GPTModel's, with global layer numbers; the local layer spec's names and TransformerEngine's (where
+a norm is fused into the linear that follows it) are both understood. Shapes below are Hugging Face's, [out, in].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from dynamo_megatron.models.spec import ModelSpec
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_HEAD = "lm_head.weight"
+OUTSIDE_LAYERS = {
+    EMBEDDING: (HF_EMBEDDING,),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    OUTPUT_LAYER: (HF_HEAD,),
+}
+TRANSFORMER_ENGINE_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+# How a parameter is cut over the tensor-parallel ranks; what is not named here is replicated.
+LAYOUT = {
+    EMBEDDING: "vocab",
+    OUTPUT_LAYER: "vocab",
+    "self_attention.linear_qkv.weight": "qkv",
+    "self_attention.linear_qkv.bias": "qkv",
+    "self_attention.linear_proj.weight": "row",
+    "mlp.linear_fc1.weight": "gate_up",
+    "mlp.linear_fc2.weight": "row",
+}
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def global_name(name: str, layer_offset: int) -> str:
+    """A stage's own parameter name -> the whole model's: wrappers' `module.` dropped, the layer number moved."""
+    name = re.sub(r"^(module\.)+", "", name)
+    layer = _LAYER.fullmatch(name)
+    return f"decoder.layers.{int(layer[1]) + layer_offset}.{layer[2]}" if layer else name
+
+
+def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
+    """The Hugging Face tensors that Megatron's parameter `name` is made of, in order.
+
+    The output layer of a tied model is made of the embedding. Raises ValueError for a name the family does not have.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        names = OUTSIDE_LAYERS.get(name)
+        tied = name == OUTPUT_LAYER and spec.tied
+        names = (HF_EMBEDDING,) if tied else names
+    else:
+        parts = spec.layer_names.get(_layer_key(layer[2])) if int(layer[1]) < spec.num_layers else None
+        names = parts and tuple(f"model.layers.{layer[1]}.{part}" for part in parts)
+    if not names:
+        raise ValueError(f"{name}: not a parameter of a {spec.family} model with {spec.num_layers} layers")
+    return names
+
+
+def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Hugging Face folder and its shape; a tied model's `lm_head.weight` is left out."""
+    hidden, head = spec.hidden_size, spec.kv_channels
+    q, kv = spec.num_attention_heads * head, spec.num_query_groups * head
+    shapes = {HF_EMBEDDING: (spec.vocab_size, hidden)}
+    of_parameter = {
+        "self_attention.linear_qkv.weight": ((q, hidden), (kv, hidden), (kv, hidden)),
+        "self_attention.linear_qkv.bias": ((q,), (kv,), (kv,)),
+        "self_attention.linear_proj.weight": ((hidden, q),),
+        "self_attention.q_layernorm.weight": ((head,),),
+        "self_attention.k_layernorm.weight": ((head,),),
+        "input_layernorm.weight": ((hidden,),),
+        "pre_mlp_layernorm.weight": ((hidden,),),
+        "mlp.linear_fc1.weight": ((spec.ffn_hidden_size, hidden),) * 2,
+        "mlp.linear_fc2.weight": ((hidden, spec.ffn_hidden_size),),
+    }
+    for layer in range(spec.num_layers):
+        for parameter, parts in spec.layer_names.items():
+            for part, shape in zip(parts, of_parameter[parameter], strict=True):
+                shapes[f"model.layers.{layer}.{part}"] = shape
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tied:
+        shapes[HF_HEAD] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def is_sharded(name: str) -> bool:
+    """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it)."""
+    return _layout(name) != "replicated"
+
+
+def to_megatron(
+    spec: ModelSpec, name: str, tensors: Sequence[torch.Tensor], tp_rank: int, tp_size: int
+) -> torch.Tensor:
+    """Rank `tp_rank`'s shard of parameter `name` from the whole Hugging Face tensors, as `huggingface_names` orders
+    them, in their dtype. The vocabulary is padded with zero rows. May share memory with the input."""
+    layout = _layout(name)
+    if layout == "qkv":
+        grouped = [t.unflatten(0, (spec.num_query_groups, -1)).chunk(tp_size)[tp_rank] for t in tensors]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+    if layout == "gate_up":
+        return torch.cat([t.chunk(tp_size)[tp_rank] for t in tensors])
+    (tensor,) = tensors
+    if layout == "row":
+        return tensor.chunk(tp_size, dim=1)[tp_rank]
+    if layout == "vocab":
+        rows = spec.padded_vocab(tp_size) // tp_size
+        shard = tensor[tp_rank * rows : (tp_rank + 1) * rows]
+        return torch.cat([shard, shard.new_zeros(rows - len(shard), tensor.shape[1])])
+    return tensor
+
+
+def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors of parameter `name` from the shards of all tensor-parallel ranks, in rank order.
+
+    The inverse of `to_megatron`: padding is cut. A replicated parameter takes one shard or one a rank. The result may
+    share memory with the shards.
+    """
+    names = huggingface_names(spec, name)
+    layout = _layout(name)
+    if layout == "qkv":
+        grouped = torch.cat(list(shards)).unflatten(0, (spec.num_query_groups, -1))
+        q = spec.num_attention_heads // spec.num_query_groups * spec.kv_channels
+        parts = [part.flatten(0, 1) for part in grouped.split([q, spec.kv_channels, spec.kv_channels], dim=1)]
+    elif layout == "gate_up":
+        parts = [torch.cat(halves) for halves in zip(*(s.chunk(2) for s in shards), strict=True)]
+    elif layout == "row":
+        parts = [torch.cat(list(shards), dim=1)]
+    elif layout == "vocab":
+        parts = [torch.cat(list(shards))[: spec.vocab_size]]
+    else:
+        parts = [shards[0]]
+    return dict(zip(names, parts, strict=True))
+
+
+def _layer_key(suffix: str) -> str:
+    return TRANSFORMER_ENGINE_NAMES.get(suffix, suffix)
+
+
+def _layout(name: str) -> str:
+    layer = _LAYER.fullmatch(name)
+    return LAYOUT.get(_layer_key(layer[2]) if layer else name, "replicated")

@@ -1,0 +1,21 @@
+"""Qwen3, dense: RMSNorm on every head of q and k, a head size of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, dense_spec, flag
+
+QWEN3_LAYER = {
+    **DENSE_LAYER,
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+}
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Raises ValueError naming the field that cannot be mapped."""
+    if flag(config, "attention_bias"):
+        raise ValueError("attention_bias: true is not supported")
+    return dense_spec(config, "qwen3", layer_names=QWEN3_LAYER, qk_norm=True, head_dim=128)

@@ -1,0 +1,190 @@
+"""What Megatron needs to know of a model, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What every dense family here has in common: Megatron's parameter name within a layer -> the Hugging Face names
+# within `model.layers.N.` that it is made of, in Megatron's order.
+DENSE_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+
+# GPTModel(rope_scaling=True) has these built in and takes only the factor (megatron.core.models.common.embeddings.
+# rotary_pos_embedding.RotaryEmbedding._apply_scaling).
+LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder: SwiGLU, RMSNorm, RoPE, grouped-query attention."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    kv_channels: int  # size of a head
+    vocab_size: int  # rows of the embedding in the Hugging Face folder
+    max_positions: int  # tokens
+    norm_eps: float
+    rope_theta: float
+    rope_scaling_factor: float | None  # Llama 3's scaling; None: plain RoPE
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
+        return -(-self.vocab_size // (16 * tp)) * 16 * tp
+
+    def check_parallel(self, tp: int, pp: int) -> None:
+        """Raises ValueError where the model cannot be cut into tp tensor shards and pp stages of equal depth."""
+        for what, size in (
+            ("attention heads", self.num_attention_heads),
+            ("key/value heads", self.num_query_groups),
+            ("MLP width", self.ffn_hidden_size),
+        ):
+            if size % tp:
+                together = math.gcd(self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)
+                raise ValueError(
+                    f"parallel.tp: {tp} does not divide the {size} ({what}); use one of {_divisors(together)}"
+                )
+        if self.num_layers % pp:
+            raise ValueError(
+                f"parallel.pp: {pp} does not divide the {self.num_layers} layers; "
+                f"use one of {_divisors(self.num_layers)}"
+            )
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def dense_spec(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    layer_names: Mapping[str, tuple[str, ...]],
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    head_dim: int | None = None,
+) -> ModelSpec:
+    """The spec of a dense model from config.json's content; `head_dim` is what a missing head_dim means.
+
+    Raises ValueError naming the field that is missing, malformed or stands for something Megatron's GPTModel would
+    silently do otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
+    """
+    heads = _integer(config, "num_attention_heads")
+    groups = _integer(config, "num_key_value_heads", heads)
+    hidden = _integer(config, "hidden_size")
+    layers = _integer(config, "num_hidden_layers")
+    if heads % groups:
+        raise ValueError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
+    if config.get("head_dim") is None and head_dim is None and hidden % heads:
+        raise ValueError(
+            f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
+    if config.get("quantization_config") is not None:
+        raise ValueError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
+    _refuse_sliding_window(config, layers)
+    rope_theta, rope_scaling_factor = _rope(config)
+    return ModelSpec(
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=_integer(config, "intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=_integer(config, "head_dim", head_dim or hidden // heads),
+        vocab_size=_integer(config, "vocab_size"),
+        max_positions=_integer(config, "max_position_embeddings"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling_factor=rope_scaling_factor,
+        tied=flag(config, "tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        layer_names=layer_names,
+    )
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A boolean of config.json, False where it is missing or null. Raises ValueError for anything else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key}: {value!r} is not true or false")
+    return bool(value)
+
+
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{key}: missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}: {value!r} is not a positive integer")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}: {value!r} is not a positive number")
+    return float(value)
+
+
+def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
+    types = config.get("layer_types")
+    if types is not None:
+        windowed = any(kind != "full_attention" for kind in types)
+    elif "use_sliding_window" in config:  # Qwen: from layer max_window_layers on
+        first = config.get("max_window_layers")
+        windowed = flag(config, "use_sliding_window") and (first is None or first < layers)
+    else:
+        windowed = config.get("sliding_window") is not None
+    if windowed:
+        key = "layer_types" if types is not None else "sliding_window"
+        raise ValueError(f"{key}: attention other than full attention in every layer is not supported")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, float | None]:
+    """(theta, Llama 3's factor or None). transformers 5 writes `rope_parameters`, older ones `rope_scaling` beside
+    `rope_theta`; a `rope_scaling` that someone added to a new file wins, as it does in transformers."""
+    rope: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
+    for key in ("rope_parameters", "rope_scaling"):
+        part = config.get(key) or {}
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise ValueError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
+        rope.update(part)
+    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor: only 1.0 is supported")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = _number(rope, "rope_theta")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"rope_type: {kind!r} is not supported, only 'default' and 'llama3'")
+    for key, constant in LLAMA3_ROPE.items():
+        if rope.get(key) != constant:
+            raise ValueError(
+                f"{key}: {rope.get(key)!r} of rope_type 'llama3' is not supported; Megatron has {constant}"
+            )
+    return theta, _number(rope, "factor")

@@ -1,0 +1,152 @@
+"""Megatron-core on a machine without CUDA: the one place that changes what Megatron or torch.cuda do.
+
+Everything here is a no-op where CUDA is available, except `fix_torch_adam_checkpoints`, which is needed wherever
+neither TransformerEngine nor Apex brings its own Adam. The patched names are private to Megatron; the policy tests
+are the guard for its upgrades.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """device="cuda" creates on the CPU; Tensor.cuda() is the identity; Tensor.type() answers torch.cuda.*."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+            kwargs.pop("pin_memory", None)
+        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: every method does nothing."""
+
+    def __init__(self, *args, **kwargs): ...
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
+
+    def query(self) -> bool:
+        return True
+
+
+_mode: _CudaMeansCpu | None = None
+
+
+def enable_cpu() -> None:
+    """Lets Megatron-core run on the CPU. Call once per process, in the thread that runs Megatron, before building models."""
+    global _mode
+    if torch.cuda.is_available() or _mode is not None:
+        return
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    # One function object a name: torch._dynamo refuses the same object under two names.
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.current_stream = lambda device=None: _NoStream()
+    cuda.default_stream = lambda device=None: _NoStream()
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = cuda.random.manual_seed = lambda seed: torch.manual_seed(seed) and None
+    assert hasattr(megatron_random, "_set_cuda_rng_state"), "megatron-core moved _set_cuda_rng_state"
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()
+
+
+def fix_torch_adam_checkpoints() -> None:
+    """Makes Megatron's distributed optimizer save and load torch's Adam (no TransformerEngine, no Apex) correctly.
+
+    Stock megatron-core (0.16 to 0.20) fails on the key "step", needs a step before it can save, and after a load
+    shares one step tensor between all parameters, which torch's Adam then counts up once per parameter.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(distrib_optimizer, "_dynamo_megatron_fixed", False):
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    assert hasattr(optimizer_class, "_set_main_param_and_optimizer_states"), "megatron-core moved its state setter"
+
+    @torch.no_grad()
+    def set_states(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        own = {"param": main_param, **self.optimizer.state[main_param]}
+        for key, value in tensors.items():
+            if key in own and key != "step":
+                own[key].copy_(value)
+
+    stock_sharded, stock_load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
+
+    def sharded_state_dict(self, *args, **kwargs):
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if "step" not in self.optimizer.state[p]:
+                    zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[p].update(step=torch.tensor(0.0), **zeros)
+        return stock_sharded(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict):
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class.sharded_state_dict = sharded_state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    distrib_optimizer._dynamo_megatron_fixed = True
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which optional packages serve this run."""
+
+    adam: str
+    norm: str
+    gradient_accumulation: str
+
+    @classmethod
+    def detect(cls) -> Fusions:
+        cuda = torch.cuda.is_available()
+        transformer_engine = cuda and importlib.util.find_spec("transformer_engine") is not None
+        apex = cuda and importlib.util.find_spec("apex") is not None
+        fused_wgrad = cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return cls(
+            adam="transformer-engine" if transformer_engine else "apex" if apex else "torch",
+            norm="transformer-engine" if transformer_engine else "torch",
+            gradient_accumulation="apex" if fused_wgrad else "off",
+        )
+
+    def __str__(self) -> str:
+        return f"Adam: {self.adam}, norms: {self.norm}, fused gradient accumulation: {self.gradient_accumulation}"

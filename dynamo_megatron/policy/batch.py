@@ -1,0 +1,115 @@
+"""What one training step works on, and its packing into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.config import Config
+from dynamo_megatron.records import RolloutBatch
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The rollouts of a step with what the loss needs of each; the same on every rank.
+
+    S rollouts and R response tokens in all; the "slot" of a response token is its index in [0, R).
+    """
+
+    rollouts: RolloutBatch
+    advantages: np.ndarray  # float64 [S]
+    mini_batch: np.ndarray  # int64 [S]: which update of the step trains the rollout
+    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch
+
+    @classmethod
+    def build(cls, rollouts: RolloutBatch, config: Config) -> TrainBatch:
+        """Advantages by group; mini-batches of (nearly) equally many groups, in order, cut on group boundaries."""
+        groups = {g: i for i, g in enumerate(dict.fromkeys(rollouts.group_ids))}
+        group = np.asarray([groups[g] for g in rollouts.group_ids], np.int64)
+        advantage, loss = config.algorithm.advantage, config.algorithm.loss
+        advantages = group_advantages(
+            rollouts.rewards, rollouts.group_ids, advantage.kind, singleton=advantage.singleton, eps=advantage.eps
+        )
+        parts = np.array_split(np.arange(len(groups)), min(loss.mini_batches, max(1, len(groups))))
+        part_of_group = np.concatenate([np.full(len(p), i) for i, p in enumerate(parts)]).astype(np.int64)
+        mini_batch = part_of_group[group]
+        weights = np.zeros(len(group), np.float64)
+        for m in range(len(parts)):
+            here = np.flatnonzero(mini_batch == m)
+            weights[here] = token_weights(
+                loss.aggregation,
+                rollouts.response_lengths[here],
+                group[here],
+                max_length=config.rollout.max_new_tokens,
+            )
+        return cls(rollouts, advantages, mini_batch, weights)
+
+    @property
+    def mini_batches(self) -> list[np.ndarray]:
+        """The rollouts (indices, ascending) of each update."""
+        count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
+        return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """int64 [S + 1]: rollout s owns the slots [offsets[s], offsets[s + 1])."""
+        return np.concatenate([[0], np.cumsum(self.rollouts.response_lengths)]).astype(np.int64)
+
+    def per_token(self, per_rollout: np.ndarray) -> torch.Tensor:
+        """float32 [R] from one value a rollout."""
+        return torch.from_numpy(np.repeat(per_rollout, self.rollouts.response_lengths)).float()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed segments, one a rollout: inputs are tokens[:-1], the labels of the response rows the tokens after them.
+
+    T packed positions, r response rows. A last segment of padding (never a label) makes T a multiple of `multiple`.
+    """
+
+    tokens: torch.Tensor  # int64 [1, T]
+    positions: torch.Tensor  # int64 [1, T]
+    cu_seqlens: torch.Tensor  # int32 [segments + 1]
+    rows: torch.Tensor  # int64 [r]: the positions that predict a response token
+    labels: torch.Tensor  # int64 [r]
+    slots: torch.Tensor  # int64 [r]: their slots in the step's flat response arrays
+    response_bounds: torch.Tensor  # int32 [rollouts + 1]: each rollout's rows
+    rollouts: list[int]
+
+    @classmethod
+    def pack(cls, batch: TrainBatch, rollouts: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
+        source, slot_offsets = batch.rollouts, batch.response_offsets
+        tokens, positions, rows, labels, slots = [], [], [], [], []
+        bounds, response_bounds = [0], [0]
+        for s in rollouts:
+            sequence = source.tokens[source.offsets[s] : source.offsets[s + 1]]
+            prompt, length = int(source.prompt_lengths[s]), len(sequence) - 1
+            tokens.append(sequence[:-1])
+            positions.append(np.arange(length))
+            rows.append(bounds[-1] + np.arange(prompt - 1, length))
+            labels.append(sequence[prompt:])
+            slots.append(np.arange(slot_offsets[s], slot_offsets[s + 1]))
+            bounds.append(bounds[-1] + length)
+            response_bounds.append(response_bounds[-1] + len(sequence) - prompt)
+        if padding := -bounds[-1] % multiple or (multiple if not rollouts else 0):
+            tokens.append(np.zeros(padding, np.int64))
+            positions.append(np.arange(padding))
+            bounds.append(bounds[-1] + padding)
+
+        def long(parts: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(parts or [np.zeros(0)]).astype(np.int64)).to(device)
+
+        return cls(
+            tokens=long(tokens)[None],
+            positions=long(positions)[None],
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+            rows=long(rows),
+            labels=long(labels),
+            slots=long(slots),
+            response_bounds=torch.tensor(response_bounds, dtype=torch.int32, device=device),
+            rollouts=list(rollouts),
+        )

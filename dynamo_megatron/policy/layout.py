@@ -1,0 +1,95 @@
+"""Who is who among the ranks: the process group, Megatron's parallel groups, and reductions over them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from dynamo_megatron.config import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place. Groups are passed on from here, never looked up elsewhere."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def speaks_for_its_share(self) -> bool:
+        """True on the one rank of each data-parallel share that contributes its tokens to a world-wide sum."""
+        return self.is_last_stage and self.tp.rank() == 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def world_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums CPU tensors over the ranks that speak for a share, in place; every rank gets the sum."""
+        if not self.speaks_for_its_share:
+            values.zero_()
+        dist.all_reduce(values, group=self.host)
+        return values
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Raises ValueError where the ranks can't be cut into tp x pp."""
+    model_parallel = config.parallel.tp * config.parallel.pp
+    if world_size % model_parallel:
+        raise ValueError(
+            f"parallel: {world_size} ranks can't be cut into tp {config.parallel.tp} x pp {config.parallel.pp} = "
+            f"{model_parallel}; start a multiple of that"
+        )
+
+
+def join_ranks(config: Config, store: dist.Store) -> Layout:
+    """Creates the process group over `store` and Megatron's groups. Reads RANK, WORLD_SIZE and LOCAL_RANK.
+
+    Raises ValueError where the ranks do not fit `config.parallel`.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    check_world_size(config, world_size)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore("process_group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=config.trainer.timeout),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    return Layout(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        host=dist.new_group(backend="gloo") if cuda else dist.group.WORLD,
+    )

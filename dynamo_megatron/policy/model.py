@@ -1,0 +1,150 @@
+"""The policy network: Megatron's GPTModel from a Hugging Face config, one packed forward path for every layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.policy.attention import PackedAttention
+from dynamo_megatron.policy.backend import Fusions
+from dynamo_megatron.policy.batch import MicroBatch
+from dynamo_megatron.policy.layout import Layout
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension, allowed under sequence parallelism.
+
+    The mark on the weight makes Megatron all-reduce its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns hidden states [T, h], complete on every tensor-parallel rank.
+
+    The policy head (`dynamo_megatron.kernels`) takes them with `head_weight`; its gradient of the hidden states is
+    already summed over the tensor-parallel ranks, so nothing is reduced on the way back.
+    """
+
+    def _postprocess(self, hidden_states, **kwargs):
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states.squeeze(1)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded vocab / tp, h]"""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def forward_packed(self, micro_batch: MicroBatch) -> torch.Tensor:
+        longest = int(micro_batch.cu_seqlens.diff().max())
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro_batch.cu_seqlens,
+            cu_seqlens_kv=micro_batch.cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
+
+
+def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
+    """Megatron's config for a model under the configured layout."""
+    cuda, dtype = torch.cuda.is_available(), getattr(torch, config.model.dtype)
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_query_groups,
+        kv_channels=spec.kv_channels,
+        layernorm_epsilon=spec.norm_eps,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.parallel.tp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron demands it with variable lengths, dense models too
+        use_cpu_initialization=not cuda,
+        # No random initialisation, yet Megatron's initialiser must run: it marks the tensor-parallel parameters.
+        init_method=_leave_unset,
+        output_layer_init_method=_leave_unset,
+        embedding_init_method=_leave_unset,
+        batch_p2p_comm=cuda,
+        batch_p2p_sync=cuda,
+        deallocate_pipeline_outputs=cuda,  # gloo's isend still reads the buffer that would be freed
+        gradient_accumulation_fusion=Fusions.detect().gradient_accumulation != "off",
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        deterministic_mode=config.trainer.deterministic and cuda,
+    )
+
+
+def build_model(spec: ModelSpec, config: Config, layout: Layout) -> PolicyModel:
+    """This rank's stage and shard of the model, with parameters not yet set."""
+    megatron = transformer_config(spec, config)
+    norm = RMSNorm
+    if Fusions.detect().norm == "transformer-engine":
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    layers = [layer] * get_num_layers_to_build(megatron)
+    return PolicyModel(
+        megatron,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+        vocab_size=spec.padded_vocab(config.parallel.tp),
+        max_sequence_length=spec.max_positions,
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        rope_scaling=spec.rope_scaling_factor is not None,
+        rope_scaling_factor=spec.rope_scaling_factor or 8.0,
+    ).to(layout.device)

@@ -1,0 +1,279 @@
+"""The policy on every rank: token statistics and updates through Megatron's pipeline schedules.
+
+Gradient scaling: the loss of a micro-batch is `sum_t w_t loss_t` with weights normalised over the whole mini-batch, so
+micro-batches and data-parallel ranks simply add. `calculate_per_token_loss` with a token count of 0 makes Megatron
+add and scale nothing: the upstream gradient of every micro-batch is exactly 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from dynamo_megatron import kernels
+from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
+from dynamo_megatron.config import Config
+from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
+from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
+from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.model import build_model
+from dynamo_megatron.policy.plan import plan_micro_batches
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient norm that is NaN or infinite; raised before the optimizer step."""
+
+
+@dataclass(frozen=True)
+class ResponseStats:
+    """The policy's statistics of every response token of a step, float32 [R] on the CPU, the same on every rank."""
+
+    logprobs: torch.Tensor  # natural log of softmax(z / T)
+    entropy: torch.Tensor  # nats
+    expected_pi_lambda: torch.Tensor
+    collision: torch.Tensor
+
+
+class Policy:
+    """One rank's part of the policy. Raises ValueError where model folder and layout do not fit."""
+
+    def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
+        self.spec, self.config, self.layout = spec, config, layout
+        model = build_model(spec, config, layout)
+        self.layer_offset = get_transformer_layer_offset(model.config)
+        with SafetensorsFolder(config.model.path, spec) as folder:
+            load_weights(
+                model,
+                spec,
+                folder,
+                layer_offset=self.layer_offset,
+                tp_rank=layout.tp.rank(),
+                tp_size=layout.tp.size(),
+            )
+        if spec.tied and layout.is_last_stage:
+            model.head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
+        self.model = model
+        self.reference = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if self._needs_kl else None
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.ddp = DistributedDataParallel(model.config, ddp, model)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        o = config.optimizer
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=o.lr,
+                weight_decay=o.weight_decay,
+                adam_beta1=o.betas[0],
+                adam_beta2=o.betas[1],
+                adam_eps=o.eps,
+                clip_grad=o.clip_grad,
+                bf16=model.config.bf16,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.ddp],
+        )
+        self.loss_config = config.policy_loss()
+
+    @property
+    def _needs_kl(self) -> bool:
+        return self.config.algorithm.kl.coef > 0
+
+    @property
+    def _head(self) -> dict:
+        """What both head functions take besides the data."""
+        return dict(
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.spec.vocab_size,
+            tp_group=self.layout.tp if self.layout.tp.size() > 1 else None,
+            backend=self.config.kernels.backend,
+            chunk_tokens=self.config.kernels.chunk_tokens,
+        )
+
+    def _micro_batches(self, batch: TrainBatch, rollouts: np.ndarray) -> list[MicroBatch]:
+        """This rank's micro-batches of some rollouts of the step."""
+        lengths = np.diff(batch.rollouts.offsets)[rollouts] - 1
+        plan = plan_micro_batches(lengths.tolist(), self.layout.dp.size(), self.config.trainer.micro_batch_tokens)
+        multiple = self.layout.tp.size() if self.config.parallel.sequence_parallel else 1
+        return [
+            MicroBatch.pack(batch, [int(rollouts[i]) for i in micro], multiple=multiple, device=self.layout.device)
+            for micro in plan[self.layout.dp.rank()]
+        ]
+
+    def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
+        """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""
+        if not micro_batches:
+            return
+
+        def forward_step(iterator, model):
+            micro_batch = next(iterator)
+            output = self.model.forward_packed(micro_batch)
+
+            def loss_function(hidden):
+                loss = on_hidden(micro_batch, hidden.index_select(0, micro_batch.rows))
+                return loss, torch.zeros((), dtype=torch.int, device=hidden.device), {}
+
+            return output, loss_function
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.ddp,
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.tokens.shape[1] for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @torch.no_grad()
+    def token_stats(self, batch: TrainBatch) -> ResponseStats:
+        """Statistics of all response tokens of the step, from the same micro-batches as the updates'."""
+        gathered = torch.zeros(4, int(batch.response_offsets[-1]))
+
+        def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            stats = kernels.token_stats(hidden, self.model.head_weight, micro_batch.labels, **self._head)
+            rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
+            gathered[:, micro_batch.slots.cpu()] = torch.stack(rows).cpu()
+            return hidden.new_zeros(())
+
+        self._run(
+            [m for mini in batch.mini_batches for m in self._micro_batches(batch, mini)], collect, forward_only=True
+        )
+        return ResponseStats(*self.layout.world_sum(gathered))
+
+    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
+        """float32 [R] logprobs under the initial weights, or None where no KL term is on."""
+        if self.reference is None:
+            return None
+        parameters = dict(self.model.named_parameters())
+        current = {name: p.detach().clone() for name, p in parameters.items()}
+        self._set_parameters(parameters, self.reference)
+        stats = self.token_stats(batch)
+        self._set_parameters(parameters, current)
+        return stats.logprobs
+
+    @staticmethod
+    @torch.no_grad()
+    def _set_parameters(parameters: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+        for name, p in parameters.items():
+            p.copy_(values[name])
+
+    def update(
+        self,
+        batch: TrainBatch,
+        mini_batch: np.ndarray,
+        stats: ResponseStats,
+        reference_logprobs: torch.Tensor | None,
+        learning_rate: float,
+    ) -> dict[str, float]:
+        """One optimizer step on the rollouts `mini_batch`. Returns this update's sums and gradient norm.
+
+        Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
+        terms are on. Raises NonFiniteError on every rank, before the optimizer step.
+        """
+        loss, device = self.loss_config, self.layout.device
+        every_token_counts = bool(loss.kl_coef or loss.entropy_coef)
+        if not every_token_counts and not batch.advantages[mini_batch].any():
+            return {"skipped": 1.0}
+        ranges = self._ranges(batch, mini_batch, stats)
+        whole_sequences = loss.modulation is not None and (
+            loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
+        )
+        advantages, weights = batch.per_token(batch.advantages), batch.per_token(batch.weights)
+        sums: dict[str, torch.Tensor] = {}
+        broken: set[str] = set()
+
+        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            slots = micro_batch.slots.cpu()
+            take = slice(None)
+            if not every_token_counts and not whole_sequences:
+                take = advantages[slots] != 0  # tokens without gradient never reach the head's GEMM
+                hidden = hidden[take.to(device)]
+            here = slots[take]
+            output = kernels.policy_loss(
+                hidden,
+                self.model.head_weight,
+                micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
+                advantages[here].to(device),
+                stats.logprobs[here].to(device),
+                weights[here].to(device),
+                loss,
+                ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
+                ranges=ranges,
+                cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
+                gradient=self.config.kernels.gradient,
+                **self._head,
+            )
+            for name, value in output.metrics.items():
+                sums[name] = sums.get(name, 0) + value.detach().double().cpu()
+            if not torch.isfinite(output.loss):
+                owners = np.searchsorted(batch.response_offsets, here.numpy(), side="right") - 1
+                bad = ~torch.isfinite(output.token_loss).cpu().numpy()
+                broken.update(batch.rollouts.prompt_ids[s] for s in owners[bad])
+            return output.loss
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(self._micro_batches(batch, mini_batch), policy_loss, forward_only=False)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        names = ("loss", "tokens", "entropy", "kl", "clipped", "clipped_dual", "damped", "boosted")
+        totals = self.layout.world_sum(torch.tensor([float(sums.get(n, 0.0)) for n in names], dtype=torch.float64))
+        result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
+        if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
+            self._raise_non_finite(result, broken, batch, mini_batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return result
+
+    def _ranges(self, batch: TrainBatch, mini_batch: np.ndarray, stats: ResponseStats) -> ModulationRanges | None:
+        """The modulation's ranges over all response tokens of the mini-batch, from the log-prob pass (there r = 1)."""
+        loss = self.loss_config
+        if loss.modulation is None or loss.modulation.scope == "micro_batch":
+            return None
+        member = np.zeros(len(batch.mini_batch), bool)
+        member[mini_batch] = True
+        mask = batch.per_token(member)
+        expected = stats.expected_pi_lambda
+        if loss.modulation.expectation == "sequence_mean":
+            expected = _sequence_means(stats.logprobs.exp() * (stats.logprobs + stats.entropy), batch)
+        change = entropy_change(
+            batch.per_token(batch.advantages),
+            stats.logprobs,
+            stats.entropy,
+            stats.logprobs,
+            mask,
+            loss.clip_ratio_low,
+            loss.clip_ratio_high,
+            expected_pi_lambda=expected,
+        )
+        return modulation_ranges(stats.entropy, change, mask)
+
+    def _raise_non_finite(self, result: dict, broken: set[str], batch: TrainBatch, mini_batch: np.ndarray) -> None:
+        gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
+        trained = {batch.rollouts.prompt_ids[s] for m in self._micro_batches(batch, mini_batch) for s in m.rollouts}
+        mine = (self.layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained))
+        everyone: list = [None] * self.layout.world_size
+        dist.all_gather_object(everyone, mine, group=self.layout.host)
+        at_fault = [x for x in everyone if x[2]] or [x for x in everyone if not x[1]] or everyone
+        where = "; ".join(f"rank {rank}, prompts {', '.join(bad or prompts)}" for rank, _, bad, prompts in at_fault)
+        raise NonFiniteError(
+            f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step: {where}"
+        )
+
+
+def _sequence_means(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    """float32 [R]: each rollout's mean over its response tokens, at every one of them."""
+    lengths = batch.rollouts.response_lengths
+    owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    sums = torch.zeros(len(lengths), dtype=values.dtype).index_add_(0, owner, values)
+    return (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner].to(values.dtype)

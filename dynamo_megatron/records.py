@@ -1,0 +1,125 @@
+"""The typed records that every room passes on. Identity travels with the data: nothing is grouped by position."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Prompt:
+    """One problem of the data.
+
+    `prompt_id` names the problem for as long as the data lives (statistics are kept under it).
+    Exactly one of `messages` (chat) and `text` is set; `tokens` is the rendered prompt, set by the prompt stream.
+    """
+
+    prompt_id: str
+    messages: list[dict[str, str]] | None = None
+    text: str | None = None
+    answer: Any = None
+    source: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.text is None):
+            raise ValueError(f"prompt {self.prompt_id!r}: give either messages or text")
+
+
+@dataclass
+class Rollout:
+    """One response to one prompt.
+
+    `group_id` names the dispatch: a prompt drawn twice in one batch is two groups. `tokens` is prompt + response,
+    `response_mask` is 1 on the response; `engine_logprobs` has one natural-log entry a response token.
+    `weight_versions` are (version, start, end) spans over the response tokens.
+    `finish_reason`: "stop" (the stop token is the last token), "length" (truncated) or "abort".
+    `status`: "ok", "reward_timeout", "reward_error" or "failed" (no response came; not trained on).
+    """
+
+    rollout_id: str
+    group_id: str
+    prompt_id: str
+    step: int
+    tokens: list[int]
+    response_mask: list[int]
+    engine_logprobs: list[float]
+    weight_versions: list[tuple[int, int, int]]
+    finish_reason: str
+    reward: float
+    success: bool
+    reward_parts: dict[str, float]
+    status: str = "ok"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Rollout:
+        """Raises ValueError for text that is not one complete rollout."""
+        fields = json.loads(line)
+        try:
+            rollout = cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"not a rollout: {error}") from None
+        rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
+        return rollout
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index).
+
+    S rollouts, T tokens in all, R response tokens in all. Rollout s owns `tokens[offsets[s]:offsets[s + 1]]`, of which
+    the first `prompt_lengths[s]` are the prompt; `engine_logprobs` holds the response tokens of all rollouts in order.
+    """
+
+    rollout_ids: list[str]
+    group_ids: list[str]
+    prompt_ids: list[str]
+    tokens: np.ndarray  # int64 [T]
+    offsets: np.ndarray  # int64 [S + 1]
+    prompt_lengths: np.ndarray  # int64 [S]
+    engine_logprobs: np.ndarray  # float32 [R], natural log
+    rewards: np.ndarray  # float64 [S]
+    successes: np.ndarray  # bool [S]
+    truncated: np.ndarray  # bool [S]
+    weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [S], tokens."""
+        return np.diff(self.offsets) - self.prompt_lengths
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:
+        """Packs rollouts in the order given. Raises ValueError where masks, logprobs and tokens disagree in length."""
+        prompt_lengths, versions = [], []
+        for r in rollouts:
+            response = sum(r.response_mask)
+            if len(r.response_mask) != len(r.tokens) or len(r.engine_logprobs) != response:
+                raise ValueError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
+            if any(r.response_mask[: len(r.tokens) - response]):
+                raise ValueError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
+            prompt_lengths.append(len(r.tokens) - response)
+            spans = [span[0] for span in r.weight_versions]
+            versions.append((min(spans), max(spans)) if spans else (-1, -1))
+        return cls(
+            rollout_ids=[r.rollout_id for r in rollouts],
+            group_ids=[r.group_id for r in rollouts],
+            prompt_ids=[r.prompt_id for r in rollouts],
+            tokens=np.concatenate([np.asarray(r.tokens, np.int64) for r in rollouts] or [np.zeros(0, np.int64)]),
+            offsets=np.concatenate([[0], np.cumsum([len(r.tokens) for r in rollouts])]).astype(np.int64),
+            prompt_lengths=np.asarray(prompt_lengths, np.int64),
+            engine_logprobs=np.asarray([lp for r in rollouts for lp in r.engine_logprobs], np.float32),
+            rewards=np.asarray([r.reward for r in rollouts], np.float64),
+            successes=np.asarray([r.success for r in rollouts], bool),
+            truncated=np.asarray([r.finish_reason == "length" for r in rollouts], bool),
+            weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
+        )

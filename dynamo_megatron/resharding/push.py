@@ -1,0 +1,92 @@
+"""Weights from the training layout to the rollout server, through a Hugging Face folder on disk.
+
+Each pipeline stage writes its own layers, gathered over its tensor-parallel ranks one parameter at a time; rank 0 adds
+the index and what else the model's folder holds, so that the folder loads in transformers as well.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from dynamo_megatron.models import named_huggingface_tensors
+from dynamo_megatron.policy.policy import Policy
+
+FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory stays bounded
+
+
+class TakesWeights(Protocol):
+    def update_weights(self, folder: Path, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class PushReport:
+    seconds: float  # gathering, writing and loading
+    pause_seconds: float  # while the server took no requests
+    bytes: int
+
+
+def push_weights(policy: Policy, engine: TakesWeights | None, version: int, folder: Path) -> PushReport:
+    """Brings the server (`engine`, on rank 0; None elsewhere) to the policy's weights under `version`.
+
+    Collective over all ranks. `folder` is rewritten. Raises OSError where the disk is full.
+    """
+    start = time.monotonic()
+    written = write_huggingface(policy, folder)
+    loading = time.monotonic()
+    if engine is not None:
+        engine.update_weights(folder, version)
+    return PushReport(time.monotonic() - start, time.monotonic() - loading, written)
+
+
+def write_huggingface(policy: Policy, folder: Path) -> int:
+    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks."""
+    layout, source = policy.layout, Path(policy.config.model.path)
+    if layout.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier(group=layout.host)
+    writes = layout.tp.rank() == 0 and layout.dp.rank() == 0
+    weight_map: dict[str, str] = {}
+    bucket: dict[str, torch.Tensor] = {}
+    written = held = files = 0
+
+    def flush() -> None:
+        nonlocal held, files
+        if bucket:
+            name = f"model-stage{layout.pp.rank():02d}-{files:05d}.safetensors"
+            save_file(bucket, str(folder / name), metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(bucket, name))
+            bucket.clear()
+            held, files = 0, files + 1
+
+    tensors = named_huggingface_tensors(
+        policy.model, policy.spec, layer_offset=policy.layer_offset, tp_group=layout.tp if layout.tp.size() > 1 else None
+    )
+    for name, tensor in tensors:
+        if writes:
+            bucket[name] = tensor.cpu().contiguous()
+            held += tensor.nbytes
+            written += tensor.nbytes
+            if held >= FILE_BYTES:
+                flush()
+    flush()
+    parts: list = [None] * layout.world_size
+    dist.all_gather_object(parts, (weight_map, written), group=layout.host)
+    total = sum(size for _, size in parts)
+    if layout.rank == 0:
+        index = {"metadata": {"total_size": total}, "weight_map": {k: v for names, _ in parts for k, v in names.items()}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for file in source.iterdir():
+            if file.is_file() and not file.name.startswith("model") and file.suffix not in (".safetensors", ".bin"):
+                shutil.copy(file, folder / file.name)
+    dist.barrier(group=layout.host)
+    return total

@@ -1,0 +1,5 @@
+"""Reward functions and the processes that they run in."""
+
+from dynamo_megatron.reward.pool import RewardError, RewardPool, Score
+
+__all__ = ["RewardError", "RewardPool", "Score"]

@@ -1,0 +1,38 @@
+"""Reward functions by name, and what they may return.
+
+A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, any range.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.data.user_code import load_callable
+from dynamo_megatron.records import Prompt
+
+# Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
+BUILT_IN = {
+    "math": "dynamo_megatron.reward.math_answer:math_answer",
+    "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
+}
+
+
+def load_function(name: str) -> Callable[[Prompt, str], float]:
+    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line)."""
+    if ":" not in name and name not in BUILT_IN:
+        raise ValueError(f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)} or module:function")
+    return load_callable(BUILT_IN.get(name, name), "reward.functions")
+
+
+def checked(value: Any) -> float:
+    """`value` as a float. Raises ValueError for what is no finite number."""
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise ValueError(f"returned {value!r:.80} of type {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"returned {value}")
+    return float(value)

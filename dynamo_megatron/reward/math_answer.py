@@ -1,0 +1,101 @@
+"""The built-in reward `math`: is the response's final answer mathematically equal to the prompt's?"""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number
+
+# math-verify's own time limit needs SIGALRM. The pool's deadline is the limit here, and a warning a call says nothing.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+# Between two prices stands no formula ("$18 for one and $20 for two"): no space inside the dollars, no digit after.
+LATEX = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
+ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
+
+
+def math_answer(prompt: Prompt, response: str) -> float:
+    r"""1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
+
+    The final answer is the last complete `\boxed{}`, else the last line of the form `#### 72`, else the last LaTeX span
+    or number, whichever comes later; for an answer in words the last line, less "the answer is". Equal means: the same
+    text up to spacing and LaTeX's manner of writing, or the same to math-verify (so 1/2 = 0.5, {1,2} = {2,1}, and also
+    10% = 10 and 3+4 = 7: an answer that is not worked out counts).
+    `prompt.answer` is text (plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`) or a number;
+    raises ValueError for anything else.
+    """
+    reference = _reference(prompt.answer)
+    words = _in_words(reference)
+    found = _final_answer(response, words)
+    if found is None:
+        return 0.0
+    candidate = _clean(found)
+    if words:
+        return float(_plain(candidate).casefold() == _plain(reference).casefold())
+    if _plain(candidate) == _plain(reference):
+        return 1.0
+    target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
+    gold = _parsed_reference(reference)
+    return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
+
+
+@lru_cache(maxsize=1024)
+def _parsed_reference(reference: str) -> list[Any]:
+    return parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+
+
+def _reference(answer: Any) -> str:
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if isinstance(answer, float):
+        answer = format(Decimal(repr(answer)), "f")  # never 1e-05, which reads as a product with e
+    if not isinstance(answer, str | int) or not str(answer).strip():
+        raise ValueError(f"the math reward needs an answer that is text or a number, not {answer!r}")
+    text = str(answer)
+    inside = boxed(text)
+    return _clean(inside if inside is not None else text.rpartition("####")[2])
+
+
+def _final_answer(response: str, words: bool) -> str | None:
+    inside = boxed(response)
+    if inside is not None:
+        return inside
+    marked = MARKED.findall(response)
+    if marked:
+        return marked[-1]
+    lines = response.strip().splitlines()
+    if words:
+        return ANSWER_IS.sub("", lines[-1]) if lines else None
+    spans = list(LATEX.finditer(response))
+    end = spans[-1].end() if spans else 0
+    number = last_number(response[end:])
+    if number is not None or not spans:
+        return number
+    return next(group for group in spans[-1].groups() if group is not None)
+
+
+def _clean(text: str) -> str:
+    text = text.replace("\\$", "").replace("$", "").strip().rstrip(".*").lstrip("*")
+    return join_thousands(text.strip())
+
+
+def _plain(text: str) -> str:
+    """One manner of writing for texts that only differ in LaTeX's dress."""
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\^\{?\\circ\}?", "", text)
+    return re.sub(r"\s+", "", text)
+
+
+def _in_words(reference: str) -> bool:
+    """Whether the answer is words: math-verify would read "even" as a product, equal to "neve"."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", reference)
+    return bool(re.fullmatch(r"[^\W\d_][^\d\\_^={}+*/<>]*", text) and re.search(r"[^\W\d_]{4,}", text))

@@ -1,0 +1,186 @@
+"""Reward functions run in processes of their own, under a deadline that holds against anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.records import Prompt
+
+START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
+
+
+class RewardError(ValueError):
+    """A reward function failed; one line with the function, the prompt id, and the error's type and text."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok"."""
+
+    reward: float
+    success: bool
+    parts: dict[str, float] = field(default_factory=dict)
+    status: str = "ok"
+
+
+class RewardPool:
+    """`config.workers` processes that score responses, one sample each at a time.
+
+    A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
+    worker that is late, even inside C code, is killed together with the processes it started, and replaced; the sample
+    gets reward 0 and status "reward_timeout". A function that fails (raises, ends its process, returns no finite
+    number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`).
+    The reward is `config.fusion` over the functions' values; a sample succeeds where the first function gives at least
+    `config.success_threshold`. May be used from any event loop and thread.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        if len(set(config.functions)) < len(config.functions):
+            raise ValueError(f"reward.functions: a function is named twice in {config.functions}")
+        self._config = config
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops. The threads also start the workers,
+        # since a worker dies with the thread that started it (PR_SET_PDEATHSIG), and these live as long as the pool.
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the workers and waits until all are ready.
+
+        Raises ValueError where a function cannot be loaded, TimeoutError naming the workers that are not ready in time.
+        """
+        try:
+            started = [self._threads.submit(self._spawn) for _ in range(self._config.workers)]
+            workers = [future.result() for future in started]
+            end = time.monotonic() + START_TIMEOUT
+            for worker in workers:
+                worker.wait_ready(end)
+                self._idle.put(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    async def score(self, prompt: Prompt, response: str) -> Score:
+        """Scores one response. Raises RewardError with `on_error: raise`, RuntimeError on a pool that is not open."""
+        if self._closed or not self._workers:
+            raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._score, prompt, response)
+
+    def close(self) -> None:
+        """Ends all workers now; samples under way are lost. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
+        for worker in self._workers:
+            worker.connection.close()
+
+    def _spawn(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool was closed")
+            worker = _Worker(self._config.functions)
+            self._workers.append(worker)
+            return worker
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        with self._lock:
+            worker.kill()
+            if not self._closed:
+                self._workers.remove(worker)
+                worker.connection.close()
+        return self._spawn()
+
+    def _score(self, prompt: Prompt, response: str) -> Score:
+        worker = self._idle.get_nowait()  # there are as many workers as threads
+        try:
+            if worker.process.poll() is not None:
+                worker = self._replace(worker)
+            worker.wait_ready(time.monotonic() + START_TIMEOUT)
+            reply = worker.run(prompt, response, self._config.deadline)
+            if reply is None or reply[0] == "died":
+                # Replaced before the next sample comes, so that it need not wait for the imports.
+                worker = self._replace(worker)
+        finally:
+            self._idle.put(worker)
+        if reply is None:
+            return Score(0.0, False, status="reward_timeout")
+        if reply[0] == "parts":
+            parts = reply[1]
+            success = parts[self._config.functions[0]] >= self._config.success_threshold
+            return Score(FUSIONS[self._config.fusion](list(parts.values())), success, parts)
+        if self._config.on_error == "zero":
+            return Score(0.0, False, status="reward_error")
+        _, function, text = reply
+        raise RewardError(f"reward function {function} failed on prompt {prompt.prompt_id!r}: {text}")
+
+
+class _Worker:
+    def __init__(self, functions: list[str]) -> None:
+        self._functions = functions
+        self._ready = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = str(theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor, str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's; and what it starts is killed with it
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send(functions)
+
+    def wait_ready(self, end: float) -> None:
+        """Waits until `end` (time.monotonic) for the worker's imports."""
+        if self._ready:
+            return
+        if not self.connection.poll(max(0.0, end - time.monotonic())):
+            raise TimeoutError(
+                f"waited {START_TIMEOUT:.0f} s for reward worker {self.process.pid} "
+                f"to import {', '.join(self._functions)}"
+            )
+        try:
+            status, *message = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise RewardError(f"a reward worker ended while it started: {self._how_it_ended()}") from None
+        if status == "failed":
+            raise ValueError(message[0])
+        self._ready = True
+
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple | None:
+        """The worker's answer, ("died", functions, how), or None after `deadline` seconds."""
+        try:
+            self.connection.send((prompt, response))
+            return self.connection.recv() if self.connection.poll(deadline) else None
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return ("died", " or ".join(self._functions), f"its process ended: {self._how_it_ended()}")
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait(timeout=5)
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def kill(self) -> None:
+        if self.process.poll() is None:  # after that its number may be another process's
+            with contextlib.suppress(ProcessLookupError):  # reaped by another thread meanwhile
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=5)

@@ -1,0 +1,60 @@
+"""The built-in reward `reasoning_gym`: the score that a reasoning-gym dataset gives to the response's answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from dynamo_megatron.data.sources import reasoning_gym_dataset
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.extraction import boxed, last_number, tagged
+
+# Some datasets give .01 or .05 to no answer at all, others to any text: no reward for what these earn.
+WORTHLESS = ("", None, "?")
+
+
+def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
+    r"""The dataset's score in [0, 1] of the answer in `response`; 0 for at most what no answer or "?" would get.
+
+    A full score is 1.0; partial credit stays as the dataset gives it. An answer that makes the scorer raise gets 0.
+    The answer is what stands in the last `<answer>` tag, else in the last `\boxed{}`, else, where the right answer is a
+    number, the last number, else the first line that is not empty (all of the text, where the right answer has lines).
+    Raises ValueError where the prompt does not come from a `reasoning_gym:` source.
+    """
+    if "reasoning_gym" not in prompt.meta:
+        raise ValueError("the reasoning_gym reward needs prompts of a reasoning_gym: source")
+    meta = prompt.meta["reasoning_gym"]
+    entry = meta["entry"]
+    dataset = _dataset(meta["dataset"], json.dumps(meta["options"]))
+    score = _score(dataset, extract_answer(response, str(entry["answer"])), entry)
+    if score >= 1.0:
+        return 1.0
+    return score if score > max(_score(dataset, answer, entry) for answer in WORTHLESS) else 0.0
+
+
+def extract_answer(response: str, right_answer: str) -> str:
+    """The answer in `response`; of `right_answer` only its form is looked at (a number, one line, several lines)."""
+    for find in (tagged, boxed):
+        found = find(response)
+        if found is not None:
+            return found
+    if re.fullmatch(r"-?\d+(\.\d+)?", right_answer):
+        return last_number(response) or ""
+    text = response.strip()
+    return text if "\n" in right_answer.strip() else text.partition("\n")[0].strip()
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, options: str) -> Any:
+    return reasoning_gym_dataset(name, json.loads(options))
+
+
+def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except (
+        Exception
+    ):  # scorers raise whatever their parsing of the text runs into; for the reward that is a wrong answer
+        return 0.0

@@ -1,0 +1,87 @@
+"""Rollouts of an earlier run in place of a server: replay, debugging, and runs that must repeat bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+
+class RecordedRollouts:
+    """Same door as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
+
+    The k-th occurrence of a prompt in a batch gets the k-th group recorded for it in that step, and of it the first n
+    rollouts. Rewards are the recorded ones. Raises ValueError where the folder is no run's.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self._folder = Path(folder)
+        if not (self._folder / "rollouts").is_dir():
+            raise ValueError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
+
+    def start(self) -> None:
+        pass
+
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
+        pass
+
+    def update_weights(self, folder: str, version: int, on_poll: Callable[[], None] | None = None) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+    def generate(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: Callable[[], None] | None = None
+    ) -> RolloutResult:
+        """Raises ValueError naming the step, prompt or group that was not recorded or is too small."""
+        started = time.monotonic()
+        check_request(prompts, counts)
+        path = step_file(self._folder, step)
+        if not path.exists():
+            raise ValueError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
+        groups = self._groups(path)
+        seen: dict[str, int] = defaultdict(int)
+        rollouts: list[Rollout] = []
+        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
+            recorded = groups.get(prompt.prompt_id, [])
+            occurrence = seen[prompt.prompt_id]
+            seen[prompt.prompt_id] += 1
+            if occurrence >= len(recorded):
+                raise ValueError(
+                    f"{path}: prompt {prompt.prompt_id!r} has {len(recorded)} recorded groups, "
+                    f"group {occurrence + 1} was asked for"
+                )
+            group = recorded[occurrence]
+            if len(group) < n:
+                raise ValueError(
+                    f"{path}: prompt {prompt.prompt_id!r} has {len(group)} recorded rollouts in group "
+                    f"{group[0].group_id}, {n} were asked for"
+                )
+            for index, rollout in enumerate(group[:n]):
+                if rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens:
+                    raise ValueError(
+                        f"{path}: rollout {rollout.rollout_id} was recorded for other tokens of prompt "
+                        f"{prompt.prompt_id!r}; tokenizer, template or data have changed"
+                    )
+                name = group_id(step, position)
+                rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
+        return RolloutResult.of(rollouts, times={"generate": time.monotonic() - started}, notes=[])
+
+    @staticmethod
+    def _groups(path: Path) -> dict[str, list[list[Rollout]]]:
+        """prompt_id -> its groups by group id, each by rollout index."""
+        by_group: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
+        for rollout in read_rollouts(path):
+            by_group[rollout.group_id, rollout.prompt_id].append(rollout)
+        groups: dict[str, list[list[Rollout]]] = defaultdict(list)
+        for (_, prompt_id), rollouts in sorted(by_group.items()):
+            groups[prompt_id].append(sorted(rollouts, key=lambda r: int(r.rollout_id.rsplit("-", 1)[1])))
+        return groups

@@ -1,0 +1,65 @@
+"""What a step's generation comes to. Shared by live and recorded rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
+
+OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
+
+
+class RolloutError(RuntimeError):
+    """Rollouts cannot be had: a server, the rollout process or the disk failed. The message is one line."""
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The rollouts of one step.
+
+    `batch` has those that can be trained on, by (prompt position, rollout index). `counts`: requested = completed +
+    truncated + aborted (timed out, or ended by the engine) + failed; reused, reward_timeouts and reward_errors count
+    among these. `times`: seconds. `notes`: what the user should read, one line each.
+    """
+
+    batch: RolloutBatch
+    counts: dict[str, int]
+    times: dict[str, float]
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, rollouts: Sequence[Rollout], *, reused: int = 0, times: dict[str, float], notes: list[str]
+    ) -> RolloutResult:
+        """`rollouts`: one for each request, in batch order."""
+        outcomes = Counter(OUTCOMES[r.finish_reason] for r in rollouts)
+        statuses = Counter(r.status for r in rollouts)
+        counts = {
+            "requested": len(rollouts),
+            **{outcome: outcomes[outcome] for outcome in OUTCOMES.values()},
+            "reused": reused,
+            "reward_timeouts": statuses["reward_timeout"],
+            "reward_errors": statuses["reward_error"],
+        }
+        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])
+        return cls(batch, counts, times, notes)
+
+
+def group_id(step: int, position: int) -> str:
+    """Names a dispatch: the prompt at `position` of step `step`'s batch."""
+    return f"{step:06d}-{position:04d}"
+
+
+def rollout_id(group: str, index: int) -> str:
+    return f"{group}-{index:03d}"
+
+
+def check_request(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+    """Raises ValueError where counts and prompts do not fit or a prompt was not tokenized."""
+    if len(prompts) != len(counts):
+        raise ValueError(f"counts: {len(counts)} for {len(prompts)} prompts")
+    for prompt in prompts:
+        if not prompt.tokens:
+            raise ValueError(f"prompt {prompt.prompt_id!r} has no tokens")

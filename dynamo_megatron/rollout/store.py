@@ -1,0 +1,84 @@
+"""Rollouts on disk: one JSON line each, written as it finishes, so that a killed run keeps what it has generated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.result import RolloutError
+
+
+def step_file(folder: str | os.PathLike, step: int) -> Path:
+    """`folder`: a run's output folder."""
+    return Path(folder) / "rollouts" / f"step-{step:06d}.jsonl"
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """The rollouts of a file in the order of their first line; of two lines with one rollout_id the later one counts.
+
+    A last line without a newline was torn by a kill and is left out. Raises ValueError (path:line) for any other line
+    that is not a rollout.
+    """
+    rollouts: dict[str, Rollout] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rollout = Rollout.from_json(line.decode())
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+        rollouts[rollout.rollout_id] = rollout
+    return list(rollouts.values())
+
+
+class RolloutStore:
+    """Appends to and reads `output_dir/rollouts/step-NNNNNN.jsonl`. One process writes."""
+
+    def __init__(self, output_dir: str | os.PathLike):
+        self._folder = Path(output_dir)
+        self._step: int | None = None
+        self._descriptor = -1
+        step_file(self._folder, 0).parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, rollout: Rollout) -> None:
+        """Raises RolloutError where the disk does not take the line."""
+        path = step_file(self._folder, rollout.step)
+        line = rollout.to_json().encode() + b"\n"
+        try:
+            if rollout.step != self._step:
+                self._open(rollout.step, path)
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            self.close()
+            raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
+        if written < len(line):
+            self.close()  # the next append cuts the torn line off
+            raise RolloutError(f"{path}: cannot write rollouts: the disk is full; free some space and resume")
+
+    def finished(self, step: int) -> list[Rollout]:
+        """What the file of this step holds; empty without a file."""
+        path = step_file(self._folder, step)
+        return read_rollouts(path) if path.exists() else []
+
+    def replace(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Makes `rollouts` all that the file of this step holds."""
+        self.close()
+        path = step_file(self._folder, step)
+        aside = path.with_suffix(".tmp")
+        try:
+            aside.write_text("".join(rollout.to_json() + "\n" for rollout in rollouts))
+            aside.replace(path)
+        except OSError as error:
+            raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._step, self._descriptor = None, -1
+
+    def _open(self, step: int, path: Path) -> None:
+        self.close()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor, self._step = descriptor, step
+        content = path.read_bytes()
+        os.ftruncate(descriptor, content.rfind(b"\n") + 1)

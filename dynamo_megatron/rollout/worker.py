@@ -1,0 +1,313 @@
+"""The rollout process: a child of rank 0 that owns the server, its client, the store and the reward workers.
+
+It is spawned, never forked, before CUDA or the process group exists, so that JSON and scoring never hold rank 0's
+interpreter. Rank 0 sends a command through a pipe and polls for the reply. The child lives in a session of its own
+(signals to rank 0's process group are rank 0's to judge) and ends, with all it started, when rank 0 does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.reward import RewardError, RewardPool
+from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.server import SGLangServer, die_with_parent
+from dynamo_megatron.rollout.store import RolloutStore
+
+POLL_EVERY = 0.2  # seconds
+BEAT_EVERY = 5.0  # seconds, while a command is under way
+SILENCE = 120.0  # seconds without a beat until the child counts as hung
+CLOSE_GRACE = 20.0  # seconds: the reward workers' and the server's own grace, and some
+MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ValueError, RewardError, RolloutError)}
+
+
+class RolloutWorker:
+    """Rank 0's handle of the rollout process.
+
+    `on_poll` is called about every 0.2 s while a method waits; what it raises ends the wait, and the worker is then
+    good for `close` only. Every method raises RolloutError if the process died or fell silent; ValueError, RewardError
+    and RolloutError raised in it come back as they are.
+    """
+
+    def __init__(self, config: Config, eos_token_ids: Sequence[int]):
+        self._config, self._eos_token_ids = config, tuple(eos_token_ids)
+        self.log = Path(config.output_dir) / "logs" / "rollout.log"
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, child_end = context.Pipe()
+        arguments = (child_end, self._config, self._eos_token_ids, str(self.log), os.getpid())
+        self._process = context.Process(target=_child, args=arguments, name="rollout")
+        self._process.start()
+        child_end.close()
+        atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
+
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
+        """Waits until server and reward workers are up. Raises what kept them from it."""
+        if not self._ready:
+            self._reply("its start", on_poll, SILENCE + self._config.rollout.start_timeout)
+            self._ready = True
+
+    def generate(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: Callable[[], None] | None = None
+    ) -> RolloutResult:
+        """`counts[i]` responses to `prompts[i]` (tokenized), scored and on disk.
+
+        Finished rollouts of this step that are on disk already are reused where prompt and weight version are the
+        same. Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
+        """
+        check_request(prompts, counts)
+        return self._call("generate", (step, list(prompts), [int(n) for n in counts]), on_poll)
+
+    def update_weights(
+        self, folder: str | os.PathLike, version: int, on_poll: Callable[[], None] | None = None
+    ) -> float:
+        """Loads a Hugging Face folder into the server; returns seconds. Later rollouts carry `version`."""
+        return self._call("update_weights", (str(folder), version), on_poll)
+
+    def close(self) -> None:
+        """Ends the child and all that it started. May be called twice."""
+        if self._process is None:
+            return
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(CLOSE_GRACE)
+        if self._process.is_alive():
+            self._process.kill()  # the server and the reward workers die with it
+            self._process.join()
+        self._connection.close()
+        self._process = self._connection = None
+
+    def _call(self, command: str, arguments: tuple, on_poll: Callable[[], None] | None) -> Any:
+        self.wait_ready(on_poll)
+        try:
+            self._connection.send((command, arguments))
+        except OSError:
+            raise self._death() from None
+        return self._reply(command, on_poll, SILENCE)
+
+    def _reply(self, what: str, on_poll: Callable[[], None] | None, silence: float) -> Any:
+        heard = time.monotonic()
+        while True:
+            try:
+                message = self._connection.recv() if self._connection.poll(POLL_EVERY) else None
+            except (EOFError, OSError):
+                raise self._death() from None
+            match message:
+                case ("done", result):
+                    return result
+                case ("failed", kind, text):
+                    raise MESSAGES_THAT_SPEAK[kind](text)
+                case ("beat",):
+                    heard = time.monotonic()
+            if time.monotonic() - heard > silence:
+                raise RolloutError(
+                    f"the rollout process (pid {self._process.pid}) gave no sign of life for {silence:g} s during "
+                    f"{what}; see {self.log}"
+                )
+            if on_poll is not None:
+                on_poll()
+
+    def _death(self) -> RolloutError:
+        self._process.join(5.0)
+        code = self._process.exitcode
+        cause = f"signal {-code}" if code and code < 0 else f"exit code {code}"
+        return RolloutError(f"the rollout process (pid {self._process.pid}) ended ({cause}); see {self.log}")
+
+
+def _child(connection: Connection, config: Config, eos_token_ids: tuple[int, ...], log: str, parent: int) -> None:
+    os.setsid()
+    die_with_parent(signal.SIGTERM, parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_serve(connection, config, eos_token_ids))
+
+
+async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[int, ...]) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    inbox: asyncio.Queue = asyncio.Queue()
+
+    def leave() -> None:
+        loop.remove_reader(connection.fileno())
+        signal.alarm(int(CLOSE_GRACE))  # a clean-up that hangs does not outlive the run
+        task.cancel()
+
+    def read() -> None:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            message = None
+        if message is None:
+            leave()
+        else:
+            inbox.put_nowait(message)
+
+    loop.add_signal_handler(signal.SIGTERM, leave)
+    loop.add_reader(connection.fileno(), read)
+    async with contextlib.AsyncExitStack() as stack:
+        generator = Generator(config, eos_token_ids, stack)
+        opened = await _answer(connection, generator.open())
+        while opened:
+            command, arguments = await inbox.get()
+            await _answer(connection, getattr(generator, command)(*arguments))
+
+
+async def _answer(connection: Connection, work: Awaitable[Any]) -> bool:
+    """Sends what `work` comes to; False where it failed."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(BEAT_EVERY)
+            connection.send(("beat",))
+
+    beating = asyncio.create_task(beat())
+    try:
+        connection.send(("done", await work))
+        return True
+    except Exception as error:  # whatever it is, rank 0 is the one to raise it
+        traceback.print_exc()
+        kind, text = type(error).__name__, " ".join(str(error).split())
+        if kind not in MESSAGES_THAT_SPEAK:
+            kind, text = "RolloutError", f"{kind}: {text} (traceback in logs/rollout.log)"
+        connection.send(("failed", kind, text))
+        return False
+    finally:
+        beating.cancel()
+
+
+class Generator:
+    """The commands that rank 0 sends. What it opens goes on `stack`."""
+
+    def __init__(self, config: Config, eos_token_ids: Sequence[int], stack: contextlib.AsyncExitStack):
+        self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
+        self._version = 0
+
+    async def open(self) -> None:
+        config = self._config
+        self._server = SGLangServer(config.rollout, config.model, Path(config.output_dir) / "logs" / "sglang.log")
+        self._store = RolloutStore(config.output_dir)
+        self._stack.callback(self._store.close)
+        self._stack.callback(self._server.stop)
+        self._server.start()
+        self._pool = RewardPool(config.reward)
+        self._stack.callback(self._pool.close)
+        self._pool.start()
+        self._tokenizer = load_tokenizer(config.model.path)
+        await self._server.wait_ready()
+        client = SGLangClient(self._server.url, config.rollout, self._eos_token_ids)
+        self._client = await self._stack.enter_async_context(client)
+
+    async def update_weights(self, folder: str, version: int) -> float:
+        started = time.monotonic()
+        await self._client.update_weights(folder, version)
+        self._version = version
+        return time.monotonic() - started
+
+    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> RolloutResult:
+        started = time.monotonic()
+        wanted = {
+            rollout_id(group_id(step, position), k): prompt
+            for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True))
+            for k in range(n)
+        }
+        rollouts, notes = self._reusable(step, wanted)
+        reused = len(rollouts)
+        errors: list[str] = []
+        self._last_response = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, prompt in wanted.items():
+                    if name not in rollouts:
+                        group.create_task(self._rollout(step, name, prompt, rollouts, errors))
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, RolloutError):
+                await asyncio.sleep(1.0)  # a dead server says more than the connections that broke with it
+                self._server.check()
+            raise first from None
+        if errors:
+            notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
+        if len(errors) == len(wanted):
+            raise RolloutError(notes[-1])
+        now = time.monotonic()
+        times = {"generate": now - started, "reward_tail": now - self._last_response}
+        return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes)
+
+    async def _rollout(
+        self, step: int, name: str, prompt: Prompt, rollouts: dict[str, Rollout], errors: list[str]
+    ) -> None:
+        response = await self._client.generate(name, prompt.tokens)
+        self._last_response = time.monotonic()
+        rollout = Rollout(
+            rollout_id=name,
+            group_id=name.rpartition("-")[0],
+            prompt_id=prompt.prompt_id,
+            step=step,
+            tokens=prompt.tokens + response.tokens,
+            response_mask=[0] * len(prompt.tokens) + [1] * len(response.tokens),
+            engine_logprobs=response.logprobs,
+            weight_versions=response.weight_versions,
+            finish_reason=response.finish_reason,
+            reward=0.0,
+            success=False,
+            reward_parts={},
+            status="failed",
+        )
+        if response.error:
+            errors.append(response.error)
+        else:
+            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            score = await self._pool.score(prompt, text)
+            rollout.reward, rollout.success = score.reward, score.success
+            rollout.reward_parts, rollout.status = score.parts, score.status
+        self._store.append(rollout)
+        rollouts[name] = rollout
+
+    def _reusable(self, step: int, wanted: dict[str, Prompt]) -> tuple[dict[str, Rollout], list[str]]:
+        """What an interrupted run left of this step; the file keeps nothing else."""
+        found = self._store.finished(step)
+        kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
+        for rollout in found:
+            prompt = wanted.get(rollout.rollout_id)
+            if rollout.status == "failed":
+                why["failed"] += 1
+            elif (
+                prompt is None
+                or rollout.prompt_id != prompt.prompt_id
+                or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
+            ):
+                why["of another prompt"] += 1
+            elif any(version != self._version for version, _, _ in rollout.weight_versions):
+                why["of another weight version"] += 1
+            else:
+                kept[rollout.rollout_id] = rollout
+        reasons = [f"{count} {reason}" for reason, count in why.items() if count]
+        if not reasons:
+            return kept, []
+        self._store.replace(step, list(kept.values()))
+        return kept, [f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}"]

@@ -1,0 +1,85 @@
+"""What one step reports: the keys of metrics.jsonl. Fractions unless the name says otherwise; times in seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+
+class Clock:
+    """Seconds by phase of a step, and since its start."""
+
+    def __init__(self):
+        self._start = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def total(self) -> float:
+        return time.monotonic() - self._start
+
+
+def _share(values) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def step_metrics(step, collected, batch, stats, updates, learning_rate, pushed, clock) -> dict[str, float]:
+    """All metrics of a step, plain numbers. `collected` is what rank 0 knows of it: counts, allocation rows, result, stream."""
+    counts, allocated, result, stream = collected
+    rollouts = batch.rollouts
+    by_group: dict[str, list[float]] = {}
+    for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
+        by_group.setdefault(group, []).append(float(reward))
+    gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
+    tokens = len(gap)
+    total = {name: sum(u.get(name, 0.0) for u in updates) for name in ("kl", "clipped", "clipped_dual", "damped", "boosted")}
+    made = [u for u in updates if not u["skipped"]]
+    requested = max(1, result.counts["requested"])
+    seconds = {name: clock.seconds.get(name, 0.0) for name in ("generate", "logprobs", "update")}
+    elapsed = clock.total()
+    return {
+        "step": step,
+        "reward/mean": _share(rollouts.rewards),
+        "reward/success": _share(rollouts.successes),
+        "reward/timeouts": result.counts["reward_timeouts"] / requested,
+        "reward/errors": result.counts["reward_errors"] / requested,
+        "rollout/response_length_mean": _share(rollouts.response_lengths),
+        "rollout/truncated": result.counts["truncated"] / requested,
+        "rollout/aborted": result.counts["aborted"] / requested,
+        "rollout/failed": result.counts["failed"] / requested,
+        "rollout/reused": result.counts["reused"] / requested,
+        "rollout/zero_variance_groups": _share([max(r) == min(r) for r in by_group.values()]),
+        "rollout/weight_version_min": int(rollouts.weight_versions.min()),
+        "rollout/weight_version_max": int(rollouts.weight_versions.max()),
+        "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
+        "rollout/logprob_gap_mean": _share(gap),
+        "allocation/n_min": int(min(counts)),
+        "allocation/n_max": int(max(counts)),
+        "allocation/history_share": _share([row["history"] > 0 for row in allocated]),
+        "data/epoch": stream.epoch,
+        "data/skipped_prompts": stream.skipped,
+        "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
+        "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
+        "policy/kl": total["kl"] / max(1, tokens),
+        "policy/clip_share": total["clipped"] / max(1, tokens),
+        "policy/clip_c_share": total["clipped_dual"] / max(1, tokens),
+        "policy/damped_share": total["damped"] / max(1, tokens),
+        "policy/boosted_share": total["boosted"] / max(1, tokens),
+        "policy/grad_norm": sum(u["grad_norm"] for u in made) / max(1, len(made)),
+        "policy/skipped_updates": len(updates) - len(made),
+        "policy/learning_rate": learning_rate,
+        "policy/tokens": tokens,
+        "reshard/bytes": pushed.bytes,
+        "time/step": elapsed,
+        **{f"time/{name}": value for name, value in seconds.items()},
+        "time/reshard": pushed.seconds,
+        "time/reshard_pause": pushed.pause_seconds,
+        "throughput/tokens_per_second": len(rollouts.tokens) / elapsed,
+    }

@@ -1,0 +1,134 @@
+"""The RL loop of DynaMO (arXiv 2602.19208), run by every rank; rank 0 owns prompts, allocator, rollouts and metrics."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.config import Config
+from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.policy.checkpoint import latest_checkpoint, load_checkpoint, load_state, save_checkpoint
+from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.resharding.push import push_weights
+from dynamo_megatron.tracking.metrics import StepLog, log_line
+from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
+
+
+class Trainer:
+    """`stream` and `rollout` (an SGLang worker or recorded rollouts) are rank 0's, None elsewhere."""
+
+    def __init__(
+        self, config: Config, policy: Policy, coordinator: Coordinator, stream: PromptStream | None, rollout: Any | None
+    ):
+        self.config, self.policy, self.coordinator = config, policy, coordinator
+        self.layout, self.stream, self.rollout = policy.layout, stream, rollout
+        self.output = Path(config.output_dir)
+        self.allocator = RolloutAllocator(config.algorithm.allocation)
+        self.start = self._resume()
+        self.state = self._state()
+        if self._leads:
+            self.metrics = StepLog(self.output / "metrics.jsonl", keep_to=self.start)
+            self.allocation = StepLog(self.output / "allocation.jsonl", keep_to=self.start)
+
+    def run(self) -> None:
+        """Trains to `trainer.steps`. Raises StopRequested after saving when a signal asks for it."""
+        config, policy, steps = self.config, self.policy, self.config.trainer.steps
+        self._push(version=self.start)
+        saved = self.start
+        for step in range(self.start + 1, steps + 1):
+            self.coordinator.step = step
+            clock = Clock()
+            batch = self._share(step, clock)
+            if batch is None:
+                if saved < step - 1:
+                    self._save(step - 1)
+                raise StopRequested(self.coordinator.pending_signal)
+            with clock("logprobs"):
+                stats = policy.token_stats(batch)
+                reference = policy.reference_logprobs(batch)
+            with clock("update"):
+                lr = config.learning_rate(step)
+                updates = [policy.update(batch, mini, stats, reference, lr) for mini in batch.mini_batches]
+            pushed = self._push(version=step)
+            self.state = self._state()
+            if self._leads:
+                metrics = step_metrics(step, self.collected, batch, stats, updates, lr, pushed, clock)
+                self.metrics.write([metrics])
+                print(log_line(metrics, steps), flush=True)
+            if step % config.checkpoint.every == 0 or step == steps:
+                self._save(step)
+                saved = step
+
+    def _collect(self, step: int, clock: Clock) -> TrainBatch:
+        """Rank 0: one batch of prompts, its rollouts by the allocator's counts, their advantages."""
+        prompts = self.stream.next(self.config.data.batch_prompts)
+        ids = [p.prompt_id for p in prompts]
+        counts = self.allocator.allocate(ids, self.config.rollout_budget, step=step)
+        allocated = self.allocator.report()
+        with clock("generate"):
+            result = self.rollout.generate(step, prompts, counts, on_poll=self._check)
+        rollouts = result.batch
+        self.allocator.observe(rollouts.prompt_ids, rollouts.rewards, rollouts.successes, step)
+        self.allocation.write(allocated)
+        self.collected = (counts, allocated, result, self.stream)
+        return TrainBatch.build(rollouts, self.config)
+
+    def _share(self, step: int, clock: Clock) -> TrainBatch | None:
+        """Every rank gets rank 0's batch; None where a signal asks to stop. Others poll until it is there."""
+        key, box = f"step-{step}", [None]
+        if self._leads:
+            try:
+                self._check()
+                box = [self._collect(step, clock)]
+            except StopRequested as stop:
+                self.coordinator.announce(key, str(stop.signal_number))
+                return None
+            self.coordinator.announce(key, "ready")
+        else:
+            said = self.coordinator.wait(key, f"the rollouts of step {step}", timeout=float("inf"))
+            if said != "ready":
+                self.coordinator.pending_signal = int(said)
+                return None
+        dist.broadcast_object_list(box, src=0, group=self.layout.host)
+        return box[0]
+
+    def _check(self) -> None:
+        self.coordinator.check()
+        if self.coordinator.pending_signal is not None:
+            raise StopRequested(self.coordinator.pending_signal)
+
+    def _push(self, version: int):
+        return push_weights(self.policy, self.rollout, version, self.output / "push")
+
+    @property
+    def _leads(self) -> bool:
+        return self.layout.rank == 0
+
+    def _state(self) -> dict | None:
+        if not self._leads:
+            return None
+        return {"stream": self.stream.state_dict(), "allocator": self.allocator.state_dict()}
+
+    def _save(self, step: int) -> None:
+        save_checkpoint(self.policy, self.output / "checkpoints", step, self.state, self.config.checkpoint.keep_last)
+
+    def _resume(self) -> int:
+        """Loads the newest complete checkpoint, if there is one; returns its step."""
+        found = latest_checkpoint(self.output / "checkpoints")
+        if found is None:
+            return 0
+        step, folder = found
+        start = time.monotonic()
+        load_checkpoint(self.policy, folder)
+        if self._leads:
+            state = load_state(folder)
+            self.stream.load_state_dict(state["stream"])
+            self.allocator.load_state_dict(state["allocator"])
+            print(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s", flush=True)
+        return step

@@ -1,0 +1,137 @@
+"""What happens to one chunk of logits, in PyTorch: statistics, their merge over vocabulary shards, the gradient.
+
+With z the logits, T the temperature, m a row's largest logit and d_j = (z_j - m) / T <= 0, a shard keeps
+    s = sum e^d,  u = sum d e^d,  s2 = sum e^2d,  u2 = sum d e^2d
+from which, over the whole vocabulary,
+    logp = (z_y - m)/T - log s,  H = log s - u/s,  sum p^2 = s2/s^2,  sum p^2 log p = (u2 - s2 log s)/s^2.
+Subtracting m before dividing keeps H exact to rounding where |z| is large; lse - sum p z would cancel.
+Row statistics are [6, c] tensors so that one all-gather carries them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 2_500_000_000
+BUFFERS = 2  # [c, V/tp] tensors alive at once: the logits and one temporary
+
+# e^FLOOR is exactly 0 in float32 and in float64, and FLOOR is finite: -inf logits never make 0 * inf.
+FLOOR = -1000.0
+
+
+class Shard(NamedTuple):
+    """The columns of the vocabulary that this rank's weight rows stand for."""
+
+    start: int  # global index of the first column
+    rows: int  # rows of the weight: V/tp, padding included
+    columns: int  # those that are part of the vocabulary, 0 to `rows`; the rest is padding
+
+
+class Statistics(NamedTuple):
+    """Per row of logits, over the whole vocabulary; [c] each, natural log."""
+
+    maximum: Tensor  # of the logits before division by the temperature; 0 where all are -inf
+    log_sum: Tensor  # log sum_j exp((z_j - maximum) / T)
+    logprobs: Tensor
+    entropy: Tensor
+    expected_pi_lambda: Tensor  # sum_j p_j^2 (log p_j + H)
+    collision: Tensor  # sum_j p_j^2
+
+
+def chunk_size(shard: Shard, itemsize: int) -> int:
+    """Rows of logits for which all buffers stay within `WORKSPACE_BYTES`; at least 1."""
+    return max(1, WORKSPACE_BYTES // (BUFFERS * shard.rows * itemsize))
+
+
+def shift_(logits: Tensor, maximum: Tensor, temperature: float) -> Tensor:
+    """In place: (logits - maximum) / temperature. logits [c, k], maximum [c]."""
+    return logits.sub_(maximum[:, None]).div_(temperature).clamp_(min=FLOOR)
+
+
+def finite_maximum(maximum: Tensor) -> Tensor:
+    """0 where a row has nothing but -inf: -inf - -inf would be NaN. NaN stays."""
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+
+
+def _owned(labels: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    local = labels - shard.start
+    return (local >= 0) & (local < shard.columns), local.clamp(0, shard.columns - 1)
+
+
+def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> Tensor:
+    """(m, s, u, s2, u2, z_y) of this shard, [6, c]; z_y is 0 where the label is another shard's.
+
+    logits [c, V/tp] are left as d = (z - m) / T. An all-padding shard gives m = -inf and zeros, which merge to nothing.
+    """
+    part = logits.new_zeros(6, logits.shape[0])
+    part[0] = -torch.inf
+    if shard.columns == 0:
+        return part
+    z = logits[:, : shard.columns]
+    owned, column = _owned(labels, shard)
+    part[0] = z.amax(1)
+    part[5] = torch.where(owned, z.gather(1, column[:, None])[:, 0], 0.0)
+    shift_(z, finite_maximum(part[0]), temperature)
+    e = z.exp()
+    part[1] = e.sum(1)
+    part[2] = e.mul_(z).sum(1)
+    torch.add(z, z, out=e).exp_()
+    part[3] = e.sum(1)
+    part[4] = e.mul_(z).sum(1)
+    return part
+
+
+def merge(parts: Tensor, temperature: float) -> Statistics:
+    """Statistics over the vocabulary from all shards' [tp, 6, c], summed in the order of the ranks."""
+    m, s, u, s2, u2, target = parts.unbind(1)
+    maximum = finite_maximum(m.amax(0))
+    d = ((m - maximum) / temperature).clamp(min=FLOOR)
+    a = d.exp()
+    u2 = (a * a * (u2 + d * s2)).sum(0)
+    s2 = (a * a * s2).sum(0)
+    u = (a * (u + d * s)).sum(0)
+    s = (a * s).sum(0)
+    log_sum = s.log()
+    entropy = log_sum - u / s
+    collision = s2 / (s * s)
+    return Statistics(
+        maximum=maximum,
+        log_sum=log_sum,
+        logprobs=(target.sum(0) - maximum) / temperature - log_sum,
+        entropy=entropy,
+        expected_pi_lambda=(u2 - s2 * log_sum) / (s * s) + entropy * collision,
+        collision=collision,
+    )
+
+
+def logits_gradient_(
+    shifted: Tensor,
+    labels: Tensor,
+    shard: Shard,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """In place, d -> dL/dz = [g_l (1[j = y] - p_j) - g_H p_j (log p_j + H)] / T; padding columns become 0.
+
+    shifted [c, V/tp] holds d with log p = d - log_sum; the other tensors are [c]. grad_entropy None: 0.
+    """
+    shifted[:, shard.columns :] = 0.0
+    if shard.columns == 0:
+        return shifted
+    z = shifted[:, : shard.columns]
+    owned, column = _owned(labels, shard)
+    g = grad_logprobs / temperature
+    z.sub_(log_sum[:, None])
+    if grad_entropy is None:
+        z.exp_().mul_(-g[:, None])
+    else:
+        p = z.exp()
+        z.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(g[:, None]).mul_(p)
+    z[torch.arange(len(z), device=z.device), column] += torch.where(owned, g, 0.0)
+    return shifted

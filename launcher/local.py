@@ -1,0 +1,107 @@
+"""Ranks on this machine: one process each, ended together.
+
+The ranks are in process groups of their own, so that a terminal's Ctrl-C reaches only this process, which passes it
+on once. They die with it (PR_SET_PDEATHSIG), even when it is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def run_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Runs `dynamo-megatron ARGUMENTS` in `ranks` local processes and returns the run's exit code.
+
+    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a killed rank become ours to end
+
+    def die_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    interrupted = False
+
+    def pass_on(number: int, _frame) -> None:
+        nonlocal interrupted
+        interrupted |= number == signal.SIGINT
+        for p in processes:
+            if p.poll() is None:
+                p.send_signal(number)
+
+    processes: list[subprocess.Popen] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, pass_on)
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in range(ranks):
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
+                env=environment,
+                preexec_fn=die_with_parent,
+                process_group=0,
+            )
+        )
+    deadline = None
+    while any(p.poll() is None for p in processes):
+        bad = [p for p in processes if p.poll() not in (None, 0, 75)]
+        if deadline is None and (bad or interrupted):
+            deadline = time.monotonic() + GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            for p in processes:
+                if p.poll() is None:
+                    p.kill()
+        time.sleep(0.05)
+    _end_orphans()
+    return _verdict([p.returncode for p in processes], interrupted)
+
+
+def _verdict(codes: Sequence[int], interrupted: bool) -> int:
+    killed = [(rank, -code) for rank, code in enumerate(codes) if code < 0]
+    if interrupted:
+        return 130
+    explained = [code for code in codes if code > 0 and code != 75]
+    if killed and not explained:
+        rank, number = killed[0]
+        print(f"rank {rank} was ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        return 1
+    if explained:
+        return 2 if set(explained) == {2} else 1
+    return max(codes, default=0)
+
+
+def _end_orphans() -> None:
+    """Ends what killed ranks have left behind: as a subreaper this process has become its parent."""
+    own = os.getpid()
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
+            children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

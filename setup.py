@@ -1,0 +1,40 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="dynamo-megatron",
+    version="0.1.0",
+    description="RLVR on Megatron-core with DynaMO: variance-minimising rollout allocation and entropy-modulated advantages",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[
+        *find_packages(include=["dynamo_megatron", "dynamo_megatron.*"]),
+        "dynamo_megatron.kernels",
+        "dynamo_megatron.launcher",
+    ],
+    package_dir={"dynamo_megatron.kernels": "kernels", "dynamo_megatron.launcher": "launcher"},
+    package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"]},
+    entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
+    install_requires=[
+        "torch>=2.8",
+        "megatron-core>=0.16.1",
+        "numpy",
+        "psutil",
+        "pydantic>=2.7",
+        "pyyaml",
+        "safetensors",
+        "tokenizers",
+        "transformers>=4.57",
+        "aiohttp",
+        "math-verify==0.9.0",
+        "reasoning-gym==0.1.25",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]", "triton"],
+        "sglang": ["sglang>=0.5.23"],
+        "slurm": [],
+        "nemo": ["nemo-run==0.11.1", "leptonai>=0.26.6,<0.47"],
+        "ray": ["ray>=2.60"],
+        "wandb": ["wandb"],
+        "test": ["pytest", "pytest-timeout", "ruff"],
+    },
+)

@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+
+KINDS = ("grpo", "dr_grpo", "rloo")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors(vectors, kind):
+    for case in vectors("advantages"):
+        got = group_advantages(np.array(case["rewards"]), case["group"], kind, singleton="raw")
+        np.testing.assert_allclose(got, case[kind], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_a_loop_over_groups_in_any_order(kind):
+    rng = np.random.default_rng(0)
+    groups = np.repeat([f"g{i}" for i in range(20)], rng.integers(2, 9, 20))
+    groups, rewards = rng.permutation(groups), rng.normal(size=len(groups))
+    got = group_advantages(rewards, groups, kind)
+    for j, (group, reward) in enumerate(zip(groups, rewards, strict=True)):
+        mine = rewards[groups == group]
+        others = rewards[(groups == group) & (np.arange(len(groups)) != j)]
+        want = {
+            "grpo": (reward - mine.mean()) / (mine.std(ddof=1) + 1e-6),
+            "dr_grpo": reward - mine.mean(),
+            "rloo": reward - others.mean(),
+        }[kind]
+        assert got[j] == pytest.approx(want, rel=1e-12, abs=1e-14)
+    order = rng.permutation(len(groups))
+    np.testing.assert_allclose(group_advantages(rewards[order], groups[order], kind), got[order], rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_rewards_give_exactly_zero_and_singletons_as_asked(kind):
+    rewards, groups = np.array([0.1, 0.1, 0.1, 0.7]), ["a", "a", "a", 1]
+    assert (group_advantages(rewards, groups, kind, eps=0.0) == 0).all()
+    raw = group_advantages(rewards, groups, kind, singleton="raw")
+    assert raw[3] == pytest.approx(0.7, rel=2e-6) and (raw[:3] == 0).all()
+
+
+def test_an_integer_and_its_text_are_two_groups():
+    assert (group_advantages(np.array([0.0, 1.0]), [1, "1"], "rloo") == 0).all()
+
+
+def test_positive_weight_scales_only_what_is_above_zero():
+    got = group_advantages(np.array([1.0, 0.0]), [0, 0], "rloo", positive_weight=0.1)
+    np.testing.assert_allclose(got, [0.1, -1.0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kind_and_dtype_stay(dtype):
+    rewards = torch.tensor([0.0, 1.0, 1.0], dtype=getattr(torch, dtype))
+    ids = torch.tensor([3, 3, 3])
+    assert group_advantages(rewards, ids, "grpo").dtype == rewards.dtype
+    assert group_advantages(rewards.numpy(), ids.numpy(), "grpo").dtype == dtype
+    assert group_advantages(np.zeros(0, dtype), [], "grpo").shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.array([0.0]), ["a"], "ppo"), "kind"),
+        ((np.array([0.0, np.nan]), ["a", "a"], "grpo"), "rewards: entry 1"),
+        ((np.array([0.0, 1.0]), ["a"], "grpo"), "group_ids"),
+    ],
+)
+def test_bad_input_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(*arguments)

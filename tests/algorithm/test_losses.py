@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.losses import PolicyLossConfig, clipped_policy_loss, kl_estimate, policy_loss_terms
+
+MODES = {
+    "token-mean": ("token_mean", 1),
+    "seq-mean-token-sum": ("sequence_sum", 1),
+    "seq-mean-token-mean": ("sequence_mean", 1),
+    "seq-mean-token-sum-norm": ("constant_length", None),  # None: times S
+}
+
+
+def arrays(case, *names):
+    return [np.array(case[name]) for name in names]
+
+
+def test_vectors(vectors):
+    for case in vectors("losses"):
+        logprobs, old, advantages, mask = arrays(case, "logprobs", "old_logprobs", "advantages", "mask")
+        rollouts, length = mask.shape
+        lengths = mask.sum(1).astype(int)
+        variable = torch.tensor(logprobs, requires_grad=True)
+        clip = {
+            "clip_ratio_low": case["clip_low"],
+            "clip_ratio_high": case["clip_high"],
+            "clip_ratio_c": case["clip_c"],
+        }
+        of_torch = clipped_policy_loss(variable, torch.tensor(old), torch.tensor(advantages), **clip)
+        of_numpy = clipped_policy_loss(logprobs, old, advantages, **clip)
+        for reference, (mode, factor) in MODES.items():
+            weights = token_weights(mode, lengths, range(rollouts), max_length=length)[:, None] * mask
+            got = (weights * of_numpy.loss).sum() * (factor or rollouts)
+            assert got == pytest.approx(case["loss"][reference], rel=1e-6)
+        share = token_weights("token_mean", lengths, range(rollouts))[:, None] * mask
+        assert (share * of_numpy.clipped).sum() == pytest.approx(case["clipfrac"]["token-mean"], rel=1e-6)
+        assert (share * of_numpy.clipped_dual).sum() == pytest.approx(case["clipfrac_lower"]["token-mean"], rel=1e-6)
+        (torch.tensor(share) * of_torch.loss).sum().backward()
+        np.testing.assert_allclose(variable.grad, case["grad_logprobs_token_mean"], rtol=1e-6, atol=1e-12)
+        for kind, want in case["kl"].items():
+            got = kl_estimate(logprobs, np.array(case["ref_logprobs"]), kind)
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-12)
+
+
+def test_dual_clip_bounds_the_loss_and_stops_the_gradient():
+    logprobs = torch.tensor([2.0, 3.0, 3.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([-1.0, -2.0, 2.0], dtype=torch.float64)
+    result = clipped_policy_loss(
+        logprobs, torch.zeros(3).double(), advantages, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=10.0
+    )
+    result.loss.sum().backward()
+    np.testing.assert_allclose(result.loss.detach(), [np.exp(2.0), 20.0, -2.56])
+    assert result.clipped_dual.tolist() == [False, True, False] and result.clipped.tolist() == [False, False, True]
+    np.testing.assert_allclose(logprobs.grad, [np.exp(2.0), 0, 0])
+
+
+def test_far_off_policy_tokens_stay_finite():
+    logprobs = torch.tensor([200.0, -200.0], requires_grad=True)
+    for advantage in (1.0, -1.0):
+        loss = clipped_policy_loss(
+            logprobs, torch.zeros(2), torch.full((2,), advantage), clip_ratio_low=0.2, clip_ratio_high=0.2
+        ).loss
+        assert loss.isfinite().all()
+        assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == [0, 0]
+    assert kl_estimate(torch.tensor([-200.0]), torch.zeros(1), "k3").item() == 10
+
+
+def test_terms_add_up_and_differentiate():
+    rng = np.random.default_rng(0)
+    logprobs, entropy, old, advantages, ref = torch.tensor(rng.normal(size=(5, 30)))
+    logprobs.requires_grad_(), entropy.requires_grad_()
+    config = PolicyLossConfig(clip_ratio_c=3.0, kl_coef=0.3, kl_kind="k2", entropy_coef=0.01)
+    terms = policy_loss_terms(logprobs, entropy, old, advantages, ref, config)
+    plain = clipped_policy_loss(logprobs, old, advantages, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)
+    want = plain.loss + 0.3 * (logprobs - ref) ** 2 / 2 - 0.01 * entropy
+    torch.testing.assert_close(terms.loss, want, rtol=1e-12, atol=0)
+    assert torch.equal(terms.clipped, plain.clipped) and torch.equal(terms.clipped_dual, plain.clipped_dual)
+    got = torch.autograd.grad(terms.loss.sum(), (logprobs, entropy))
+    torch.testing.assert_close(got, torch.autograd.grad(want.sum(), (logprobs, entropy)))
+
+
+def test_a_term_that_is_off_brings_in_no_nan():
+    one, nan = torch.ones(1), torch.full((1,), float("nan"))
+    terms = policy_loss_terms(one, nan, one, one, nan, PolicyLossConfig())
+    assert terms.loss.item() == -1 and terms.kl.isnan()
+    assert policy_loss_terms(one, one, one, one, None, PolicyLossConfig()).kl is None
+
+
+def test_bad_input_is_named():
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        policy_loss_terms(one, one, one, one, None, PolicyLossConfig(kl_coef=0.1))
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(one, one, "k4")
+    with pytest.raises(ValueError, match="clip_ratio_c"):
+        clipped_policy_loss(one, one, one, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1.0)
+
+
+def test_numpy_keeps_its_dtype():
+    for dtype in (np.float32, np.float64):
+        x = np.linspace(-1, 0, 4, dtype=dtype)[::-1]
+        result = clipped_policy_loss(x, x, x, clip_ratio_low=0.2, clip_ratio_high=0.2)
+        assert isinstance(result.loss, np.ndarray) and result.loss.dtype == dtype
+        assert kl_estimate(x, x, "k3").dtype == dtype

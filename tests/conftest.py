@@ -1,0 +1,41 @@
+"""What tests of several rooms share: a tiny model and one SGLang server on the CPU for the whole session."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.config import ModelConfig, RolloutConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model():
+    """`make_tiny_model(out, family=..., dtype=..., seed=...)` of tools/tiny_model.py."""
+    return runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_tiny_model, tmp_path_factory) -> Path:
+    """A Qwen2 of 2 layers in float32, one token a character; a response ends about every 100 tokens."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family="qwen2", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model, tmp_path_factory):
+    """A running SGLangServer of `tiny_model`. Tests that load other weights must load its own again."""
+    from dynamo_megatron.rollout.server import SGLangServer
+
+    log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"
+    config = RolloutConfig(start_timeout=180)
+    server = SGLangServer(config, ModelConfig(path=str(tiny_model), dtype="float32"), log)
+    server.start()
+    try:
+        asyncio.run(server.wait_ready())
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,87 @@
+"""The policy head written out plainly: full logits, log_softmax, autograd. Inputs are float64."""
+
+from types import SimpleNamespace
+
+import torch
+
+IGNORE = -100
+
+
+def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2.0, temperature=1.0):
+    """Random inputs with padding rows that are poisoned and two rows that take no part and hold garbage."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    c = SimpleNamespace(vocab=vocab)
+    c.hidden = randn(tokens, h)
+    c.weight = randn(rows, h) * scale / h**0.5
+    c.labels = torch.randint(0, vocab, (tokens,), generator=g)
+    c.hidden, c.weight = c.hidden.to(dtype), c.weight.to(dtype)
+    logp = (c.hidden.double() @ c.weight[:vocab].double().t() / temperature).log_softmax(-1)
+    logp = logp.gather(1, c.labels[:, None])[:, 0]
+    c.old = logp + 0.5 * randn(tokens)
+    c.ref = logp + 0.6 * randn(tokens)
+    c.advantages = randn(tokens)
+    c.advantages[::5] = 0.0
+    c.weights = torch.rand(tokens, generator=g, dtype=torch.float64) / max(tokens, 1)
+    c.weight[vocab:] = 1e4
+    if tokens > 4:
+        c.labels[[1, 4]] = IGNORE
+        c.hidden[1] = c.advantages[1] = c.old[4] = c.weights[1] = c.ref[4] = torch.nan
+    c.cu_seqlens = torch.tensor([0, tokens // 3, tokens // 3, tokens])
+    return c
+
+
+def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
+    """Loss, statistics and gradients. ranges: (H_min, H_max, largest entropy change) or None for those of the call."""
+    keep = c.labels != IGNORE
+    hidden = c.hidden.double()[keep].requires_grad_()
+    weight = c.weight.double()[: c.vocab].clone().requires_grad_()
+    old, ref, adv, w = (t.double()[keep] for t in (c.old, c.ref, c.advantages, c.weights))
+    lp = (hidden @ weight.t() / temperature).log_softmax(-1)
+    p = lp.exp()
+    H = -(p * lp).sum(-1)
+    logp = lp.gather(1, c.labels[keep][:, None])[:, 0]
+    out = SimpleNamespace(
+        logprobs=logp.detach(),
+        entropy=H.detach(),
+        expected=(p * p * (lp + H[:, None])).sum(-1).detach(),
+        collision=(p * p).sum(-1).detach(),
+    )
+    if config.modulation is not None:
+        m = config.modulation
+        t = out.logprobs.exp() * (out.logprobs + out.entropy)
+        expected = out.expected
+        if m.expectation == "sequence_mean":
+            seq = torch.bucketize(keep.nonzero()[:, 0], c.cu_seqlens, right=True)
+            expected = torch.stack([t[seq == s].mean() for s in seq])
+        r = (out.logprobs - old).exp()
+        inside = ((adv > 0) & (r <= 1 + config.clip_ratio_high)) | ((adv < 0) & (r >= 1 - config.clip_ratio_low))
+        xi = (inside * r * adv * (t - expected)).abs()
+        low, high, top = ranges or (out.entropy.min(), out.entropy.max(), xi.max())
+        x = (xi / (top + 1e-8)).clamp(0, 1)
+        stab = m.lambda_min + (1 - m.lambda_min) / (1 + (m.gamma * (x - m.tau)).exp())
+        boost = 1 + m.alpha * ((high - out.entropy) / (high - low + 1e-8)).clamp(0, 1)
+        comp = torch.where(adv > 0, boost, 1.0)
+        adv = adv * stab * comp
+        out.damped, out.boosted = (stab < 0.9).sum(), (comp > 1.1).sum()
+        out.ranges = (low, high, top)
+    out.advantages = adv
+    r = (logp - old).exp()
+    loss = torch.maximum(-adv * r, -adv * r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high))
+    if config.clip_ratio_c is not None:
+        loss = torch.where(adv < 0, torch.minimum(loss, -adv * config.clip_ratio_c), loss)
+    loss = loss - config.entropy_coef * H
+    if config.kl_coef:
+        loss = loss + config.kl_coef * ((ref - logp).exp() - (ref - logp) - 1)
+    out.token_loss = loss.detach()
+    out.loss = (w * loss).sum()
+    (upstream * out.loss).backward()
+    out.loss = out.loss.detach()
+    out.hidden_grad = torch.zeros(c.hidden.shape, dtype=torch.float64)
+    out.hidden_grad[keep] = hidden.grad
+    out.weight_grad = torch.zeros(c.weight.shape, dtype=torch.float64)
+    out.weight_grad[: c.vocab] = weight.grad
+    return out

@@ -1,0 +1,357 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import plain_head as plain
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.kernels import policy_loss, token_stats
+
+REPO = Path(__file__).parents[2]
+VECTORS = Path(os.environ.get("DYNAMO_VECTORS", REPO.parent / "shared" / "vectors"))
+
+MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
+PLAIN = PolicyLossConfig()
+FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
+SEQUENCE_MEAN = replace(FULL, modulation=replace(MODULATION, expectation="sequence_mean", scope="micro_batch"))
+RANGES = ModulationRanges(0.3, 3.0, 0.2)
+
+
+def run(c, config, upstream=1.0, **kw):
+    """policy_loss and backward; returns (output, hidden.grad, weight.grad)."""
+    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    kw.setdefault("vocab_size", c.vocab)
+    out = policy_loss(
+        hidden,
+        weight,
+        c.labels,
+        c.advantages,
+        c.old,
+        c.weights,
+        config,
+        ref_logprobs=c.ref if config.kl_coef else None,
+        cu_seqlens=c.cu_seqlens,
+        **kw,
+    )
+    (upstream * out.loss).backward()
+    return out, hidden.grad, weight.grad
+
+
+def check(c, config, tol, *, temperature=1.0, ranges=None, upstream=1.0, **kw):
+    want = plain.policy(c, config, temperature, ranges, upstream)
+    out, dx, dw = run(c, config, upstream, temperature=temperature, ranges=ranges, **kw)
+    keep = c.labels != plain.IGNORE
+
+    def close(got, expected):
+        torch.testing.assert_close(got.double(), expected, rtol=tol, atol=tol)
+
+    close(out.loss, want.loss)
+    for name, expected in zip(
+        out.stats._fields, (want.logprobs, want.entropy, want.expected, want.collision), strict=True
+    ):
+        got = getattr(out.stats, name)
+        close(got[keep], expected)
+        assert (got[~keep] == 0).all() and not got.requires_grad
+    close(out.advantages[keep], want.advantages)
+    close(out.token_loss[keep], want.token_loss)
+    assert (out.advantages[~keep] == 0).all() and (out.token_loss[~keep] == 0).all()
+    close(dx, want.hidden_grad)
+    close(dw, want.weight_grad)
+    assert (dw[c.vocab :] == 0).all() and (dx[~keep] == 0).all()
+    assert dx.dtype == c.hidden.dtype and dw.dtype == c.weight.dtype
+    return out, want
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+@pytest.mark.parametrize(
+    ("config", "ranges"),
+    [(PLAIN, None), (FULL, RANGES), (SEQUENCE_MEAN, RANGES)],
+    ids=["plain", "full", "sequence_mean"],
+)
+def test_matches_autograd(config, ranges, gradient, chunk):
+    for temperature in (0.7, 1.0, 1.3):
+        check(
+            plain.case(temperature=temperature),
+            config,
+            1e-11,
+            temperature=temperature,
+            ranges=ranges,
+            gradient=gradient,
+            chunk_tokens=chunk,
+        )
+
+
+@pytest.mark.parametrize("config", [FULL, SEQUENCE_MEAN], ids=["exact", "sequence_mean"])
+def test_ranges_of_the_call(config):
+    out, want = check(plain.case(), config, 1e-11, gradient="recompute", chunk_tokens=7, upstream=1.7)
+    assert want.damped > 0 and want.boosted > 0  # the case reaches what it checks
+    assert out.metrics["damped"] == want.damped and out.metrics["boosted"] == want.boosted
+
+
+def test_metrics_are_sums_over_labelled_tokens():
+    c = plain.case()
+    out, want = check(c, FULL, 1e-11, ranges=RANGES)
+    ratio = (want.logprobs - c.old[c.labels != plain.IGNORE]).exp()
+    dual = ((want.advantages < 0) & (ratio > 1.3)).sum()
+    clipped = (((want.advantages > 0) & (ratio > 1.28)) | ((want.advantages < 0) & (ratio < 0.8))).sum()
+    assert clipped > 0 and dual > 0
+    ref = c.ref[c.labels != plain.IGNORE] - want.logprobs
+    expected = {
+        "tokens": torch.tensor(21.0),
+        "loss": want.loss,
+        "entropy": want.entropy.sum(),
+        "kl": (ref.exp() - ref - 1).sum(),
+        "clipped": clipped,
+        "clipped_dual": dual,
+        "damped": want.damped,
+        "boosted": want.boosted,
+    }
+    assert out.metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert out.metrics[name].dtype == torch.float32 and out.metrics[name].shape == ()
+        assert out.metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_float32(gradient):
+    check(plain.case(dtype=torch.float32), FULL, 3e-6, ranges=RANGES, gradient=gradient)
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_bfloat16_rounds_only_the_results(gradient):
+    c = plain.case(dtype=torch.bfloat16)
+    want = plain.policy(c, FULL, 1.0, RANGES)
+    out, dx, dw = run(c, FULL, ranges=RANGES, gradient=gradient, chunk_tokens=5)
+    keep = c.labels != plain.IGNORE
+    assert out.loss.dtype == out.stats.logprobs.dtype == torch.float32
+    torch.testing.assert_close(out.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.stats.entropy[keep].double(), want.entropy, rtol=1e-5, atol=1e-5)
+    for got, expected in ((dx, want.hidden_grad), (dw, want.weight_grad)):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_rows(gradient, tokens):
+    check(plain.case(tokens=tokens), FULL, 1e-11, ranges=RANGES, gradient=gradient)
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+@pytest.mark.parametrize("config", [PLAIN, FULL, SEQUENCE_MEAN], ids=["plain", "full", "sequence_mean"])
+def test_no_labelled_row(gradient, config):
+    c = plain.case(tokens=9)
+    c.labels[:] = plain.IGNORE
+    c.hidden[:] = torch.nan
+    out, dx, dw = run(c, config, ranges=None if gradient == "recompute" else RANGES, gradient=gradient)
+    assert out.loss == 0 and (dx == 0).all() and (dw == 0).all() and out.metrics["tokens"] == 0
+    assert all((value == 0).all() for value in (*out.stats, out.advantages, out.token_loss))
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_minus_infinite_logits(gradient):
+    c = plain.case(dtype=torch.float32)
+    c.hidden[:, 0] = 2.0
+    blocked = torch.tensor([v for v in range(3, c.vocab, 2) if v not in c.labels])
+    c.weight[blocked, 0] = -3e38  # times 2: -inf in float32, a probability of exactly 0 in the float64 formula
+    assert (c.hidden[0] @ c.weight[blocked[0]]).item() == -torch.inf
+    check(c, replace(FULL, kl_coef=0.0), 1e-5, ranges=RANGES, gradient=gradient)
+
+
+def test_large_logits_keep_their_entropy():
+    c = plain.case(dtype=torch.float32, scale=1.0)
+    c.hidden[:, 0] = 1.0
+    c.weight[:, 0] = 3000.0  # the same for every column: no probability changes
+    want = plain.policy(c, PLAIN)
+    got = token_stats(c.hidden, c.weight, c.labels, vocab_size=c.vocab)
+    keep = c.labels != plain.IGNORE
+    logits = (c.hidden[keep] @ c.weight[: c.vocab].t()).double()  # the GEMM's own rounding is not the head's
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert (entropy - want.entropy).abs().max() < 1e-2
+    assert (got.entropy[keep].double() - entropy).abs().max() < 3e-6
+
+
+def test_nan_is_not_hidden():
+    c = plain.case()
+    c.hidden[6] = torch.nan
+    c.hidden[7, 0] = torch.inf
+    out, dx, _ = run(c, FULL, ranges=RANGES)
+    assert out.loss.isnan()
+    assert out.token_loss.isnan().nonzero()[:, 0].tolist() == [6, 7]
+    assert dx.isnan().any(1).nonzero()[:, 0].tolist() == [6, 7]
+
+
+def test_eager_refuses_another_upstream_gradient():
+    with pytest.raises(ValueError, match=r"gradient: 'eager'.*upstream gradient of 1, got 1.7"):
+        run(plain.case(), FULL, ranges=RANGES, upstream=1.7)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_main_grad_accumulates(gradient, main_dtype):
+    c = plain.case(dtype=torch.bfloat16)
+    want = plain.policy(c, FULL, 1.0, RANGES)
+    weight = torch.nn.Parameter(c.weight.clone())
+    weight.main_grad = torch.ones(weight.shape, dtype=main_dtype)
+    hooked = []
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]  # how Megatron's DDP hangs its hook
+    accumulator.register_hook(lambda *_: hooked.append(weight.grad.clone()))
+    for _ in range(2):
+        weight.grad, weight.grad_added_to_main_grad = None, False
+        hidden = c.hidden.clone().requires_grad_()
+        out = policy_loss(
+            hidden,
+            weight,
+            c.labels,
+            c.advantages,
+            c.old,
+            c.weights,
+            FULL,
+            ref_logprobs=c.ref,
+            ranges=RANGES,
+            vocab_size=c.vocab,
+            gradient=gradient,
+        )
+        out.loss.backward()
+        assert weight.grad_added_to_main_grad
+    assert len(hooked) == 2 and all((grad == 0).all() and grad.shape == weight.shape for grad in hooked)
+    tol = 1e-6 if main_dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(weight.main_grad.double(), 1 + 2 * want.weight_grad, rtol=tol, atol=tol)
+    assert (weight.main_grad[c.vocab :] == 1).all()
+
+
+def test_no_grad_leaves_everything_alone():
+    c = plain.case()
+    weight = torch.nn.Parameter(c.weight)
+    weight.main_grad = torch.zeros_like(c.weight)
+    with torch.no_grad():
+        out = policy_loss(c.hidden, weight, c.labels, c.advantages, c.old, c.weights, PLAIN, vocab_size=c.vocab)
+    assert not out.loss.requires_grad and (weight.main_grad == 0).all()
+    torch.testing.assert_close(out.loss, plain.policy(c, PLAIN).loss)
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_side_frozen(gradient, frozen):
+    c = plain.case()
+    want = plain.policy(c, PLAIN)
+    hidden = c.hidden.clone().requires_grad_(frozen != "hidden")
+    weight = c.weight.clone().requires_grad_(frozen != "weight")
+    policy_loss(
+        hidden, weight, c.labels, c.advantages, c.old, c.weights, PLAIN, vocab_size=c.vocab, gradient=gradient
+    ).loss.backward()
+    if frozen == "hidden":
+        assert hidden.grad is None
+        torch.testing.assert_close(weight.grad, want.weight_grad)
+    else:
+        assert weight.grad is None
+        torch.testing.assert_close(hidden.grad, want.hidden_grad)
+
+
+def test_token_stats_equals_the_loss_pass():
+    c = plain.case()
+    out, _, _ = run(c, FULL, ranges=RANGES, temperature=0.7)
+    stats = token_stats(c.hidden, c.weight, c.labels, temperature=0.7, vocab_size=c.vocab)
+    assert all(torch.equal(a, b) for a, b in zip(stats, out.stats, strict=True))
+
+
+@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_published_modulation(index, dtype, tol):
+    path = VECTORS / "modulation.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    v = json.loads(path.read_text())[index]
+    t = {
+        name: torch.tensor(v[name], dtype=dtype).flatten(0, 1)
+        for name in ("logits", "old_logprobs", "advantages", "logprobs", "entropy", "advantages_final")
+    }
+    mask = torch.tensor(v["mask"]) != 0
+    labels = torch.tensor(v["labels"]).masked_fill(~mask, plain.IGNORE).flatten()
+    vocab = t["logits"].shape[1]
+    modulation = ModulationConfig(
+        v["mu_max"] - 1, v["lambda_min"], v["gamma"], v["tau"], expectation="sequence_mean", scope="micro_batch"
+    )
+    out = policy_loss(
+        t["logits"],
+        torch.eye(vocab, dtype=dtype),
+        labels,
+        t["advantages"],
+        t["old_logprobs"],
+        torch.ones_like(t["advantages"]),
+        PolicyLossConfig(v["clip_low"], v["clip_high"], modulation=modulation),
+        cu_seqlens=torch.arange(0, mask.numel() + 1, mask.shape[1], dtype=torch.int32),
+        temperature=v["temperature"],
+        gradient="recompute",
+    )
+    flat = mask.flatten()
+    for got, name in (
+        (out.advantages, "advantages_final"),
+        (out.stats.logprobs, "logprobs"),
+        (out.stats.entropy, "entropy"),
+    ):
+        torch.testing.assert_close(got[flat], t[name][flat], rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(23, 7)}, "weight: needs floating point"),
+        ({"hidden": torch.zeros(23, 8, dtype=torch.int64)}, "hidden: needs floating point"),
+        ({"labels": torch.zeros(22, dtype=torch.int64)}, r"labels: needs int64 \[23\]"),
+        ({"labels": torch.zeros(23, dtype=torch.int32)}, "labels: needs int64"),
+        ({"labels": torch.full((23,), 37)}, r"labels: 37 at token 0 is outside \[0, 37\)"),
+        ({"labels": torch.full((23,), -1)}, "labels: -1 at token 0"),
+        ({"advantages": torch.zeros(22)}, "advantages: needs"),
+        ({"old": torch.zeros(23, dtype=torch.int64)}, "old_logprobs: needs"),
+        ({"weights": torch.zeros(1)}, "token_weights: needs"),
+        ({"ref": torch.zeros(23, 1)}, "ref_logprobs: needs"),
+        ({"ref": None}, "ref_logprobs: "),
+        ({"cu_seqlens": None}, "cu_seqlens: needed"),
+        ({"cu_seqlens": torch.tensor([0, 22])}, "cu_seqlens: needs to rise"),
+        ({"cu_seqlens": torch.tensor([0, 9, 5, 23])}, "cu_seqlens: needs to rise"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens: needs integers"),
+        ({"vocab_size": 41}, "vocab_size: 41 is outside"),
+        ({"temperature": 0.0}, "temperature: 0.0"),
+        ({"chunk_tokens": 0}, "chunk_tokens: 0"),
+        ({"backend": "triton"}, "backend: 'triton' is not available"),
+        ({"backend": "cuda"}, "backend: 'cuda' is none of"),
+        ({"gradient": "lazy"}, "gradient: 'lazy' is none of"),
+        ({"gradient": "eager", "ranges": None}, "gradient: 'eager' needs ranges"),
+    ],
+)
+def test_bad_input_names_the_argument(change, message):
+    c = plain.case()
+    options = {"ranges": RANGES}
+    for name, value in change.items():
+        if hasattr(c, name):
+            setattr(c, name, value)
+        else:
+            options[name] = value
+    with pytest.raises(ValueError, match=f"^{message}"):
+        policy_loss(
+            c.hidden,
+            c.weight,
+            c.labels,
+            c.advantages,
+            c.old,
+            c.weights,
+            SEQUENCE_MEAN,
+            ref_logprobs=c.ref,
+            cu_seqlens=c.cu_seqlens,
+            **{"vocab_size": c.vocab, **options},
+        )
+
+
+def test_import_is_light():
+    code = (
+        "import sys, dynamo_megatron.kernels as k; assert 'torch' not in sys.modules; k.token_stats; k.PolicyLossOutput"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)

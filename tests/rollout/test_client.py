@@ -1,0 +1,175 @@
+import asyncio
+import socket
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.result import RolloutError
+
+END = 3  # <|im_end|>
+PROMPT = [20, 30, 40, 50, 60]
+
+
+def logprobs_of(model, response, temperature: float = 1.0) -> torch.Tensor:
+    tokens = torch.tensor([PROMPT + response.tokens])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
+    table = torch.log_softmax(logits / temperature, -1)
+    return table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+
+
+def gap(model, response, temperature: float = 1.0) -> float:
+    return (logprobs_of(model, response, temperature) - torch.tensor(response.logprobs)).abs().max().item()
+
+
+def run(server, work, eos=(END,), **options):
+    async def with_client():
+        async with SGLangClient(server.url, RolloutConfig(**options), eos) as client:
+            return await work(client)
+
+    return asyncio.run(with_client())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_models_at_the_sampling_temperature(sglang_server, tiny_model, temperature):
+    async def work(client):
+        return await asyncio.gather(*(client.generate(f"t{temperature}-{k}", PROMPT) for k in range(8)))
+
+    responses = run(sglang_server, work, temperature=temperature, max_new_tokens=64)
+    assert len({tuple(r.tokens) for r in responses}) > 1
+    for response in responses:
+        assert len(response.tokens) == len(response.logprobs)
+        assert response.weight_versions == [(0, 0, len(response.tokens))]
+        assert gap(tiny_model, response, temperature) < 1e-4
+    other = 1.7 - temperature
+    assert gap(tiny_model, responses[0], other) > 1e-2
+
+
+def test_the_stop_token_belongs_to_the_response_and_a_truncated_one_has_none(sglang_server):
+    async def work(client):
+        return await asyncio.gather(*(client.generate(f"stop-{k}", PROMPT) for k in range(24)))
+
+    responses = run(sglang_server, work, max_new_tokens=100)
+    assert {r.finish_reason for r in responses} == {"stop", "length"}
+    for response in responses:
+        if response.finish_reason == "stop":
+            assert response.tokens[-1] == END and END not in response.tokens[:-1]
+        else:
+            assert len(response.tokens) == 100 and END not in response.tokens
+
+
+def test_given_end_tokens_end_a_response(sglang_server):
+    ends = list(range(5, 70))
+
+    async def work(client):
+        return await client.generate("ends", PROMPT)
+
+    response = run(sglang_server, work, eos=ends, max_new_tokens=100)
+    assert response.finish_reason == "stop"
+    assert response.tokens[-1] in {END, *ends} and not set(response.tokens[:-1]) & set(ends)
+
+
+def test_all_tokens_up_to_a_stop_text_count(sglang_server, tiny_model):
+    letters = list("abcdefghijklmnopqrstuvwxyz")
+
+    async def work(client):
+        return await asyncio.gather(*(client.generate(f"text-{k}", PROMPT) for k in range(8)))
+
+    first = 5 + ord("a") - 32
+    for response in run(sglang_server, work, max_new_tokens=100, stop=letters):
+        assert response.finish_reason == "stop"
+        last = response.tokens[-1]
+        assert last == END or first <= last < first + 26  # the text that stopped it is there
+        assert gap(tiny_model, response) < 1e-4
+
+
+def test_new_weights_come_from_disk_and_the_version_travels(sglang_server, tiny_model, make_tiny_model, tmp_path):
+    other = make_tiny_model(tmp_path / "other", family="qwen2", dtype="float32", seed=9)
+
+    async def work(client):
+        try:
+            await client.generate("before", PROMPT)  # leaves a cached prefix of the old weights
+            await client.update_weights(str(other), 7)
+            return await client.generate("after", PROMPT)
+        finally:
+            await client.update_weights(str(tiny_model), 0)
+
+    response = run(sglang_server, work, max_new_tokens=32)
+    assert response.weight_versions == [(7, 0, len(response.tokens))]
+    assert gap(other, response) < 1e-4
+    assert gap(tiny_model, response) > 1e-2
+
+
+def test_weights_that_cannot_be_loaded_raise_the_servers_message(sglang_server, tmp_path):
+    async def work(client):
+        await client.update_weights(str(tmp_path / "nothing"), 8)
+
+    with pytest.raises(RolloutError, match=r"did not load weight version 8 from .*nothing: Failed") as error:
+        run(sglang_server, work)
+    assert "\n" not in str(error.value)
+
+
+def test_a_timeout_aborts_the_request_on_the_server(sglang_server, tiny_model):
+    async def work(client):
+        started = time.monotonic()
+        response = await client.generate("slow", PROMPT)
+        waited = time.monotonic() - started
+        # The id is free again only when the server has ended the request: a second one under way would be refused.
+        await asyncio.sleep(1.0)
+        again = await client.generate("slow", PROMPT)
+        await client.update_weights(str(tiny_model), 0)  # needs an idle server
+        return response, waited, again
+
+    # No end token can come: 2000 tokens take many seconds.
+    response, waited, again = run(sglang_server, work, eos=(), max_new_tokens=1900, timeout=0.3)
+    assert waited < 5
+    assert response.tokens == [] and response.finish_reason in ("abort", "stop")
+    assert "no response to slow within rollout.timeout (0.3 s)" in response.error
+    assert "Duplicate" not in again.error
+
+
+def test_a_refused_request_is_its_own_failure(sglang_server):
+    async def work(client):
+        return await asyncio.gather(client.generate("long", PROMPT * 1000), client.generate("short", PROMPT))
+
+    refused, answered = run(sglang_server, work, max_new_tokens=16)
+    assert refused.finish_reason == "error" and "longer than the model's context length" in refused.error
+    assert answered.error == "" and answered.tokens
+
+
+def test_a_server_that_is_gone_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    async def work():
+        async with SGLangClient(url, RolloutConfig(), [END]) as client:
+            await client.generate("lost", PROMPT)
+
+    with pytest.raises(RolloutError, match=f"the rollout server {url} does not answer"):
+        asyncio.run(work())
+
+
+def test_no_more_requests_than_concurrency_are_under_way(sglang_server):
+    async def work(client):
+        running, most = 0, 0
+        post = client._post
+
+        async def counting(path, payload):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await post(path, payload)
+            finally:
+                running -= 1
+
+        client._post = counting
+        await asyncio.gather(*(client.generate(f"many-{k}", PROMPT) for k in range(12)))
+        return most
+
+    assert run(sglang_server, work, max_new_tokens=8, concurrency=3) == 3

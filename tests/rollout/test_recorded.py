@@ -1,0 +1,107 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+
+PROMPTS = {name: Prompt(name, text=name, tokens=[10 + i, 11]) for i, name in enumerate("abc")}
+SIZES = [("a", 2), ("b", 7), ("a", 15), ("c", 1)]  # one batch of step 5
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The rollout with reward 100 * position + index is the index-th of the group at that position."""
+    store = RolloutStore(tmp_path)
+    rollouts = []
+    for position, (name, n) in enumerate(SIZES):
+        for k in range(n):
+            group = group_id(5, position)
+            rollouts.append(
+                Rollout(
+                    rollout_id=rollout_id(group, k),
+                    group_id=group,
+                    prompt_id=name,
+                    step=5,
+                    tokens=PROMPTS[name].tokens + [20 + k],
+                    response_mask=[0, 0, 1],
+                    engine_logprobs=[-1.0],
+                    weight_versions=[(4, 0, 1)],
+                    finish_reason="length" if k % 2 else "stop",
+                    reward=100.0 * position + k,
+                    success=False,
+                    reward_parts={},
+                )
+            )
+    for index in np.random.default_rng(0).permutation(len(rollouts)):  # they finish in any order
+        store.append(rollouts[index])
+    return tmp_path
+
+
+def generate(folder, request, step=5):
+    return RecordedRollouts(folder).generate(step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
+
+
+def test_unequal_groups_and_a_prompt_twice(folder):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    result = generate(folder, SIZES)
+    expected = [100.0 * position + k for position, (_, n) in enumerate(SIZES) for k in range(n)]
+    assert result.batch.rewards.tolist() == expected
+    assert result.batch.prompt_ids == [name for name, n in SIZES for _ in range(n)]
+    assert result.batch.group_ids[0] == "000005-0000" and result.batch.group_ids[-1] == "000005-0003"
+    assert result.counts["requested"] == 25 == result.counts["completed"] + result.counts["truncated"]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_another_order_gets_other_names_and_the_first_rollouts(folder):
+    result = generate(folder, [("b", 3), ("a", 1), ("a", 4)])
+    assert result.batch.rewards.tolist() == [100, 101, 102, 0, 200, 201, 202, 203]
+    assert result.batch.group_ids == ["000005-0000"] * 3 + ["000005-0001"] + ["000005-0002"] * 4
+    assert result.batch.rollout_ids[-1] == "000005-0002-003"
+
+
+def test_a_failed_rollout_stays_out_of_the_batch(folder):
+    store = RolloutStore(folder)
+    victim = next(r for r in store.finished(5) if r.rollout_id == "000005-0001-002")
+    store.append(
+        dataclasses.replace(
+            victim,
+            status="failed",
+            finish_reason="abort",
+            tokens=victim.tokens[:2],
+            response_mask=[0, 0],
+            engine_logprobs=[],
+        )
+    )
+    result = generate(folder, [("b", 4)])
+    assert result.batch.rewards.tolist() == [100, 101, 103]
+    assert result.counts["aborted"] == 1 and result.counts["requested"] == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "step", "message"),
+    [
+        ([("a", 2)], 6, "step 6 was not recorded"),
+        ([("a", 1), ("a", 1), ("a", 1)], 5, "prompt 'a' has 2 recorded groups, group 3 was asked for"),
+        ([("b", 8)], 5, "prompt 'b' has 7 recorded rollouts in group 000005-0001, 8 were asked for"),
+    ],
+)
+def test_what_was_not_recorded_is_named(folder, request_, step, message):
+    with pytest.raises(ValueError, match=message) as error:
+        generate(folder, request_, step)
+    assert "\n" not in str(error.value)
+
+
+def test_other_prompts_are_refused(folder):
+    with pytest.raises(ValueError, match="prompt 'z' has 0 recorded groups"):
+        RecordedRollouts(folder).generate(5, [Prompt("z", text="z", tokens=[1])], [1])
+    with pytest.raises(ValueError, match="recorded for other tokens of prompt 'a'"):
+        RecordedRollouts(folder).generate(5, [Prompt("a", text="a", tokens=[10, 12])], [1])
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout.recorded: .* has no rollouts/ folder"):
+        RecordedRollouts(tmp_path)

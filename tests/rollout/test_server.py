@@ -1,0 +1,103 @@
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.server import SGLangServer
+
+END = 3  # <|im_end|>
+
+
+def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"rollout.port: port {port} cannot be used") as error:
+            SGLangServer(RolloutConfig(port=port), ModelConfig(path="unused"), tmp_path / "sglang.log")
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_dies_early_says_why(tmp_path):
+    log = tmp_path / "logs" / "sglang.log"
+    log.parent.mkdir()
+    log.write_text("OldError: of an earlier start\n")
+    config = RolloutConfig(server_args=["--no-such-option"], start_timeout=120)
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), log)
+    server.start()
+    try:
+        with pytest.raises(RolloutError, match=r"ended \(exit code 2\): .*unrecognized arguments: --no-such-option"):
+            asyncio.run(server.wait_ready())
+    finally:
+        server.stop()
+
+
+def test_a_silent_server_times_out(tmp_path):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nsleep 100\n")
+    silent.chmod(0o755)
+    config = RolloutConfig(python=str(silent), start_timeout=1.0)
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    server.start()
+    try:
+        with pytest.raises(RolloutError, match=r"did not answer within rollout.start_timeout \(1 s\)"):
+            asyncio.run(server.wait_ready())
+    finally:
+        server.stop()
+
+
+def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path, monkeypatch):
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)  # as under torchrun
+    model = make_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", seed=5)
+    config = RolloutConfig(max_new_tokens=64, start_timeout=180)
+    server = SGLangServer(config, ModelConfig(path=str(model), dtype="bfloat16"), tmp_path / "sglang.log")
+
+    async def respond():
+        await server.wait_ready()
+        async with SGLangClient(server.url, config, [END]) as client:
+            return await client.generate("one", [20, 30, 40])
+
+    before = {child.pid for child in psutil.Process().children()}
+    server.start()
+    try:
+        response = asyncio.run(respond())
+        main = next(child for child in psutil.Process().children() if child.pid not in before)
+        processes = [main, *main.children(recursive=True)]
+    finally:
+        started = time.monotonic()
+        server.stop()
+    assert time.monotonic() - started < 12
+    assert len(processes) >= 3  # the HTTP server, scheduler, detokenizer
+    psutil.wait_procs(processes, timeout=3)
+    left = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert len(response.tokens) == len(response.logprobs) > 0
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    tokens = torch.tensor([[20, 30, 40, *response.tokens]])
+    with torch.no_grad():
+        hidden = policy.model(tokens).last_hidden_state
+        logprobs = (hidden.float() @ policy.lm_head.weight.float().T).log_softmax(-1)[0, 2:-1]
+    expected = logprobs.gather(-1, tokens[0, 3:, None])[:, 0]
+    # A bfloat16 head would round the logits to 2^-8 of their size: far more than what the hidden states differ by.
+    assert (expected - torch.tensor(response.logprobs)).abs().max() < 0.02
+
+
+def test_the_stand_ins_are_on_the_servers_path_only():
+    import dynamo_megatron.rollout.server as module
+
+    assert (module.CPU_STAND_INS / "sgl_kernel" / "__init__.py").is_file()
+    assert not (module.CPU_STAND_INS / "__init__.py").exists()
+    assert str(module.CPU_STAND_INS) not in os.environ.get("PYTHONPATH", "")
+    assert Path(module.__file__).parent == module.CPU_STAND_INS.parent

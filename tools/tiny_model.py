@@ -1,0 +1,112 @@
+"""Writes a tiny random-weight Hugging Face folder with a character tokenizer, for tests and examples.
+
+    python -P tools/tiny_model.py OUT --family qwen3 --layers 2
+
+`make_tiny_model` is the same as a function.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(
+    out: str | Path,
+    family: str = "qwen2",
+    *,
+    dtype: str = "float32",
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    ffn: int = 128,
+    vocab: int = 128,
+    max_positions: int = 2048,
+    tied: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
+
+    One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
+    least 101. `head_dim` None: hidden / heads. A response ends with <|im_end|>. The same arguments give the same
+    weights. Raises ValueError for a vocabulary too small for the tokenizer.
+    """
+    tokens = SPECIAL_TOKENS + CHARACTERS
+    if vocab < len(tokens):
+        raise ValueError(f"vocab: {vocab} rows for a tokenizer of {len(tokens)} tokens")
+    ids = {token: i for i, token in enumerate(tokens)}
+    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-6,
+        # at the usual 0.02 so narrow a model is nearly uniform, and a misplaced weight would hardly show
+        initializer_range=hidden**-0.5,
+        bos_token_id=None,
+        eos_token_id=ids["<|im_end|>"],
+        pad_token_id=ids["<|pad|>"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            # transformers starts norms at 1 and biases at 0: all alike, so that a swapped pair would not show
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return Path(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--family", choices=["qwen2", "qwen3", "llama"], default="qwen2")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, help="default: hidden / heads")
+    parser.add_argument("--ffn", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=128, help="rows of the embedding")
+    parser.add_argument("--max-positions", type=int, default=2048)
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+    parser.add_argument("--seed", type=int, default=0)
+    print(make_tiny_model(**vars(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()
