@@ -107,9 +107,7 @@ def _nearest(path: tuple[str, ...]) -> str:
     siblings = difflib.get_close_matches(path[-1], _fields(_type_at(path[:-1])), 1, cutoff=0.6)
     if siblings:
         return f"; did you mean {'.'.join((*path[:-1], siblings[0]))}?"
-    ranked = sorted(
-        _all_keys(), key=lambda key: -difflib.SequenceMatcher(None, ".".join(key), ".".join(path)).ratio()
-    )
+    ranked = sorted(_all_keys(), key=lambda key: -difflib.SequenceMatcher(None, ".".join(key), ".".join(path)).ratio())
     elsewhere = [key for key in ranked if key[-1] == path[-1]] or ranked
     return f"; the nearest key is {'.'.join(elsewhere[0])}"
 

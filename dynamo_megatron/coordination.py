@@ -51,7 +51,11 @@ class Coordinator:
     """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead."""
 
     def __init__(self, store: dist.TCPStore, rank: int, heartbeat_timeout: float = 60.0):
-        self.rank, self._store, self._heartbeat_timeout = rank, dist.PrefixStore("coordination", store), heartbeat_timeout
+        self.rank, self._store, self._heartbeat_timeout = (
+            rank,
+            dist.PrefixStore("coordination", store),
+            heartbeat_timeout,
+        )
         self.step = 0
         self._closed = threading.Event()
         self.pending_signal: int | None = None

@@ -39,7 +39,8 @@ class Rollout:
     `group_id` names the dispatch: a prompt drawn twice in one batch is two groups. `tokens` is prompt + response,
     `response_mask` is 1 on the response; `engine_logprobs` has one natural-log entry a response token.
     `weight_versions` are (version, start, end) spans over the response tokens.
-    `finish_reason`: "stop" (the stop token is the last token), "length" (truncated) or "abort".
+    `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
+    the engine) or "error" (the server refused it).
     `status`: "ok", "reward_timeout", "reward_error" or "failed" (no response came; not trained on).
     """
 

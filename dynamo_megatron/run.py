@@ -18,6 +18,16 @@ from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopRequest
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_model_config
 
 
+def _check_world_size(config: Config, world_size: int) -> None:
+    """Raises ValueError where the ranks can't be cut into tp x pp."""
+    model_parallel = config.parallel.tp * config.parallel.pp
+    if world_size % model_parallel:
+        raise ValueError(
+            f"parallel: {world_size} ranks can't be cut into tp {config.parallel.tp} x pp {config.parallel.pp} = "
+            f"{model_parallel}; start a multiple of that"
+        )
+
+
 def default_ranks(config: Config) -> int:
     return torch.cuda.device_count() or config.parallel.tp * config.parallel.pp
 
@@ -27,10 +37,8 @@ def check(config: Config, ranks: int) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    from dynamo_megatron.policy.layout import check_world_size
-
     try:
-        check_world_size(config, ranks)
+        _check_world_size(config, ranks)
         spec = load_model_config(config.model.path, config.model.family)
         spec.check_parallel(config.parallel.tp, config.parallel.pp)
         prompt_limit = max_prompt_length(config, spec)
@@ -68,7 +76,9 @@ def claim_output_dir(config: Config) -> None:
     file, plain = Path(config.output_dir) / "config.yaml", to_plain(config)
     if file.is_file():
         if config.trainer.resume == "never":
-            raise ConfigError(f"output_dir: {config.output_dir} holds a run; name another folder or set trainer.resume=auto")
+            raise ConfigError(
+                f"output_dir: {config.output_dir} holds a run; name another folder or set trainer.resume=auto"
+            )
         before, now = identity(yaml.safe_load(file.read_text(encoding="utf-8"))), identity(plain)
         differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if differ:
@@ -86,7 +96,7 @@ def _lead(config: Config, spec: ModelSpec):
     """Rank 0's own part: the prompt stream and the rollout engine, started. Raises ValueError for bad input."""
     from dynamo_megatron.data.sources import load_prompts
     from dynamo_megatron.data.stream import PromptStream
-    from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+    from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
     from dynamo_megatron.rollout.recorded import RecordedRollouts
     from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -102,7 +112,7 @@ def _lead(config: Config, spec: ModelSpec):
     if config.rollout.engine == "recorded":
         rollout = RecordedRollouts(config.rollout.recorded)
     else:
-        rollout = RolloutWorker(config)
+        rollout = RolloutWorker(config, end_token_ids(config.model.path, tokenizer))
     claim_output_dir(config)
     rollout.start()
     return stream, rollout

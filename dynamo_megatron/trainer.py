@@ -17,7 +17,7 @@ from dynamo_megatron.policy.checkpoint import latest_checkpoint, load_checkpoint
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.push import push_weights
 from dynamo_megatron.tracking.metrics import StepLog, log_line
-from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
+from dynamo_megatron.tracking.step_metrics import Clock, Collected, step_metrics
 
 
 class Trainer:
@@ -70,13 +70,15 @@ class Trainer:
         prompts = self.stream.next(self.config.data.batch_prompts)
         ids = [p.prompt_id for p in prompts]
         counts = self.allocator.allocate(ids, self.config.rollout_budget, step=step)
-        allocated = self.allocator.report()
+        allocated = self.allocator.last
         with clock("generate"):
             result = self.rollout.generate(step, prompts, counts, on_poll=self._check)
+        for note in result.notes:
+            print(note, flush=True)
         rollouts = result.batch
         self.allocator.observe(rollouts.prompt_ids, rollouts.rewards, rollouts.successes, step)
-        self.allocation.write(allocated)
-        self.collected = (counts, allocated, result, self.stream)
+        self.allocation.write(allocated.rows())
+        self.collected = Collected(allocated, result, self.stream.epoch, self.stream.skipped)
         return TrainBatch.build(rollouts, self.config)
 
     def _share(self, step: int, clock: Clock) -> TrainBatch | None:
@@ -104,7 +106,7 @@ class Trainer:
             raise StopRequested(self.coordinator.pending_signal)
 
     def _push(self, version: int):
-        return push_weights(self.policy, self.rollout, version, self.output / "push")
+        return push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=self.coordinator.check)
 
     @property
     def _leads(self) -> bool:

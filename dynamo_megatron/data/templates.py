@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,22 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+
+
+def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a response: those of generation_config.json, else of config.json, and the tokenizer's."""
+    ends: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if said is not None:
+            ends.update(said if isinstance(said, list) else [said])
+            break
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    if not ends:
+        raise ValueError(f"model.path: {path} names no end token (eos_token_id in generation_config.json)")
+    return sorted(ends)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:

@@ -27,11 +27,36 @@ def _is_cuda(device: object) -> bool:
     )
 
 
+_MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.nn.functional.linear}
+
+
+def _run_backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+    """torch.autograd.backward without its dispatch to the mode, which would not end."""
+    given = (grad_tensors,) if torch.is_tensor(grad_tensors) else grad_tensors or (None,) * len(tensors)
+    gradients = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, given, strict=True))
+    torch.autograd.variable.Variable._execution_engine.run_backward(
+        tensors, gradients, bool(retain_graph), create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 class _CudaMeansCpu(TorchFunctionMode):
-    """device="cuda" creates on the CPU; Tensor.cuda() is the identity; Tensor.type() answers torch.cuda.*."""
+    """device="cuda" creates on the CPU; Tensor.cuda() is the identity; Tensor.type() answers torch.cuda.*.
+
+    Where the CPU has no bfloat16 arithmetic (AVX2), torch's bfloat16 GEMM is about 10 times slower than its float32
+    one; the same products are then summed in float32 GEMMs and rounded once, as a bfloat16 GEMM does.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._slow_bfloat16 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            with self:  # Megatron's own backward functions run inside this call, where the mode would be off
+                return _run_backward(*args, **kwargs)
+        if self._slow_bfloat16 and func in _MATMULS and args[0].dtype is torch.bfloat16 and not kwargs:
+            return func(*(a.float() if torch.is_tensor(a) else a for a in args)).bfloat16()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:

@@ -50,24 +50,10 @@ class Layout:
         return values
 
 
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ValueError where the ranks can't be cut into tp x pp."""
-    model_parallel = config.parallel.tp * config.parallel.pp
-    if world_size % model_parallel:
-        raise ValueError(
-            f"parallel: {world_size} ranks can't be cut into tp {config.parallel.tp} x pp {config.parallel.pp} = "
-            f"{model_parallel}; start a multiple of that"
-        )
-
-
 def join_ranks(config: Config, store: dist.Store) -> Layout:
-    """Creates the process group over `store` and Megatron's groups. Reads RANK, WORLD_SIZE and LOCAL_RANK.
-
-    Raises ValueError where the ranks do not fit `config.parallel`.
-    """
+    """Creates the process group over `store` and Megatron's groups. Reads RANK, WORLD_SIZE and LOCAL_RANK."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    check_world_size(config, world_size)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)

@@ -20,7 +20,7 @@ from dynamo_megatron.policy.layout import Layout
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension, allowed under sequence parallelism.
+    """Root-mean-square norm over the last dimension in float32, rounded once; allowed under sequence parallelism.
 
     The mark on the weight makes Megatron all-reduce its gradient over the tensor-parallel ranks.
     """
@@ -32,8 +32,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return self.weight * normed.to(x.dtype)
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
 class PolicyModel(GPTModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +25,7 @@ FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory s
 
 
 class TakesWeights(Protocol):
-    def update_weights(self, folder: Path, version: int) -> None: ...
+    def update_weights(self, folder: Path, version: int, on_poll: Callable[[], None] | None) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,22 @@ class PushReport:
     bytes: int
 
 
-def push_weights(policy: Policy, engine: TakesWeights | None, version: int, folder: Path) -> PushReport:
+def push_weights(
+    policy: Policy,
+    engine: TakesWeights | None,
+    version: int,
+    folder: Path,
+    on_poll: Callable[[], None] | None = None,
+) -> PushReport:
     """Brings the server (`engine`, on rank 0; None elsewhere) to the policy's weights under `version`.
 
-    Collective over all ranks. `folder` is rewritten. Raises OSError where the disk is full.
+    Collective over all ranks. `folder` is rewritten. `on_poll` is called while the server loads. Raises OSError where
+    the disk is full.
     """
     start = time.monotonic()
     written = write_huggingface(policy, folder)
-    loading = time.monotonic()
-    if engine is not None:
-        engine.update_weights(folder, version)
-    return PushReport(time.monotonic() - start, time.monotonic() - loading, written)
+    pause = engine.update_weights(folder, version, on_poll) if engine is not None else 0.0
+    return PushReport(time.monotonic() - start, pause, written)
 
 
 def write_huggingface(policy: Policy, folder: Path) -> int:
@@ -69,7 +75,10 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
             held, files = 0, files + 1
 
     tensors = named_huggingface_tensors(
-        policy.model, policy.spec, layer_offset=policy.layer_offset, tp_group=layout.tp if layout.tp.size() > 1 else None
+        policy.model,
+        policy.spec,
+        layer_offset=policy.layer_offset,
+        tp_group=layout.tp if layout.tp.size() > 1 else None,
     )
     for name, tensor in tensors:
         if writes:
@@ -83,7 +92,10 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
     dist.all_gather_object(parts, (weight_map, written), group=layout.host)
     total = sum(size for _, size in parts)
     if layout.rank == 0:
-        index = {"metadata": {"total_size": total}, "weight_map": {k: v for names, _ in parts for k, v in names.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {k: v for names, _ in parts for k, v in names.items()},
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith("model") and file.suffix not in (".safetensors", ".bin"):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import re
 
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d+)(?:\.\d+)?(?:/\d+)?|(?<!\w)[-+]?\.\d+")
+NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
 SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
 def boxed(text: str) -> str | None:
     r"""What stands in the last complete `\boxed{...}` (or `\fbox{...}`) of `text`; None where there is none."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            if text[end] in "{}" and text[end - 1] != "\\":
-                depth += 1 if text[end] == "{" else -1
-            if depth == 0:
-                return text[start:end].strip()
-    return None
+    # One pass, since a response that repeats itself may hold thousands that are never closed.
+    open_braces: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in re.finditer(r"\\f?boxed\s*\{|\\[{}\\]|[{}]", text):
+        if match[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+        elif match[0].endswith("{") and match[0] != "\\{":
+            open_braces.append(match.end() if len(match[0]) > 1 else None)
+    return text[slice(*last)].strip() if last else None
 
 
 def tagged(text: str) -> str | None:
@@ -37,5 +40,13 @@ def join_thousands(text: str) -> str:
 
 def last_number(text: str) -> str | None:
     """The last number of `text` (a fraction a/b counts as one) without thousands separators; None without any."""
-    numbers = [match[0] for match in NUMBER.finditer(text)]
-    return numbers[-1].replace(",", "") if numbers else None
+    numbers = NUMBER.findall(text)
+    if not numbers:
+        return None
+    sign, digits, rest, bare = numbers[-1]
+    if bare:
+        return sign + bare
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", digits):
+        return sign + digits.replace(",", "") + rest
+    head, _, tail = digits.rpartition(",")
+    return ("" if head else sign) + tail + rest  # "12,34" is a list; its sign is the first number's

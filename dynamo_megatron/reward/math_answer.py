@@ -16,8 +16,8 @@ from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number
 # math-verify's own time limit needs SIGALRM. The pool's deadline is the limit here, and a warning a call says nothing.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Between two prices stands no formula ("$18 for one and $20 for two"): no space inside the dollars, no digit after.
-LATEX = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# Spans of bounded length, so that openings without an end cost no quadratic search.
+LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 

@@ -54,7 +54,5 @@ def _dataset(name: str, options: str) -> Any:
 def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
     try:
         return float(dataset.score_answer(answer, entry))
-    except (
-        Exception
-    ):  # scorers raise whatever their parsing of the text runs into; for the reward that is a wrong answer
+    except Exception:  # scorers raise whatever their parsing of the text runs into: to the reward, a wrong answer
         return 0.0

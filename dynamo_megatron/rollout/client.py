@@ -87,12 +87,12 @@ class SGLangClient:
 
         Raises RolloutError with the server's message where it fails or the server then reports another version.
         """
-        payload = {
-            "model_path": folder,
-            "weight_version": str(version),
-            "flush_cache": True,
-            "abort_all_requests": True,
-        }
+        # The update refuses to drop cached prefixes while a timed-out request is still being ended; flushing waits.
+        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
+        status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
+        if status != 200:
+            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {_message(reply)}")
+        payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         what = f"weight version {version} from {folder}"
         status, reply = await self._control("POST", "/update_weights_from_disk", self._config.start_timeout, payload)
         if status != 200:

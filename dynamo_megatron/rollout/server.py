@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import functools
 import os
 import re
 import signal
@@ -29,20 +27,6 @@ FOREIGN_VARIABLES = re.compile(
     r"|SGLANG_RETURN_ORIGINAL_LOGPROB)"
 )
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(number: int, parent: int) -> None:
-    """Asks Linux to send this process signal `number` when `parent` (a pid) ends.
-
-    It is the thread that started this process whose end counts: start such processes from a main thread.
-    """
-    PR_SET_PDEATHSIG = 1
-    if _libc.prctl(PR_SET_PDEATHSIG, number) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), number)
 
 
 class SGLangServer:
@@ -71,19 +55,18 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Returns at once. Call it from a main thread (see `die_with_parent`)."""
+        """Returns at once. The server ends when this process does, however that happens."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         on_cpu = not torch.cuda.is_available()
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                self._command(on_cpu),
+                [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", *self._command(on_cpu)],
                 env=self._environment(on_cpu),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # held open as long as this process lives
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
             )
 
     async def wait_ready(self) -> None:
@@ -121,6 +104,7 @@ class SGLangServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_GRACE)
+        self._process.stdin.close()
         self._process = None
 
     def _last_words(self) -> str:

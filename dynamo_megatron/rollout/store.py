@@ -57,6 +57,7 @@ class RolloutStore:
 
     def finished(self, step: int) -> list[Rollout]:
         """What the file of this step holds; empty without a file."""
+        self.close()  # the next append looks at the file's end anew
         path = step_file(self._folder, step)
         return read_rollouts(path) if path.exists() else []
 

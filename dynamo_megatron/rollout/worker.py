@@ -25,8 +25,9 @@ from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.guard import die_with_parent
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, check_request, group_id, rollout_id
-from dynamo_megatron.rollout.server import SGLangServer, die_with_parent
+from dynamo_megatron.rollout.server import SGLangServer
 from dynamo_megatron.rollout.store import RolloutStore
 
 POLL_EVERY = 0.2  # seconds
@@ -216,8 +217,8 @@ class Generator:
         self._server.start()
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
-        self._pool.start()
-        self._tokenizer = load_tokenizer(config.model.path)
+        await asyncio.to_thread(self._pool.start)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         await self._server.wait_ready()
         client = SGLangClient(self._server.url, config.rollout, self._eos_token_ids)
         self._client = await self._stack.enter_async_context(client)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:  # names only: this room does not depend on the others
+    from dynamo_megatron.algorithm.allocation import Allocation
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.policy import ResponseStats
+    from dynamo_megatron.resharding.push import PushReport
+    from dynamo_megatron.rollout.result import RolloutResult
 
 
 class Clock:
@@ -26,45 +35,65 @@ class Clock:
         return time.monotonic() - self._start
 
 
-def _share(values) -> float:
+@dataclass(frozen=True)
+class Collected:
+    """What rank 0 alone knows of a step's rollouts."""
+
+    allocation: Allocation
+    result: RolloutResult
+    epoch: int
+    skipped_prompts: int
+
+
+def _mean(values) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def step_metrics(step, collected, batch, stats, updates, learning_rate, pushed, clock) -> dict[str, float]:
-    """All metrics of a step, plain numbers. `collected` is what rank 0 knows of it: counts, allocation rows, result, stream."""
-    counts, allocated, result, stream = collected
-    rollouts = batch.rollouts
+def step_metrics(
+    step: int,
+    collected: Collected,
+    batch: TrainBatch,
+    stats: ResponseStats,
+    updates: Sequence[dict[str, float]],
+    learning_rate: float,
+    pushed: PushReport,
+    clock: Clock,
+) -> dict[str, float]:
+    """All metrics of a step, plain numbers."""
+    rollouts, allocation, result = batch.rollouts, collected.allocation, collected.result
     by_group: dict[str, list[float]] = {}
     for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
         by_group.setdefault(group, []).append(float(reward))
     gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
     tokens = len(gap)
-    total = {name: sum(u.get(name, 0.0) for u in updates) for name in ("kl", "clipped", "clipped_dual", "damped", "boosted")}
+    total = {
+        name: sum(u.get(name, 0.0) for u in updates) for name in ("kl", "clipped", "clipped_dual", "damped", "boosted")
+    }
     made = [u for u in updates if not u["skipped"]]
     requested = max(1, result.counts["requested"])
     seconds = {name: clock.seconds.get(name, 0.0) for name in ("generate", "logprobs", "update")}
     elapsed = clock.total()
     return {
         "step": step,
-        "reward/mean": _share(rollouts.rewards),
-        "reward/success": _share(rollouts.successes),
+        "reward/mean": _mean(rollouts.rewards),
+        "reward/success": _mean(rollouts.successes),
         "reward/timeouts": result.counts["reward_timeouts"] / requested,
         "reward/errors": result.counts["reward_errors"] / requested,
-        "rollout/response_length_mean": _share(rollouts.response_lengths),
+        "rollout/response_length_mean": _mean(rollouts.response_lengths),
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,
         "rollout/failed": result.counts["failed"] / requested,
         "rollout/reused": result.counts["reused"] / requested,
-        "rollout/zero_variance_groups": _share([max(r) == min(r) for r in by_group.values()]),
+        "rollout/zero_variance_groups": _mean([max(r) == min(r) for r in by_group.values()]),
         "rollout/weight_version_min": int(rollouts.weight_versions.min()),
         "rollout/weight_version_max": int(rollouts.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
-        "rollout/logprob_gap_mean": _share(gap),
-        "allocation/n_min": int(min(counts)),
-        "allocation/n_max": int(max(counts)),
-        "allocation/history_share": _share([row["history"] > 0 for row in allocated]),
-        "data/epoch": stream.epoch,
-        "data/skipped_prompts": stream.skipped,
+        "rollout/logprob_gap_mean": _mean(gap),
+        "allocation/n_min": int(allocation.counts.min()),
+        "allocation/n_max": int(allocation.counts.max()),
+        "allocation/history_share": allocation.history_share,
+        "data/epoch": collected.epoch,
+        "data/skipped_prompts": collected.skipped_prompts,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         "policy/kl": total["kl"] / max(1, tokens),

@@ -7,8 +7,11 @@ import torch
 IGNORE = -100
 
 
-def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2.0, temperature=1.0):
-    """Random inputs with padding rows that are poisoned and two rows that take no part and hold garbage."""
+def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2.0, temperature=1.0, blocked=()):
+    """Random inputs with padding rows that are poisoned and two rows that take no part and hold garbage.
+
+    blocked: columns with a logit of -inf in float32 (in float64 the same probability, 0); no label is one of them.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -17,7 +20,11 @@ def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2
     c = SimpleNamespace(vocab=vocab)
     c.hidden = randn(tokens, h)
     c.weight = randn(rows, h) * scale / h**0.5
-    c.labels = torch.randint(0, vocab, (tokens,), generator=g)
+    allowed = torch.tensor([v for v in range(vocab) if v not in blocked])
+    c.labels = allowed[torch.randint(0, len(allowed), (tokens,), generator=g)]
+    if blocked:
+        c.hidden[:, 0] = 2.0
+        c.weight[list(blocked), 0] = -3e38
     c.hidden, c.weight = c.hidden.to(dtype), c.weight.to(dtype)
     logp = (c.hidden.double() @ c.weight[:vocab].double().t() / temperature).log_softmax(-1)
     logp = logp.gather(1, c.labels[:, None])[:, 0]

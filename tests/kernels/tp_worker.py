@@ -14,12 +14,14 @@ from dynamo_megatron.kernels import policy_loss
 MODULATION = ModulationConfig(alpha=0.3, gamma=10.0, tau=0.5)
 CONFIG = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
 RANGES = ModulationRanges(0.3, 3.0, 0.2)
-# name: (case, gradient, chunk_tokens). 18 of 40 rows leave a shard of two without any column of the vocabulary.
+# name: (case, gradient, chunk_tokens). Of two shards with 20 rows, a vocabulary of 18 leaves one all padding.
 CASES = {
     "eager": ({}, "eager", 7),
     "recompute": ({}, "recompute", 7),
     "empty_shard": ({"vocab": 18}, "eager", None),
     "empty_shard_recompute": ({"vocab": 18}, "recompute", None),
+    "blocked_shard": ({"dtype": torch.float32, "blocked": range(20)}, "eager", None),
+    "blocked_shard_recompute": ({"dtype": torch.float32, "blocked": range(20)}, "recompute", 7),
     "float32": ({"dtype": torch.float32}, "eager", 5),
     "bfloat16": ({"dtype": torch.bfloat16}, "recompute", 5),
     "no_rows": ({"tokens": 0}, "eager", 7),

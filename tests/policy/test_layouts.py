@@ -65,7 +65,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def differences(reference: Path, other: Path) -> dict[str, float]:
     a, b = (json.loads((p / "result.json").read_text()) for p in (reference, other))
     assert a["tokens"].keys() == b["tokens"].keys()
-    flat = [torch.tensor([x for t in r["tokens"].values() for x in t[0]]) for r in (a, {"tokens": {k: b["tokens"][k] for k in a["tokens"]}})]
+    flat = [
+        torch.tensor([x for t in r["tokens"].values() for x in t[0]])
+        for r in (a, {"tokens": {k: b["tokens"][k] for k in a["tokens"]}})
+    ]
     updates = [[u for step in r["updates"] for u in step] for r in (a, b)]
     weights = [weights_of(p / "hf") for p in (reference, other)]
     assert weights[0].keys() == weights[1].keys()

@@ -26,7 +26,7 @@ def folder(tmp_path):
                     group_id=group,
                     prompt_id=name,
                     step=5,
-                    tokens=PROMPTS[name].tokens + [20 + k],
+                    tokens=[*PROMPTS[name].tokens, 20 + k],
                     response_mask=[0, 0, 1],
                     engine_logprobs=[-1.0],
                     weight_versions=[(4, 0, 1)],

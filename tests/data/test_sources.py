@@ -1,0 +1,145 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import load_prompts
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def load(source, **settings):
+    return load_prompts(DataConfig(source=source, **settings))
+
+
+def refused(source, **settings):
+    with pytest.raises(ValueError) as error:
+        load(source, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_rows_keep_id_answer_and_the_other_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"id": 7, "problem": "1+1?", "answer": 2, "level": "easy"}, "")
+    (prompt,) = load(path)
+    assert (prompt.prompt_id, prompt.text, prompt.answer, prompt.source) == ("7", "1+1?", 2, path)
+    assert prompt.meta == {"level": "easy"} and prompt.messages is None and prompt.tokens is None
+
+
+def test_dotted_keys_and_chat_messages(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = write(tmp_path / "a.jsonl", {"x": {"q": messages, "gold": {"value": "2"}}, "n": {"id": "p"}})
+    (prompt,) = load(path, prompt_key="x.q", answer_key="x.gold.value", id_key="n.id")
+    assert prompt.messages == messages and prompt.answer == "2" and prompt.prompt_id == "p"
+    assert "data.template: chat" in refused(
+        path, prompt_key="x.q", answer_key="x.gold.value", id_key="n.id", template="{prompt}"
+    )
+
+
+GOOD = {"id": "a", "problem": "q", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ('{"id": "b", "problem"', "not JSON"),
+        ("[1, 2]", "JSON object, not list"),
+        ({"id": "b", "answer": "1"}, "no 'problem'; the row has id, answer (set data.prompt_key)"),
+        ({"id": "b", "problem": "q"}, "no 'answer'"),
+        ({"id": "b", "problem": " \n", "answer": "1"}, "the prompt is empty"),
+        ({"id": "b", "problem": [], "answer": "1"}, "the prompt is empty"),
+        ({"id": "b", "problem": 5, "answer": "1"}, "must be text or a list of messages, not int"),
+        ({"id": "b", "problem": [{"role": "user"}], "answer": "1"}, "needs 'role' and 'content'"),
+        ({"id": None, "problem": "q", "answer": "1"}, "must be text or a whole number, not None"),
+        ({"id": "a", "problem": "other", "answer": "1"}, "'a' is taken by"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
+    path = write(tmp_path / "a.jsonl", GOOD, "", bad)
+    message = refused(path)
+    assert message.startswith(f"{path}:3: ") and words in message
+
+
+def test_other_encodings_missing_and_empty_files(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes(b'{"problem": "caf\xe9", "answer": 1}\n')
+    assert "latin.jsonl:1: not UTF-8" in refused(str(tmp_path / "latin.jsonl"))
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(load(str(tmp_path / "bom.jsonl"))) == 1
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "has no prompts" in refused(str(tmp_path / "empty.jsonl"))
+    assert "there is no file" in refused(str(tmp_path / "none.jsonl"))
+    assert "is no known source" in refused("gsm8k")
+
+
+def test_content_ids_do_not_depend_on_place_and_repeats_are_dropped(tmp_path, caplog):
+    rows = [{"problem": f"{i}+1?", "answer": i + 1} for i in range(5)]
+    first = {p.text: p.prompt_id for p in load(write(tmp_path / "a.jsonl", *rows))}
+    second = {p.text: p.prompt_id for p in load(write(tmp_path / "b.jsonl", *rows[::-1], rows[2]))}
+    assert first == second and len(set(first.values())) == 5
+    assert "dropped 1 rows" in caplog.text
+    assert load(write(tmp_path / "c.jsonl", {"problem": "0+1?", "answer": "1"}))[0].prompt_id != first["0+1?"]
+
+
+def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():
+    source = "reasoning_gym:chain_sum?size=5&seed=3&min_terms=2&max_terms=3"
+    prompts = load(source)
+    assert prompts == load(source) and len({p.prompt_id for p in prompts}) == 5
+    entry = prompts[0].meta["reasoning_gym"]["entry"]
+    assert entry["question"] == prompts[0].text and entry["answer"] == prompts[0].answer
+    assert json.loads(json.dumps(prompts[0].meta))["reasoning_gym"]["options"]["min_terms"] == 2
+    ids = [[p.prompt_id for p in load(f"reasoning_gym:chain_sum?size=2{more}")] for more in ("", "&seed=0&min_terms=2")]
+    assert ids[0] == ids[1]  # defaults written out
+    assert {p.prompt_id for p in load(source.replace("seed=3", "seed=4"))}.isdisjoint(p.prompt_id for p in prompts)
+    listed = load("reasoning_gym:basic_arithmetic?size=9&operators=['+']&allow_parentheses=false&allow_negation=false")
+    assert all("+" in p.text and not set("*/") & set(p.text) for p in listed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("chainsum", "no dataset 'chainsum'; the nearest is 'chain_sum'"),
+        ("chain_sum?min_term=2", "no option 'min_term'; the nearest is 'min_terms'"),
+        ("chain_sum?min_terms=9&max_terms=2", "refuses"),
+        ("chain_sum?size=many", "refuses"),
+        ("chain_sum?size", "'size' is not of the form key=value"),
+        ("chain_sum?size=[1", "is not YAML"),
+        ("composite?size=2", "Must specify at least one dataset"),
+    ],
+)
+def test_bad_reasoning_gym_specs(spec, words):
+    assert words in refused(f"reasoning_gym:{spec}")
+
+
+def test_the_users_iterator(tmp_path, monkeypatch):
+    (tmp_path / "my_data_c1.py").write_text(
+        "from dynamo_megatron.records import Prompt\n"
+        "number = 5\n"
+        "def rows():\n"
+        "    yield {'problem': '1+1?', 'answer': 2}\n"
+        "    yield Prompt('p', text='2+2?', answer=4)\n"
+        "def bad_row():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}]\n"
+        "def none():\n    return None\n"
+    )
+    (tmp_path / "broken_c1.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
+    assert "my_data_c1:bad_row row 2: no 'answer'" in refused("my_data_c1:bad_row")
+    assert "returned NoneType" in refused("my_data_c1:none")
+    assert "has no 'nothing'" in refused("my_data_c1:nothing")
+    assert "cannot be called" in refused("my_data_c1:number")
+    assert "No module named 'no_such_c1'" in refused("no_such_c1:rows")
+    assert "ZeroDivisionError" in refused("broken_c1:rows")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
+@pytest.mark.parametrize(("name", "size"), [("gsm8k_train", 7473), ("math500", 500)])
+def test_real_files(name, size):
+    prompts = load(str(DATA / f"{name}.jsonl"))
+    assert len(prompts) == size and prompts[3].prompt_id == f"{name}/3"

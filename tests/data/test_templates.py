@@ -1,0 +1,80 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import encode_prompt, load_tokenizer
+from dynamo_megatron.records import Prompt
+
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools\\nhere') }}{% endif %}"
+    "<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def characters(chat_template=CHAT):
+    letters = [chr(i) for i in range(32, 127)]
+    vocabulary = {"?unk": 0, **{c: i + 1 for i, c in enumerate(letters)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?unk"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?unk")
+    fast.chat_template = chat_template
+    return fast
+
+
+def rendered(prompt, chat_template=CHAT, **settings):
+    tokenizer = characters(chat_template)
+    tokens = encode_prompt(prompt, tokenizer, DataConfig(source="a.jsonl", **settings))
+    assert isinstance(tokens, list) and all(isinstance(t, int) for t in tokens)
+    return "".join(tokenizer.convert_ids_to_tokens(tokens))
+
+
+TEXT = Prompt("a", text="1+1?")
+
+
+def test_chat_template_opens_the_assistants_turn():
+    assert rendered(TEXT) == "<u>1+1?<a>"
+    assert rendered(TEXT, system_prompt="Be brief.") == "<s>Be brief.<u>1+1?<a>"
+    own = Prompt("a", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    assert rendered(own) == rendered(own, system_prompt="Be brief.") == "<s>S<u>U<a>"
+
+
+def test_plain_template_takes_braces_as_they_are():
+    latex = Prompt("a", text=r"\frac{1}{2} {prompt} {x}")
+    shown = rendered(latex, template="Q: {prompt} {A}:", few_shot="Q: {x} A: 1 ")
+    assert shown == r"Q: {x} A: 1 Q: \frac{1}{2} {prompt} {x} {A}:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "settings", "words"),
+    [
+        (TEXT, None, {}, "has no chat template"),
+        (Prompt("t", messages=[{"role": "tool", "content": "x"}]), CHAT, {}, "prompt 't': the chat template of"),
+        (
+            Prompt("m", messages=[{"role": "user", "content": "x"}]),
+            CHAT,
+            {"template": "{prompt}"},
+            "prompt 'm': chat",
+        ),
+        (Prompt("e", text=""), CHAT, {"template": "{prompt}"}, "prompt 'e': the tokenizer gives no tokens"),
+    ],
+)
+def test_refusals_are_one_line(prompt, chat, settings, words):
+    with pytest.raises(ValueError) as error:
+        rendered(prompt, chat, **settings)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_load_tokenizer(tmp_path):
+    characters().save_pretrained(tmp_path / "good")
+    assert encode_prompt(TEXT, load_tokenizer(tmp_path / "good"), DataConfig(source="a.jsonl")) == encode_prompt(
+        TEXT, characters(), DataConfig(source="a.jsonl")
+    )
+    (tmp_path / "config_only").mkdir()
+    (tmp_path / "config_only" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("{broken")
+    for name, words in [("config_only", "has no tokenizer"), ("none", "has no tokenizer"), ("bad", "cannot load")]:
+        with pytest.raises(ValueError, match=words) as error:
+            load_tokenizer(str(tmp_path / name))
+        assert "\n" not in str(error.value)

@@ -1,0 +1,104 @@
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import load_prompts
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number, tagged
+from dynamo_megatron.reward.math_answer import math_answer
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def score(answer, response):
+    return math_answer(Prompt("p", text="?", answer=answer), response)
+
+
+# (answer, responses that are right, responses that are wrong)
+TABLE = [
+    (
+        "72",
+        [r"\boxed{72}", "The answer is 72.", "#### 72", "so 72.0", r"$x = 72$", "**72**"],
+        [r"\boxed{73}", "7 2", ""],
+    ),
+    (72, [r"first \boxed{71}, no: \boxed{72}", "72"], [r"\boxed{72} or \boxed{71}", "the answer"]),
+    (0.5, [r"\boxed{\frac{1}{2}}", "it is 1/2", r"\boxed{50\%}", ".5"], [r"\boxed{5}", "2/1"]),
+    (-3.0, [r"\boxed{-3}", "x = -3"], [r"\boxed{3}", "x = 3"]),
+    ("...\n#### 1,234", [r"\boxed{1234}", "1,234 clips", "$1,234", r"\boxed{\$1{,}234}"], [r"\boxed{1.234}", "1,235"]),
+    (
+        10000,
+        [r"\boxed{10,000}", r"\boxed{10\,000}", r"\boxed{x=10,000}", "#### 10,000\n\nQuestion: 3"],
+        [r"\boxed{10}", "10,00"],
+    ),
+    (r"\frac{14}{3}", [r"\boxed{\dfrac{14}{3}}", r"\boxed{14/3}", r"So \(\frac{14}{3}\)."], [r"\boxed{4.67}"]),
+    (r"\left( 3, \frac{\pi}{2} \right)", [r"\boxed{(3, \pi/2)}"], [r"\boxed{(\pi/2, 3)}", r"\boxed{3}"]),
+    ("p - q", [r"\boxed{p-q}", r"\boxed{-q + p}", "It is $p - q$."], [r"\boxed{q-p}"]),
+    (r"\sqrt{8}", [r"\boxed{2\sqrt2}"], [r"\boxed{8}"]),
+    ("x^2-1", [r"\boxed{(x-1)(x+1)}"], [r"\boxed{x^2+1}"]),
+    ("1, 2, 3", [r"\boxed{3,2,1}"], [r"\boxed{1,2}", r"\boxed{3}"]),
+    (
+        r"\text{Evelyn}",
+        [r"\boxed{Evelyn}", r"\boxed{\text{evelyn}}", "The answer is Evelyn."],
+        [r"\boxed{Evelny}", "Eve"],
+    ),
+    ("even", [r"\boxed{\text{Even}}", "2 and 4, so:\nAnswer: **even**"], [r"\boxed{neve}", r"\boxed{odd}"]),
+    (r"\text{(C)}", [r"\boxed{C}", r"\boxed{(C)}"], [r"\boxed{D}"]),
+    (r"90^\circ", [r"\boxed{90}"], [r"\boxed{9}"]),
+    (
+        18,
+        ["One is $5. Total: 18$.", "pays $18 for one and $20 for two, so $18", "#### Step 1: 3\nthus 18"],
+        ["pays $18 for one and $20 for two"],
+    ),
+    (5, [r"\boxed{\boxed{5}}", r"\boxed{5} then \boxed{6"], [r"\boxed{", r"\boxed{}", r"\boxed{x}"]),
+    ("1e-05", [r"\boxed{1e-05}"], [r"\boxed{1}"]),
+    (1e-05, [r"\boxed{0.00001}"], [r"\boxed{0.0001}"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), TABLE, ids=[repr(row[0]) for row in TABLE])
+def test_answers(answer, right, wrong):
+    assert {r: score(answer, r) for r in right} == dict.fromkeys(right, 1.0)
+    assert {r: score(answer, r) for r in wrong} == dict.fromkeys(wrong, 0.0)
+
+
+@pytest.mark.parametrize("answer", [None, "", "  ", [1], {"a": 1}])
+def test_an_answer_that_cannot_be_checked_is_an_error(answer):
+    with pytest.raises(ValueError, match="math reward needs an answer"):
+        score(answer, "1")
+
+
+def test_extraction():
+    assert boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}" and boxed(r"\boxed{\{1\}}") == r"\{1\}"
+    assert boxed("no") is None and boxed(r"\boxed{1") is None
+    assert tagged("<answer>1</answer> <answer> 2\n</answer>") == "2" and tagged("</answer><answer>") is None
+    assert last_number("3-5") == "5" and last_number("a -5.") == "-5" and last_number("1,234,567 x2") == "1234567"
+    assert boxed(r"\boxed{\boxed{5} cm}") == "5" and boxed(r"} \boxed{1} {") == "1"
+    assert boxed(r"\boxed{a\}b}") == r"a\}b"
+    assert last_number("-1,234.5/6") == "-1234.5/6" and last_number("-.5") == "-.5" and last_number("-1,2") == "2"
+    assert last_number("12,34") == "34" and last_number("v2") is None
+    assert join_thousands("(1,000)") == "(1,000)" and join_thousands("1,000,000") == "1000000"
+    assert join_thousands("1,2,3") == "1,2,3" and join_thousands("1234,567") == "1234,567"
+
+
+@pytest.mark.parametrize(
+    "unit", [r"\boxed{", r"\(", r"\[ x", "$", "$$ 1 ", "1,111,", "#### ", "{", "<answer>", ",\\!000"]
+)
+def test_a_response_that_repeats_itself_costs_no_time(unit):
+    start = time.process_time()
+    score(72, unit * (100_000 // len(unit)))
+    tagged(unit * (100_000 // len(unit)))
+    assert time.process_time() - start < 2.0
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
+@pytest.mark.parametrize(("name", "every", "share"), [("gsm8k_train", 50, 1.0), ("math500", 5, 0.99)])
+def test_real_answers_equal_themselves_and_not_the_next_one(name, every, share):
+    prompts = load_prompts(DataConfig(source=str(DATA / f"{name}.jsonl")))[::every]
+    right = [math_answer(p, rf"The answer is \boxed{{{p.answer}}}.") for p in prompts]
+    assert sum(right) >= share * len(prompts)
+    pairs = itertools.pairwise(prompts)
+    wrong = [math_answer(p, rf"\boxed{{{q.answer}}}") for p, q in pairs if p.answer != q.answer]
+    assert sum(wrong) <= 0.02 * len(wrong)

@@ -1,0 +1,237 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward import RewardError, RewardPool, Score
+
+FUNCTIONS = """
+import os, pathlib, subprocess, sys, time
+def length(prompt, response): return len(response)
+def by_text(prompt, response):
+    if response == "spin":
+        while True: pass
+    if response == "sleep": time.sleep(30)
+    if response == "child":
+        child = subprocess.Popen(["sleep", "60"])
+        pathlib.Path(prompt.meta["file"]).write_text(str(child.pid))
+        time.sleep(60)
+    if response == "raise": raise KeyError("two\\nlines")
+    if response == "exit": sys.exit(3)
+    if response == "die": os._exit(4)
+    if response == "kill": os.kill(os.getpid(), 9)
+    if response == "signals":
+        for number in (2, 15, 10): os.kill(os.getpid(), number)
+    values = {"nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1.0", "true": True, "pid": os.getpid()}
+    return values.get(response, 0.25)
+def modules(prompt, response): return "torch" in sys.modules
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pool(**settings):
+    return RewardPool(RewardConfig(**{"functions": ["my_rewards:by_text"], "workers": 2, **settings}))
+
+
+def scored(reward_pool, *responses, prompt=None):
+    """Each response's score, or the error it raised."""
+    prompt = prompt or Prompt("p7", text="?", answer="1")
+
+    async def gather():
+        return await asyncio.gather(*(reward_pool.score(prompt, r) for r in responses), return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid, seconds=5.0):
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "reward", "first", "threshold", "success"),
+    [("sum", 4.25, 0, 0.25, True), ("mean", 2.125, 0, 0.3, False), ("product", 1.0, 1, 0.3, True)],
+)
+def test_fusion_parts_and_success_of_the_first_function(folder, fusion, reward, first, threshold, success):
+    parts = {"my_rewards:by_text": 0.25, "my_rewards:length": 4.0}
+    names = list(parts) if first == 0 else list(parts)[::-1]
+    p = pool(functions=names, fusion=fusion, success_threshold=threshold, workers=1)
+    p.start()
+    assert scored(p, "four") == [Score(reward, success, parts, "ok")]
+    p.close()
+
+
+def test_a_stuck_function_is_killed_and_the_others_go_on(folder):
+    p = pool(deadline=1.0)
+    p.start()
+    start = time.monotonic()
+    results = scored(p, "spin", "sleep", *["fine"] * 6)
+    took = time.monotonic() - start
+    late = Score(0.0, False, {}, "reward_timeout")
+    fine = Score(0.25, False, {"my_rewards:by_text": 0.25}, "ok")
+    assert results == [late, late, *[fine] * 6]
+    assert 1.0 <= took < 12  # a second and a restart, not the 30 seconds slept
+    assert scored(p, *["fine"] * 20) == [fine] * 20  # by the new workers, from another event loop
+    p.close()
+
+
+def test_what_a_late_function_started_is_killed_with_it(folder):
+    p = pool(deadline=1.0, workers=1)
+    p.start()
+    (result,) = scored(p, "child", prompt=Prompt("p", text="?", meta={"file": str(folder / "child")}))
+    assert result.status == "reward_timeout"
+    assert gone(int((folder / "child").read_text()))
+    p.close()
+
+
+FAILURES = {
+    "raise": "KeyError: 'two\\\\nlines'",
+    "exit": "SystemExit: 3",
+    "die": "its process ended: exit code 4",
+    "kill": "its process ended: killed by SIGKILL",
+    "nan": "ValueError: returned nan",
+    "inf": "ValueError: returned -inf",
+    "none": "ValueError: returned None of type NoneType, not a number",
+    "text": "ValueError: returned '1.0' of type str, not a number",
+}
+
+
+def test_failures_raise_one_line_with_function_prompt_and_error(folder):
+    p = pool(on_error="raise")
+    p.start()
+    for error, words in zip(scored(p, *FAILURES), FAILURES.values(), strict=True):
+        assert isinstance(error, RewardError), error
+        assert str(error) == f"reward function my_rewards:by_text failed on prompt 'p7': {words}".replace("\\\\", "\\")
+    assert [r.reward for r in scored(p, "true", "fine")] == [1.0, 0.25]
+    p.close()
+
+
+def test_failures_count_as_zero_where_asked(folder):
+    p = pool(on_error="zero")
+    p.start()
+    assert scored(p, *FAILURES) == [Score(0.0, False, {}, "reward_error")] * len(FAILURES)
+    assert scored(p, "true")[0].success
+    p.close()
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        (["no_such_module:f"], "No module named 'no_such_module'"),
+        (["my_rewards:absent"], "has no 'absent'"),
+        (["my_rewards:not_callable"], "of type int and cannot be called"),
+        (["maths"], "no built-in 'maths'; give math, reasoning_gym or module:function"),
+        (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
+        (["my_rewards.py:length:x"], "is not of the form module:function"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_stops_the_start(folder, functions, words):
+    (folder / "broken.py").write_text("def f(:\n")
+    p = pool(functions=functions)
+    with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
+        p.start()
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not any(alive(worker.process.pid) for worker in p._workers)
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="named twice"):
+        pool(functions=["math", "math"])
+
+
+def test_workers_import_no_torch(folder):
+    p = pool(functions=["my_rewards:modules", "math", "reasoning_gym"], workers=1, on_error="zero")
+    p.start()
+    assert scored(p, "x")[0].status == "reward_error"  # reasoning_gym: not its prompt; the imports are done
+    p.close()
+    p = pool(functions=["my_rewards:modules", "math"], workers=1)
+    p.start()
+    assert scored(p, r"\boxed{1}")[0].parts == {"my_rewards:modules": 0.0, "math": 1.0}
+    p.close()
+
+
+def test_signals_are_the_parents(folder):
+    p = pool(workers=1)
+    p.start()
+    first, _, second = scored(p, "pid", "signals", "pid")
+    assert first == second and second.status == "ok"
+    p.close()
+
+
+def test_an_idle_worker_that_died_is_replaced_without_a_word(folder):
+    p = pool(workers=1)
+    p.start()
+    pid = int(scored(p, "pid")[0].reward)
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    assert scored(p, "fine")[0].status == "ok"
+    p.close()
+
+
+def test_close_ends_stuck_workers_at_once_and_scoring_after_it_is_an_error(folder):
+    p = pool(deadline=60.0)
+    p.start()
+
+    async def close_while_stuck():
+        tasks = [asyncio.create_task(p.score(Prompt("p", text="?"), "spin")) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        start = time.monotonic()
+        p.close()
+        took = time.monotonic() - start
+        return took, await asyncio.gather(*tasks, return_exceptions=True)
+
+    pids = [worker.process.pid for worker in p._workers]
+    took, results = asyncio.run(close_while_stuck())
+    assert took < 2.0 and all(isinstance(r, (RuntimeError, asyncio.CancelledError)) for r in results), results
+    assert not any(alive(pid) for pid in pids)
+    p.close()
+    with pytest.raises(RuntimeError, match="not open"):
+        asyncio.run(p.score(Prompt("p", text="?"), "x"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a stuck worker outlives its parent elsewhere")
+def test_workers_die_with_a_killed_parent(folder):
+    script = """
+        import asyncio, os
+        from dynamo_megatron.config import RewardConfig
+        from dynamo_megatron.records import Prompt
+        from dynamo_megatron.reward import RewardPool
+        pool = RewardPool(RewardConfig(functions=["my_rewards:by_text"], workers=2))
+        pool.start()
+        async def main():
+            stuck = asyncio.create_task(pool.score(Prompt("p", text="?"), "spin"))
+            await asyncio.sleep(0.3)
+            print(*(w.process.pid for w in pool._workers), flush=True)
+            await stuck
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        parent.kill()
+    assert all(gone(pid) for pid in pids)

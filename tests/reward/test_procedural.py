@@ -1,0 +1,45 @@
+import pytest
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import load_prompts
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.procedural import extract_answer, reasoning_gym_answer
+
+
+def first(spec):
+    return load_prompts(DataConfig(source=f"reasoning_gym:{spec}"))[0]
+
+
+def test_prime_factorization_where_the_library_raises_or_pays_for_nothing():
+    prompt = first("prime_factorization?size=1&seed=42&min_value=12&max_value=12")
+    assert reasoning_gym_answer(prompt, "<answer>2 × 2 × 3</answer>") == 1.0
+    assert reasoning_gym_answer(prompt, r"thus \boxed{3 × 2 × 2}") == 1.0
+    assert reasoning_gym_answer(prompt, "2 × 2 × 3\n") == 1.0
+    assert reasoning_gym_answer(prompt, "<answer>4 × 3</answer>") == 0.5
+    for worthless in ("banana", "", "<answer>5</answer>", "<answer>2 × × y</answer>"):
+        assert reasoning_gym_answer(prompt, worthless) == 0.0
+
+
+@pytest.mark.parametrize("name", ["gsm_symbolic", "countdown", "power_function", "rush_hour", "arc_agi", "chain_sum"])
+@pytest.mark.parametrize("response", ["banana", "<answer></answer>", "<answer>?</answer>", ""])
+def test_nonsense_earns_nothing(name, response):
+    assert reasoning_gym_answer(first(f"{name}?size=1"), response) == 0.0
+
+
+@pytest.mark.parametrize("name", ["gsm_symbolic", "countdown", "arc_agi", "time_intervals", "sentence_reordering"])
+def test_the_datasets_own_answer_earns_all(name):
+    prompt = first(f"{name}?size=1")
+    assert reasoning_gym_answer(prompt, f"I think so.\n<answer>{prompt.answer}</answer>") == 1.0
+
+
+def test_extraction_looks_at_the_form_of_the_answer():
+    assert extract_answer("12 + 5 = 17, so 1,700 it is.", "3") == "1700"
+    assert extract_answer("Spruce\nbecause 5 > 3", "Oak") == "Spruce"
+    assert extract_answer("1 2\n3 4", "4 3\n2 1") == "1 2\n3 4"
+    assert extract_answer("no number", "3") == ""
+    assert extract_answer(r"<answer>a</answer> \boxed{b}", "c") == "a"
+
+
+def test_another_source_is_an_error():
+    with pytest.raises(ValueError, match="needs prompts of a reasoning_gym: source"):
+        reasoning_gym_answer(Prompt("p", text="?", answer="1"), "1")
