@@ -3,7 +3,7 @@ from setuptools import find_packages, setup
 setup(
     name="dynamo-megatron",
     version="0.1.0",
-    description="RLVR on Megatron-core with DynaMO: variance-minimising rollout allocation and entropy-modulated advantages",
+    description="RLVR on Megatron-core with DynaMO: rollout allocation and entropy-modulated advantages",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=[

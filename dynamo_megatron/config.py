@@ -1,4 +1,4 @@
-"""The configuration: one typed tree. YAML files and `key=value` are composed by `config_files`; no torch is imported."""
+"""The configuration: one typed tree, without torch. `config_files` composes it from YAML files and `key=value`."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ class Config(Section):
         )
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of training step `step` (from 1): linear warm-up, then the schedule down to 0 at the last step."""
+        """Of training step `step` (from 1): linear warm-up, then the schedule, down to 0 at the last step."""
         o = self.optimizer
         if step <= o.warmup_steps:
             return o.lr * step / o.warmup_steps

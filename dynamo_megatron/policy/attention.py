@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -30,6 +31,6 @@ class PackedAttention(MegatronModule):
             F.scaled_dot_product_attention(
                 q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, scale=self.scale, enable_gqa=grouped
             )
-            for a, b in zip(bounds, bounds[1:], strict=False)
+            for a, b in itertools.pairwise(bounds)
         ]
         return torch.cat(segments, dim=2).squeeze(0).transpose(0, 1).flatten(1)

@@ -85,7 +85,7 @@ _mode: _CudaMeansCpu | None = None
 
 
 def enable_cpu() -> None:
-    """Lets Megatron-core run on the CPU. Call once per process, in the thread that runs Megatron, before building models."""
+    """Lets Megatron-core run on the CPU. Call it in the thread that runs Megatron, before models are built."""
     global _mode
     if torch.cuda.is_available() or _mode is not None:
         return

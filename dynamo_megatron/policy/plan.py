@@ -29,11 +29,8 @@ def _first_fit(indices: list[int], lengths: Sequence[int], budget: int) -> list[
     bins: list[list[int]] = []
     room: list[int] = []
     for index in indices:
-        for k, free in enumerate(room):
-            if lengths[index] <= free:
-                break
-        else:
-            k = len(bins)
+        k = next((k for k, free in enumerate(room) if lengths[index] <= free), len(bins))
+        if k == len(bins):
             bins.append([])
             room.append(budget)
         bins[k].append(index)

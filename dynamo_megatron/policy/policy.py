@@ -90,13 +90,13 @@ class Policy:
     @property
     def _head(self) -> dict:
         """What both head functions take besides the data."""
-        return dict(
-            temperature=self.config.rollout.temperature,
-            vocab_size=self.spec.vocab_size,
-            tp_group=self.layout.tp if self.layout.tp.size() > 1 else None,
-            backend=self.config.kernels.backend,
-            chunk_tokens=self.config.kernels.chunk_tokens,
-        )
+        return {
+            "temperature": self.config.rollout.temperature,
+            "vocab_size": self.spec.vocab_size,
+            "tp_group": self.layout.tp if self.layout.tp.size() > 1 else None,
+            "backend": self.config.kernels.backend,
+            "chunk_tokens": self.config.kernels.chunk_tokens,
+        }
 
     def _micro_batches(self, batch: TrainBatch, rollouts: np.ndarray) -> list[MicroBatch]:
         """This rank's micro-batches of some rollouts of the step."""

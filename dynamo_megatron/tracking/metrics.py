@@ -20,7 +20,7 @@ class StepLog:
             aside = path.with_suffix(".tmp")
             aside.write_text("".join(kept), encoding="utf-8")
             aside.rename(path)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
