@@ -39,6 +39,7 @@ class Trainer:
     def run(self) -> None:
         """Trains to `trainer.steps`. Raises StopRequested after saving when a signal asks for it."""
         config, policy, steps = self.config, self.policy, self.config.trainer.steps
+        self._say_premises()
         self._push(version=self.start)
         saved = self.start
         for step in range(self.start + 1, steps + 1):
@@ -64,6 +65,17 @@ class Trainer:
             if step % config.checkpoint.every == 0 or step == steps:
                 self._save(step)
                 saved = step
+
+    def _say_premises(self) -> None:
+        allocation, advantage = self.config.algorithm.allocation, self.config.algorithm.advantage
+        if not self._leads or allocation.kind == "uniform":
+            return
+        print("allocation: a prompt without history gets what the pool's average prompt gets: a first pass is uniform")
+        if allocation.kind == "neyman" and advantage.kind == "grpo":
+            print(
+                "warning: neyman allocation assumes that a mixed group's variance falls with its size, which grpo's "
+                "division by the group's standard deviation undoes; set algorithm.advantage.kind=rloo"
+            )
 
     def _collect(self, step: int, clock: Clock) -> TrainBatch:
         """Rank 0: one batch of prompts, its rollouts by the allocator's counts, their advantages."""

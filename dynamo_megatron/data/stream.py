@@ -18,7 +18,7 @@ class PromptStream:
     The order depends on `config.shuffle_seed`, the epoch and the number of prompts alone. Epochs flow into each other:
     a batch may span two, and then hold the same prompt twice. `encode` gives a prompt's tokens; it is called as prompts
     are drawn. A prompt of more than `max_prompt_length` tokens (None: any length) is skipped and counted, or is an
-    error (`config.on_long_prompt`).
+    error at once (`config.on_long_prompt`). Raises ValueError for no prompts, or none that is short enough.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class PromptStream:
         self._position = 0
         self._order = self._shuffled(0)
         self._fingerprint = _fingerprint(prompts)
+        self._check_lengths()
 
     @property
     def skipped(self) -> int:
@@ -69,6 +70,17 @@ class PromptStream:
                 batch.append(dataclasses.replace(prompt, tokens=tokens))
             self._position += 1
         return batch
+
+    def _check_lengths(self) -> None:
+        """Finds out before a run, not in the middle of it: every prompt if a long one is an error, else until one fits."""
+        if self._limit is None:
+            return
+        for index, prompt in enumerate(self._prompts):
+            if (length := len(self._encode(prompt))) > self._limit:
+                self._refuse(index, length)
+            elif self._config.on_long_prompt == "skip":
+                break
+        self._skipped.clear()
 
     def _refuse(self, index: int, length: int) -> None:
         if self._config.on_long_prompt == "error":

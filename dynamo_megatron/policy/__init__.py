@@ -4,3 +4,5 @@ import warnings
 
 # Megatron warns from a dozen places what is not installed; the start-up line of a run says it once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+# Megatron-core 0.16 calls collectives by names that torch 2.13 has renamed.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

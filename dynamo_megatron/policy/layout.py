@@ -69,7 +69,7 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         pipeline_model_parallel_size=config.parallel.pp,
         create_gloo_process_groups=True,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     return Layout(
         rank=rank,
         world_size=world_size,

@@ -1,0 +1,73 @@
+"""A run with a real SGLang server: agreement, versions, groups, and what a kill leaves."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.config import Config
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.records import Rollout, RolloutBatch
+
+
+def read(output, name):
+    return [json.loads(line) for line in (output / name).read_text().splitlines()]
+
+
+def test_policy_and_engine_agree_at_every_step(live):
+    output, _ = live
+    rows = read(output, "metrics.jsonl")
+    print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
+    assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the pushed weights were all the same"
+    for row in rows:
+        assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
+
+
+def test_a_kill_regenerates_no_finished_rollout(live):
+    output, seen = live
+    assert seen["left"] == []
+    step = json.loads(seen["finished"][0])["step"]
+    now = (output / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    assert len(seen["finished"]) == 22 and set(seen["finished"]) <= set(now)
+    reused = next(row["rollout/reused"] for row in read(output, "metrics.jsonl") if row["step"] == step)
+    assert reused >= 22 / 24
+
+
+def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model):
+    output, _ = live
+    answers = {row["id"]: row["answer"] for row in read(workspace, "problems.jsonl")}
+    tokenizer = load_tokenizer(tiny_model)
+    for step in range(1, 21):
+        for r in read(output, f"rollouts/step-{step:06d}.jsonl"):
+            response = tokenizer.decode(r["tokens"][r["response_mask"].index(1) :], skip_special_tokens=True)
+            assert r["reward"] == float(answers[r["prompt_id"]] in response), r["rollout_id"]
+
+
+def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
+    output, _ = live
+    steps = {}
+    for row in read(output, "allocation.jsonl"):
+        steps.setdefault(row["step"], []).append(row)
+    assert all(sum(row["n"] for row in rows) == 24 for rows in steps.values())
+    assert all(2 <= row["n"] <= 15 for rows in steps.values() for row in rows)
+    assert any(len({row["n"] for row in rows}) == 3 for rows in steps.values())
+    assert any(len({row["prompt_id"] for row in rows}) < 3 for rows in steps.values())
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_each_group_is_centred_on_itself(live, kind):
+    output, _ = live
+    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o", algorithm={"advantage": {"kind": kind}})
+    for step in range(1, 21):
+        rollouts = [Rollout(**row) for row in read(output, f"rollouts/step-{step:06d}.jsonl")]
+        batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
+        for group in {r.group_id for r in rollouts}:
+            own = [i for i, r in enumerate(rollouts) if r.group_id == group]
+            rewards = np.asarray([rollouts[i].reward for i in own])
+            alone = group_advantages(rewards, [group] * len(own), kind)
+            np.testing.assert_allclose(batch.advantages[own], alone, rtol=1e-12, atol=1e-12)
+            assert abs(batch.advantages[own].sum()) < 1e-9
