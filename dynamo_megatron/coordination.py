@@ -108,7 +108,7 @@ class Coordinator:
         while not self._closed.wait(BEAT_EVERY / 2):
             try:
                 if self._watch_store.check([ABORT]):
-                    self._end(self._watch_store.get(ABORT).decode(), grace=5.0)
+                    self._end(self._watch_store.get(ABORT).decode(), grace=3.0)
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))

@@ -72,9 +72,10 @@ def max_prompt_length(config: Config, spec: ModelSpec) -> int:
 
 
 def claim_output_dir(config: Config) -> None:
-    """Writes config.yaml into the output folder. Raises ConfigError where another run lives there."""
+    """Writes config.yaml into the output folder. Raises ConfigError where another run has left results there."""
     file, plain = Path(config.output_dir) / "config.yaml", to_plain(config)
-    if file.is_file():
+    results = [p for kept in ("metrics.jsonl", "rollouts/*", "checkpoints/*") for p in file.parent.glob(kept)]
+    if file.is_file() and any(p.is_dir() or p.stat().st_size for p in results):
         if config.trainer.resume == "never":
             raise ConfigError(
                 f"output_dir: {config.output_dir} holds a run; name another folder or set trainer.resume=auto"

@@ -65,32 +65,27 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
                 process_group=0,
             )
         )
-    deadline = None
+    deadline = first_bad = None
     while any(p.poll() is None for p in processes):
-        bad = [p for p in processes if p.poll() not in (None, 0, 75)]
+        bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
+        if first_bad is None and bad:
+            first_bad = min(bad)  # a signal, a negative code, before what it led to
         if deadline is None and (bad or interrupted):
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused: all is said
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
                 if p.poll() is None:
                     p.kill()
         time.sleep(0.05)
     _end_orphans()
-    return _verdict([p.returncode for p in processes], interrupted)
-
-
-def _verdict(codes: Sequence[int], interrupted: bool) -> int:
-    killed = [(rank, -code) for rank, code in enumerate(codes) if code < 0]
+    codes = [p.returncode for p in processes]
     if interrupted:
         return 130
-    explained = [code for code in codes if code > 0 and code != 75]
-    if killed and not explained:
-        rank, number = killed[0]
-        print(f"rank {rank} was ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
+    if code < 0:  # a rank that fails by itself has said why
+        print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 1
-    if explained:
-        return 2 if set(explained) == {2} else 1
-    return max(codes, default=0)
+    return code or max(codes)
 
 
 def _end_orphans() -> None:

@@ -72,7 +72,7 @@ class PromptStream:
         return batch
 
     def _check_lengths(self) -> None:
-        """Finds out before a run, not in the middle of it: every prompt if a long one is an error, else until one fits."""
+        """Before the run, not in its middle: every prompt where a long one is an error, else until one fits."""
         if self._limit is None:
             return
         for index, prompt in enumerate(self._prompts):

@@ -126,7 +126,7 @@ def workspace(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def live(workspace) -> tuple[Path, dict]:
-    """A run with a live server, killed at 90 % of a step's rollouts and started again: (output folder, what was seen)."""
+    """A live run, killed at 90 % of a step's rollouts and started again: (output folder, what was seen)."""
     output = workspace / "live"
     command = (workspace / "config.yaml", f"output_dir={output}")
     run = Run(workspace, *command)

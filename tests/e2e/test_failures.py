@@ -1,0 +1,112 @@
+"""How a run ends when something fails: quickly, with the message as the last line, and nothing left behind."""
+
+import json
+import signal
+import time
+
+import pytest
+
+FAILS_ON_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    from dynamo_megatron import config
+    rate = config.Config.learning_rate
+    def learning_rate(self, step):
+        if step == 3:
+            raise KeyError("this rank has had enough")
+        return rate(self, step)
+    config.Config.learning_rate = learning_rate
+"""
+
+
+@pytest.fixture
+def recorded(live, workspace, tmp_path):
+    return (
+        workspace / "config.yaml",
+        f"rollout.recorded={live[0]}",
+        "rollout.engine=recorded",
+        f"output_dir={tmp_path / 'run'}",
+    )
+
+
+def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace, start_run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FAILS_ON_RANK_1)
+    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.wait() == 1
+    assert run.text.splitlines()[-1] == "rank 1, step 3: KeyError: 'this rank has had enough'"
+    assert run.left_behind(within=10) == []
+
+
+def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_path):
+    run = start_run(workspace, *recorded, "trainer.steps=20")
+    run.wait_until(lambda: len(step_lines(tmp_path / "run")) >= 2, "two steps")
+    rank_1 = next(p for p in run.family if p.is_running() and p.environ().get("RANK") == "1")
+    rank_1.kill()
+    assert run.wait(timeout=30) == 1
+    assert run.text.splitlines()[-1] == "rank 1 was ended by SIGKILL"
+    assert run.left_behind(within=10) == []
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path):
+    output = tmp_path / "run"
+    run = start_run(workspace, *recorded, "checkpoint.every=100")
+    run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=30) == 75
+    done = step_lines(output)[-1]["step"]
+    assert (output / "checkpoints" / f"step-{done:06d}").is_dir()
+    again = start_run(workspace, *recorded, "checkpoint.every=100", f"trainer.steps={done + 1}")
+    assert again.wait() == 0
+    assert [row["step"] for row in step_lines(output)] == list(range(1, done + 2))
+
+
+def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path):
+    run = start_run(workspace, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
+    run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")
+    assert len(run.family) >= 6, "launcher's ranks, rollout process, server and its children"
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(timeout=30) == 130
+    assert run.left_behind(within=10 - (time.monotonic() - asked)) == []
+    assert time.monotonic() - asked <= 10
+
+
+@pytest.mark.full
+def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_run, step_lines, tmp_path):
+    (tmp_path / "own_reward.py").write_text((workspace / "own_reward.py").read_text())
+    run = start_run(tmp_path, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
+    run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")
+    (tmp_path / "fail-now").touch()
+    failed = time.monotonic()
+    assert run.wait(timeout=30) == 1
+    assert time.monotonic() - failed <= 10
+    last = run.text.splitlines()[-1]
+    assert "own_reward:contains" in last and "the reward table has no such entry" in last
+    assert run.left_behind(within=5) == []
+
+
+@pytest.mark.full
+def test_a_skipped_push_shows_in_the_gap(workspace, start_run, tmp_path):
+    """The agreement test can fail: from the step after a push that did not happen, policy and engine differ."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '0':\n"
+        "    from dynamo_megatron.rollout import worker\n"
+        "    push = worker.RolloutWorker.update_weights\n"
+        "    def update_weights(self, folder, version, on_poll=None):\n"
+        "        return 0.0 if version == 2 else push(self, folder, version, on_poll)\n"
+        "    worker.RolloutWorker.update_weights = update_weights\n"
+    )
+    output = tmp_path / "run"
+    run = start_run(
+        workspace,
+        workspace / "config.yaml",
+        f"output_dir={output}",
+        "trainer.steps=4",
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    assert run.wait() == 0, run.text[-2000:]
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["rollout/logprob_gap_max"] for row in rows]
+    assert gaps[1] <= 1e-4 and gaps[2] > 1e-3 and gaps[3] <= 1e-4, gaps
+    assert rows[2]["rollout/weight_version_max"] == 1

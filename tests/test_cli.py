@@ -1,0 +1,150 @@
+"""Bad input: one line that says what, where and how to mend it, exit code 2, nothing written."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_megatron.cli import main
+
+
+@pytest.fixture
+def base(tiny_model, tmp_path) -> Path:
+    (tmp_path / "problems.jsonl").write_text('{"id": "a", "problem": "1+1", "answer": "2"}\n')
+    config = {
+        "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 128},
+        "data": {"source": str(tmp_path / "problems.jsonl"), "batch_prompts": 2, "template": "{prompt}"},
+        "rollout": {"max_new_tokens": 8},
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def refused(capsys, *arguments) -> str:
+    """The one line of a refusal before any rank is started."""
+    assert main(["train", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("optimzer.lr=1", "unknown key optimzer; did you mean optimizer?"),
+        ("rollout.max_tokens=1", "unknown key rollout.max_tokens; did you mean rollout.max_new_tokens?"),
+        ("clip_ratio_low=.1", "the nearest key is algorithm.loss.clip_ratio_low"),
+        ("optimizer.lr=fast", "optimizer.lr: Input should be a valid number"),
+        ("data.batch_prompts=two", "data.batch_prompts: Input should be a valid integer"),
+        ("algorithm.allocation.budget=3", "algorithm.allocation.budget: 3 rollouts for 2 prompts is outside [4, 48]"),
+        ("rollout.top_p=0.9", "top_p: training needs 1.0"),
+        ("parallel.tp=3", "parallel.tp: 3 does not divide the 4 (attention heads); use one of 1, 2"),
+        ("parallel.pp=4", "parallel.pp: 4 does not divide the 2 layers"),
+        ("rollout.max_new_tokens=128", "leaves no room for a prompt"),
+        ("model.family=gpt5", "model.family 'gpt5' is not mapped; the families known are llama, qwen2, qwen3"),
+        ("model.path=/no/such/model", "/no/such/model: no such folder"),
+        ("nothing.yaml", "nothing.yaml: no such config file"),
+    ],
+)
+def test_refused_before_any_rank_starts(base, capsys, argument, says):
+    assert says in refused(capsys, base / "config.yaml", argument)
+    assert not (base / "run").exists()
+
+
+def test_a_folder_without_config_json(base, capsys):
+    assert "config.json: no such file" in refused(capsys, base / "config.yaml", f"model.path={base}")
+
+
+def test_print_config_shows_who_set_what(base, capsys):
+    assert main(["train", str(base / "config.yaml"), "optimizer.lr=1e-3", "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "lr: 0.001  # the command line" in shown
+    assert f"max_new_tokens: 8  # {base / 'config.yaml'}" in shown
+    assert "gamma: 50.0  # default" in shown
+    assert "#   rollouts a step: 16 for 2 prompts, 1 updates" in shown
+    assert yaml.safe_load(shown)["optimizer"]["lr"] == 0.001
+    assert not (base / "run").exists()
+
+
+def rank_0(folder: Path, *arguments) -> tuple[int, str]:
+    """Rank 0 alone, as torchrun would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *map(str, arguments)],
+            env=environment,
+            stdout=out,
+            stderr=err,
+            timeout=120,
+        ).returncode
+    return code, (folder / "err").read_text()
+
+
+def corrupt(base: Path, tiny_model: Path) -> list[str]:
+    copy = base / "model"
+    shutil.copytree(tiny_model, copy)
+    data = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return [f"model.path={copy}"]
+
+
+def jsonl(base: Path, text: str) -> list[str]:
+    (base / "bad.jsonl").write_text(text)
+    return [f"data.source={base / 'bad.jsonl'}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (lambda base, model: corrupt(base, model), "model.safetensors: corrupt or truncated"),
+        (lambda base, model: jsonl(base, ""), "bad.jsonl"),
+        (lambda base, model: jsonl(base, '{"problem": "1", "answer": "1"}\n{"problem": "2"\n'), "bad.jsonl:2"),
+        (lambda base, model: jsonl(base, '{"problem": "1"}\n'), "bad.jsonl:1"),
+        (lambda base, model: ["data.max_prompt_length=2", "data.on_long_prompt=error"], "'a' has 3 tokens, above"),
+        (lambda base, model: ["data.max_prompt_length=2"], "all 1 prompts have more than 2 tokens"),
+        (lambda base, model: ["reward.functions=[nowhere:reward]"], "nowhere"),
+        (lambda base, model: ["rollout.engine=recorded", f"rollout.recorded={base}"], "has no rollouts/ folder"),
+    ],
+    ids=["safetensors", "empty", "malformed", "no-answer", "long", "all-long", "reward", "recorded"],
+)
+@pytest.mark.full
+def test_refused_by_rank_0(base, tiny_model, arguments, says):
+    code, err = rank_0(base, base / "config.yaml", *arguments(base, tiny_model))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert says in err
+
+
+def test_a_port_in_use(base):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, err = rank_0(base, base / "config.yaml", f"rollout.port={port}")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert str(port) in err
+
+
+def test_another_run_in_the_output_folder(base):
+    (base / "run").mkdir()
+    config = yaml.safe_load((base / "config.yaml").read_text())
+    from dynamo_megatron.config import Config
+    from dynamo_megatron.config_files import to_plain
+
+    text = yaml.safe_dump(to_plain(Config.model_validate(config)))
+    (base / "run" / "config.yaml").write_text(text)
+    (base / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, err = rank_0(base, base / "config.yaml", "algorithm.advantage.kind=grpo")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "holds a run with another algorithm.advantage.kind" in err
+    assert (base / "run" / "config.yaml").read_text() == text
+    assert (base / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert len(list((base / "run").iterdir())) == 2
