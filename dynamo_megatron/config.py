@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.dataclasses import dataclass
 
 Positive = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
@@ -192,7 +193,7 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegative = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
 
@@ -214,6 +215,7 @@ class KernelsConfig(Section):
 class CheckpointConfig(Section):
     every: Positive = 10  # steps; the last step always saves
     keep_last: Positive = 2
+    export_hf: Literal["final", "never"] = "final"  # output_dir/hf, a Hugging Face folder
 
 
 class TrackingConfig(Section):
@@ -261,8 +263,7 @@ class Config(Section):
                 "a mini-batch needs a prompt"
             )
         modulation = self.algorithm.modulation
-        two_pass = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
-        if two_pass and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
+        if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
             raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
         if self.parallel.sequence_parallel and self.parallel.tp == 1:
             raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")

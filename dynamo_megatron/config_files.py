@@ -46,7 +46,10 @@ def _read(file: str) -> dict[str, Any]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{file}: no such config file (a single key is set with key=value)")
-    content = _parse(path.read_text(encoding="utf-8"), file)
+    try:
+        content = _parse(path.read_text(encoding="utf-8"), file)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text ({error})") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -40,38 +39,39 @@ def connect_store(timeout: float) -> dist.TCPStore:
     serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        int(os.environ.get("MASTER_PORT", 29500)),
         is_master=serves,
         timeout=datetime.timedelta(seconds=timeout),
         wait_for_workers=False,
     )
 
 
+class SignalFlag:
+    """From its creation on SIGTERM and SIGUSR1 only set `number`; Ctrl-C stays KeyboardInterrupt."""
+
+    def __init__(self):
+        self.number: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, _frame) -> None:
+        self.number = number
+
+
 class Coordinator:
     """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, heartbeat_timeout: float = 60.0):
-        self.rank, self._store, self._heartbeat_timeout = (
-            rank,
-            dist.PrefixStore("coordination", store),
-            heartbeat_timeout,
-        )
+    def __init__(self, store: dist.TCPStore, rank: int, stop: SignalFlag, heartbeat_timeout: float = 60.0):
+        self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
+        # torchrun's store outlives a restart of the ranks, whose keys must not be taken for today's.
+        prefix = f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = dist.PrefixStore(prefix, store)
         self.step = 0
         self._closed = threading.Event()
-        self.pending_signal: int | None = None
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
-        self._watch_store = dist.PrefixStore("coordination", watch)
+        self._watch_store = dist.PrefixStore(prefix, watch)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    # -- signals -------------------------------------------------------------------------------------------------
-    def handle_signals(self) -> None:
-        """From now on SIGTERM and SIGUSR1 only set `pending_signal`; Ctrl-C stays KeyboardInterrupt."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame) -> None:
-        self.pending_signal = number
 
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -79,7 +79,13 @@ class Coordinator:
         if self._store.check([ABORT]):
             raise RemoteFailure(self._store.get(ABORT).decode())
 
-    def announce(self, key: str, value: str = "") -> None:
+    def check_stop(self) -> None:
+        """For rank 0, which decides for all: raises StopRequested if a signal has come, else as `check`."""
+        self.check()
+        if self.stop.number is not None:
+            raise StopRequested(self.stop.number)
+
+    def announce(self, key: str, value: str = "ready") -> None:
         self._store.set(key, value)
 
     def wait(self, key: str, what: str, timeout: float) -> str:
@@ -103,7 +109,7 @@ class Coordinator:
         self._closed.set()
 
     def _watch(self) -> None:
-        last, seen = b"", time.monotonic()
+        last, seen = b"", None  # rank 0 may take long until it beats for the first time
         beats = 0
         while not self._closed.wait(BEAT_EVERY / 2):
             try:
@@ -116,16 +122,14 @@ class Coordinator:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
                 self._end("rank 0 is gone (its store does not answer)", grace=2.0)
-            if self.rank != 0 and time.monotonic() - seen > self._heartbeat_timeout:
-                self._end(f"rank 0 gave no sign of life for {self._heartbeat_timeout:g} s", grace=0.0)
+            if seen is not None and time.monotonic() - seen > self._heartbeat_timeout:
+                print(f"rank 0 gave no sign of life for {self._heartbeat_timeout:g} s", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def _end(self, message: str, grace: float) -> None:
         """The main thread has `grace` seconds to notice by itself; a rank stuck in a collective is ended."""
         if self._closed.wait(grace):
             return
-        self.on_end()
         if self.rank == 0:
             print(message, file=sys.stderr, flush=True)
         os._exit(1)
-
-    on_end: Callable[[], None] = staticmethod(lambda: None)

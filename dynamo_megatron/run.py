@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, identity, to_plain
-from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopRequested, connect_store
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.coordination import Coordinator, RemoteFailure, SignalFlag, StopRequested, connect_store
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_model_config
+from dynamo_megatron.output_dir import OutputDir, latest_checkpoint
+from dynamo_megatron.policy import backend
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.worker import RolloutWorker
 
 
 def _check_world_size(config: Config, world_size: int) -> None:
@@ -71,36 +77,14 @@ def max_prompt_length(config: Config, spec: ModelSpec) -> int:
     return asked
 
 
-def claim_output_dir(config: Config) -> None:
-    """Writes config.yaml into the output folder. Raises ConfigError where another run has left results there."""
-    file, plain = Path(config.output_dir) / "config.yaml", to_plain(config)
-    results = [p for kept in ("metrics.jsonl", "rollouts/*", "checkpoints/*") for p in file.parent.glob(kept)]
-    if file.is_file() and any(p.is_dir() or p.stat().st_size for p in results):
-        if config.trainer.resume == "never":
-            raise ConfigError(
-                f"output_dir: {config.output_dir} holds a run; name another folder or set trainer.resume=auto"
-            )
-        before, now = identity(yaml.safe_load(file.read_text(encoding="utf-8"))), identity(plain)
-        differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        if differ:
-            raise ConfigError(
-                f"output_dir: {config.output_dir} holds a run with another {', '.join(differ)}; name another folder"
-            )
-        print(f"{config.output_dir}: the run there goes on", flush=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".tmp")
-    aside.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    aside.rename(file)
+def finished_step(config: Config) -> int | None:
+    """The last step of a run that has nothing left to do, else None."""
+    last = latest_checkpoint(Path(config.output_dir) / "checkpoints")
+    return last[0] if last is not None and last[0] >= config.trainer.steps else None
 
 
-def _lead(config: Config, spec: ModelSpec):
+def _lead(config: Config, spec: ModelSpec, output: OutputDir) -> tuple[PromptStream, RolloutWorker | RecordedRollouts]:
     """Rank 0's own part: the prompt stream and the rollout engine, started. Raises ValueError for bad input."""
-    from dynamo_megatron.data.sources import load_prompts
-    from dynamo_megatron.data.stream import PromptStream
-    from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
-    from dynamo_megatron.rollout.recorded import RecordedRollouts
-    from dynamo_megatron.rollout.worker import RolloutWorker
-
     with SafetensorsFolder(config.model.path, spec):
         pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path)
@@ -114,23 +98,30 @@ def _lead(config: Config, spec: ModelSpec):
         rollout = RecordedRollouts(config.rollout.recorded)
     else:
         rollout = RolloutWorker(config, end_token_ids(config.model.path, tokenizer))
-    claim_output_dir(config)
+    output.claim()
     rollout.start()
     return stream, rollout
 
 
 def run_rank(config: Config) -> int:
     """Trains as the rank that RANK names; returns the exit code."""
-    from dynamo_megatron.policy import backend
-
     rank = int(os.environ["RANK"])
+    stop = SignalFlag()
     stream = rollout = coordinator = None
     training = False
+    output = OutputDir(config)
     try:
+        if (step := finished_step(config)) is not None:
+            if rank == 0:
+                print(f"{config.output_dir}: already at step {step} of {config.trainer.steps}", flush=True)
+            return 0
         spec = load_model_config(config.model.path, config.model.family)
         if rank == 0:
             check(config, int(os.environ["WORLD_SIZE"]))
-            stream, rollout = _lead(config, spec)
+            stream, rollout = _lead(config, spec, output)
+        if config.trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+            torch.use_deterministic_algorithms(True)
         backend.enable_cpu()
         backend.fix_torch_adam_checkpoints()
         # Megatron may only be imported once the backend is set up.
@@ -139,16 +130,15 @@ def run_rank(config: Config) -> int:
         from dynamo_megatron.trainer import Trainer
 
         store = connect_store(config.trainer.timeout)
-        coordinator = Coordinator(store, rank)
-        coordinator.handle_signals()
+        coordinator = Coordinator(store, rank, stop)
         layout = join_ranks(config, store)
-        torch.use_deterministic_algorithms(config.trainer.deterministic)
         if rank == 0:
             print(f"optional packages: {backend.Fusions.detect()}", flush=True)
         policy = Policy(spec, config, layout)
-        if rollout is not None:
-            rollout.wait_ready(on_poll=coordinator.check)
+        _wait_for_rollouts(config, coordinator, rollout)
         trainer = Trainer(config, policy, coordinator, stream, rollout)
+        if rank == 0:
+            output.take_over(trainer.start)
         training = True
         trainer.run()
         dist.barrier(group=layout.host)
@@ -159,20 +149,42 @@ def run_rank(config: Config) -> int:
         if rank == 0:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         return 130
-    except StopRequested as stop:
+    except StopRequested as stopped:
         if rank == 0:
-            print(f"stopped by {stop}; the same command goes on from here", file=sys.stderr, flush=True)
+            print(f"stopped by {stopped}; the same command goes on from here", file=sys.stderr, flush=True)
         return 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
         return _report(error, rank, coordinator, training)
     finally:
+        if coordinator is not None:
+            coordinator.close()
         if rollout is not None:
             rollout.close()
 
 
+def _wait_for_rollouts(
+    config: Config, coordinator: Coordinator, rollout: RolloutWorker | RecordedRollouts | None
+) -> None:
+    """All ranks wait until rank 0's engine is up, outside of any collective. Raises StopRequested on all of them."""
+    key, timeout = "rollouts-ready", config.rollout.start_timeout + config.trainer.timeout
+    if rollout is None:
+        said = coordinator.wait(key, "the rollout server to start", timeout)
+        if said != "ready":
+            raise StopRequested(int(said))
+        return
+    try:
+        rollout.wait_ready(on_poll=coordinator.check_stop)
+    except StopRequested as stopped:
+        coordinator.announce(key, str(stopped.signal_number))
+        raise
+    coordinator.announce(key)
+
+
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, training: bool) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
-    refused = isinstance(error, ValueError) and not training
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = frames[-1][0].f_globals["__name__"].startswith("dynamo_megatron")
+    refused = isinstance(error, ValueError) and ours and not training
     message = str(error) if refused else f"{type(error).__name__}: {error}"
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"

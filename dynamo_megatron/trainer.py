@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.output_dir import latest_checkpoint
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.policy.checkpoint import latest_checkpoint, load_checkpoint, load_state, save_checkpoint
+from dynamo_megatron.policy.checkpoint import load_checkpoint, load_state, save_checkpoint
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import push_weights
+from dynamo_megatron.resharding.push import PushReport, export_huggingface, push_weights
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.tracking.metrics import StepLog, log_line
 from dynamo_megatron.tracking.step_metrics import Clock, Collected, step_metrics
 
@@ -49,7 +52,7 @@ class Trainer:
             if batch is None:
                 if saved < step - 1:
                     self._save(step - 1)
-                raise StopRequested(self.coordinator.pending_signal)
+                raise StopRequested(self.coordinator.stop.number)
             with clock("logprobs"):
                 stats = policy.token_stats(batch)
                 reference = policy.reference_logprobs(batch)
@@ -59,12 +62,15 @@ class Trainer:
             pushed = self._push(version=step)
             self.state = self._state()
             if self._leads:
-                metrics = step_metrics(step, self.collected, batch, stats, updates, lr, pushed, clock)
+                kl = reference is not None
+                metrics = step_metrics(step, self.collected, batch, stats, updates, lr, pushed, clock, measures_kl=kl)
                 self.metrics.write([metrics])
                 print(log_line(metrics, steps), flush=True)
             if step % config.checkpoint.every == 0 or step == steps:
                 self._save(step)
                 saved = step
+        if config.checkpoint.export_hf == "final":
+            export_huggingface(policy, self.output / "hf")
 
     def _say_premises(self) -> None:
         allocation, advantage = self.config.algorithm.allocation, self.config.algorithm.advantage
@@ -84,10 +90,12 @@ class Trainer:
         counts = self.allocator.allocate(ids, self.config.rollout_budget, step=step)
         allocated = self.allocator.last
         with clock("generate"):
-            result = self.rollout.generate(step, prompts, counts, on_poll=self._check)
+            result = self.rollout.generate(step, prompts, counts, on_poll=self.coordinator.check_stop)
         for note in result.notes:
             print(note, flush=True)
         rollouts = result.batch
+        if not rollouts.rollout_ids:
+            raise RolloutError(f"step {step}: none of {result.counts['requested']} rollouts can be trained on")
         self.allocator.observe(rollouts.prompt_ids, rollouts.rewards, rollouts.successes, step)
         self.allocation.write(allocated.rows())
         self.collected = Collected(allocated, result, self.stream.epoch, self.stream.skipped)
@@ -98,27 +106,28 @@ class Trainer:
         key, box = f"step-{step}", [None]
         if self._leads:
             try:
-                self._check()
+                self.coordinator.check_stop()
                 box = [self._collect(step, clock)]
             except StopRequested as stop:
                 self.coordinator.announce(key, str(stop.signal_number))
                 return None
-            self.coordinator.announce(key, "ready")
+            self.coordinator.announce(key)
         else:
-            said = self.coordinator.wait(key, f"the rollouts of step {step}", timeout=float("inf"))
+            said = self.coordinator.wait(key, f"the rollouts of step {step}", timeout=math.inf)
             if said != "ready":
-                self.coordinator.pending_signal = int(said)
+                self.coordinator.stop.number = int(said)
                 return None
         dist.broadcast_object_list(box, src=0, group=self.layout.host)
         return box[0]
 
-    def _check(self) -> None:
-        self.coordinator.check()
-        if self.coordinator.pending_signal is not None:
-            raise StopRequested(self.coordinator.pending_signal)
-
-    def _push(self, version: int):
-        return push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=self.coordinator.check)
+    def _push(self, version: int) -> PushReport:
+        check = self.coordinator.check
+        report = push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=check)
+        if self._leads:
+            self.coordinator.announce(f"pushed-{version}")
+        else:
+            self.coordinator.wait(f"pushed-{version}", f"the server to load the weights of step {version}", math.inf)
+        return report
 
     @property
     def _leads(self) -> bool:

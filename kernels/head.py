@@ -43,7 +43,6 @@ class PolicyLossOutput(NamedTuple):
     stats: TokenStats  # of the current policy
     advantages: Tensor  # [T] after modulation, 0 where the label is IGNORE
     metrics: dict[str, Tensor]  # float32 scalars, sums over this call's labelled tokens
-    token_loss: Tensor  # [T], unweighted: says which token made the loss NaN
 
 
 class _Terms(NamedTuple):
@@ -392,9 +391,7 @@ def policy_loss(
             metrics[name] = getattr(terms, name).sum().float()
     if any(wanted):
         loss = _PolicyGradient.apply(hidden, weight, loss, head, config, eager, *saved)
-    return PolicyLossOutput(
-        loss, head.token_stats(stats), head.scatter(terms.advantages), metrics, head.scatter(terms.loss)
-    )
+    return PolicyLossOutput(loss, head.token_stats(stats), head.scatter(terms.advantages), metrics)
 
 
 def _eager(head, config, hidden, weight, wanted, tokens, ranges):

@@ -30,11 +30,10 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    interrupted = False
+    received: set[int] = set()
 
     def pass_on(number: int, _frame) -> None:
-        nonlocal interrupted
-        interrupted |= number == signal.SIGINT
+        received.add(number)
         for p in processes:
             if p.poll() is None:
                 p.send_signal(number)
@@ -70,7 +69,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
         if first_bad is None and bad:
             first_bad = min(bad)  # a signal, a negative code, before what it led to
-        if deadline is None and (bad or interrupted):
+        if deadline is None and (bad or signal.SIGINT in received):
             deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused: all is said
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
@@ -79,9 +78,11 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         time.sleep(0.05)
     _end_orphans()
     codes = [p.returncode for p in processes]
-    if interrupted:
+    if signal.SIGINT in received:
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
+    if -code in received:  # it came before the rank could save anything, or had anything to save
+        return 75
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 1

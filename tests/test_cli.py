@@ -57,6 +57,23 @@ def test_refused_before_any_rank_starts(base, capsys, argument, says):
     assert not (base / "run").exists()
 
 
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_ranks_is_a_positive_number(base, ranks):
+    with pytest.raises(SystemExit) as refused:
+        main(["train", str(base / "config.yaml"), f"--ranks={ranks}"])
+    assert refused.value.code == 2
+
+
+def test_keys_may_follow_an_option(base, capsys):
+    assert main(["train", str(base / "config.yaml"), "--print-config", "optimizer.lr=1e-3"]) == 0
+    assert "lr: 0.001  # the command line" in capsys.readouterr().out
+
+
+def test_a_config_that_is_not_text(base, capsys):
+    (base / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "binary.yaml: not UTF-8 text" in refused(capsys, base / "binary.yaml")
+
+
 def test_a_folder_without_config_json(base, capsys):
     assert "config.json: no such file" in refused(capsys, base / "config.yaml", f"model.path={base}")
 
@@ -147,4 +164,4 @@ def test_another_run_in_the_output_folder(base):
     assert "holds a run with another algorithm.advantage.kind" in err
     assert (base / "run" / "config.yaml").read_text() == text
     assert (base / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert len(list((base / "run").iterdir())) == 2
+    assert {p.name for p in (base / "run").iterdir()} == {"config.yaml", "metrics.jsonl", ".lock"}

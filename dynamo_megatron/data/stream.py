@@ -38,7 +38,7 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
-        self._fingerprint = _fingerprint(prompts)
+        self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
         self._check_lengths()
 
     @property
@@ -128,8 +128,9 @@ class PromptStream:
         self._order = self._shuffled(self._epoch)
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(prompt.prompt_id.encode("utf-8", "surrogatepass") + b"\0")
+def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
+    """Of the problems and their answers in order; the first one's tokens stand for tokenizer and template."""
+    digest = hashlib.sha256(repr(first).encode())
+    for p in prompts:
+        digest.update(repr((p.prompt_id, p.messages, p.text, p.answer)).encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -24,9 +23,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from dynamo_megatron.output_dir import STATE_FILE, complete_checkpoints
 from dynamo_megatron.policy.policy import Policy
-
-STATE_FILE = "state.json"
 
 
 class _SynchronousSave(TorchDistSaveShardedStrategy):
@@ -59,7 +57,8 @@ def save_checkpoint(policy: Policy, root: Path, step: int, state: dict | None, k
     final, aside = root / f"step-{step:06d}", root / f".step-{step:06d}.unfinished"
     first = policy.layout.rank == 0
     if first:
-        shutil.rmtree(aside, ignore_errors=True)
+        for unfinished in root.glob(".step-*.unfinished"):
+            shutil.rmtree(unfinished)
         aside.mkdir(parents=True)
     dist.barrier(group=policy.layout.host)
     sharded, metadata = _sharded_state(policy, loading=False)
@@ -72,20 +71,10 @@ def save_checkpoint(policy: Policy, root: Path, step: int, state: dict | None, k
             os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        for _, old in _complete(root)[:-keep_last]:
+        for _, old in complete_checkpoints(root)[:-keep_last]:
             shutil.rmtree(old)
     dist.barrier(group=policy.layout.host)
     return final
-
-
-def _complete(root: Path) -> list[tuple[int, Path]]:
-    names = ((re.fullmatch(r"step-(\d{6,})", p.name), p) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted((int(m[1]), p) for m, p in names if m and (p / STATE_FILE).is_file())
-
-
-def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
-    """(step, folder) of the newest complete checkpoint, found by what is there, not by a pointer file."""
-    return (_complete(root) or [None])[-1]
 
 
 def load_state(folder: Path) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from dataclasses import dataclass
 
@@ -57,17 +58,19 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)
+    timeout = datetime.timedelta(seconds=config.trainer.timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.PrefixStore("process_group", store),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=config.trainer.timeout),
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     return Layout(
@@ -77,5 +80,5 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
-        host=dist.new_group(backend="gloo") if cuda else dist.group.WORLD,
+        host=dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
     )

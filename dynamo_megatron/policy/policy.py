@@ -154,7 +154,7 @@ class Policy:
         if self.reference is None:
             return None
         parameters = dict(self.model.named_parameters())
-        current = {name: p.detach().clone() for name, p in parameters.items()}
+        current = {name: p.detach().cpu().clone() for name, p in parameters.items()}
         self._set_parameters(parameters, self.reference)
         stats = self.token_stats(batch)
         self._set_parameters(parameters, current)
@@ -216,7 +216,8 @@ class Policy:
                 sums[name] = sums.get(name, 0) + value.detach().double().cpu()
             if not torch.isfinite(output.loss):
                 owners = np.searchsorted(batch.response_offsets, here.numpy(), side="right") - 1
-                bad = ~torch.isfinite(output.token_loss).cpu().numpy()
+                finite = [torch.isfinite(x) for x in (output.stats.logprobs, output.stats.entropy, output.advantages)]
+                bad = ~torch.stack(finite).all(0).cpu().numpy()
                 broken.update(batch.rollouts.prompt_ids[s] for s in owners[bad])
             return output.loss
 
@@ -225,13 +226,17 @@ class Policy:
         self._run(self._micro_batches(batch, mini_batch), policy_loss, forward_only=False)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        names = ("loss", "tokens", "entropy", "kl", "clipped", "clipped_dual", "damped", "boosted")
+        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         totals = self.layout.world_sum(torch.tensor([float(sums.get(n, 0.0)) for n in names], dtype=torch.float64))
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             self._raise_non_finite(result, broken, batch, mini_batch)
+        # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases
+        # (wd_mult 0) to a scheduler that is not used here.
+        o = self.config.optimizer
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            decay = o.weight_decay * group["wd_mult"]
+            group.update(lr=learning_rate, weight_decay=decay, betas=o.betas, eps=o.eps)
         self.optimizer.step()
         return result
 

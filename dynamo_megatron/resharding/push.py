@@ -53,6 +53,15 @@ def push_weights(
     return PushReport(time.monotonic() - start, pause, written)
 
 
+def export_huggingface(policy: Policy, folder: Path) -> None:
+    """The policy as a Hugging Face folder that appears when it is complete; collective over all ranks."""
+    aside = folder.with_name(f".{folder.name}.unfinished")
+    write_huggingface(policy, aside)
+    if policy.layout.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+
+
 def write_huggingface(policy: Policy, folder: Path) -> int:
     """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks."""
     layout, source = policy.layout, Path(policy.config.model.path)
@@ -70,6 +79,7 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         if bucket:
             name = f"model-stage{layout.pp.rank():02d}-{files:05d}.safetensors"
             save_file(bucket, str(folder / name), metadata={"format": "pt"})
+            (folder / name).chmod(0o644)  # safetensors ignores the umask; the server may be another user's
             weight_map.update(dict.fromkeys(bucket, name))
             bucket.clear()
             held, files = 0, files + 1

@@ -58,8 +58,10 @@ def step_metrics(
     learning_rate: float,
     pushed: PushReport,
     clock: Clock,
+    *,
+    measures_kl: bool,
 ) -> dict[str, float]:
-    """All metrics of a step, plain numbers."""
+    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against."""
     rollouts, allocation, result = batch.rollouts, collected.allocation, collected.result
     by_group: dict[str, list[float]] = {}
     for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
@@ -96,7 +98,6 @@ def step_metrics(
         "data/skipped_prompts": collected.skipped_prompts,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
-        "policy/kl": total["kl"] / max(1, tokens),
         "policy/clip_share": total["clipped"] / max(1, tokens),
         "policy/clip_c_share": total["clipped_dual"] / max(1, tokens),
         "policy/damped_share": total["damped"] / max(1, tokens),
@@ -111,4 +112,5 @@ def step_metrics(
         "time/reshard": pushed.seconds,
         "time/reshard_pause": pushed.pause_seconds,
         "throughput/tokens_per_second": len(rollouts.tokens) / elapsed,
+        **({"policy/kl": total["kl"] / max(1, tokens)} if measures_kl else {}),
     }

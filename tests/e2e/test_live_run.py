@@ -37,14 +37,76 @@ def test_a_kill_regenerates_no_finished_rollout(live):
     assert reused >= 22 / 24
 
 
+def wrongly_scored(output, answers: dict[str, str], tokenizer, steps) -> list[str]:
+    """Rollouts whose reward is not that of their own prompt's answer."""
+    wrong = []
+    for step in steps:
+        for r in read(output, f"rollouts/step-{step:06d}.jsonl"):
+            response = tokenizer.decode(r["tokens"][r["response_mask"].index(1) :], skip_special_tokens=True)
+            if r["reward"] != float(answers[r["prompt_id"]] in response):
+                wrong.append(r["rollout_id"])
+    return wrong
+
+
+def swapped(answers: dict[str, str]) -> dict[str, str]:
+    first, second = list(answers)[:2]
+    return answers | {first: answers[second], second: answers[first]}
+
+
 def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model):
     output, _ = live
     answers = {row["id"]: row["answer"] for row in read(workspace, "problems.jsonl")}
     tokenizer = load_tokenizer(tiny_model)
-    for step in range(1, 21):
-        for r in read(output, f"rollouts/step-{step:06d}.jsonl"):
-            response = tokenizer.decode(r["tokens"][r["response_mask"].index(1) :], skip_special_tokens=True)
-            assert r["reward"] == float(answers[r["prompt_id"]] in response), r["rollout_id"]
+    assert wrongly_scored(output, answers, tokenizer, range(1, 21)) == []
+    assert wrongly_scored(output, swapped(answers), tokenizer, range(1, 21)), "the check would see two swapped answers"
+
+
+@pytest.mark.full
+def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, start_run, tmp_path):
+    """Three problems in batches of four: one comes twice. The allocator is made to give these counts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '0':\n"
+        "    import numpy as np\n"
+        "    from dynamo_megatron.algorithm import allocation\n"
+        "    allocate = allocation.RolloutAllocator.allocate\n"
+        "    def fixed(self, prompt_ids, budget, *, step):\n"
+        "        allocate(self, prompt_ids, budget, step=step)\n"
+        "        return np.array([2, 7, 15, 4])\n"
+        "    allocation.RolloutAllocator.allocate = fixed\n"
+    )
+    problems = (workspace / "problems.jsonl").read_text().splitlines(keepends=True)[:3]
+    (tmp_path / "problems.jsonl").write_text("".join(problems))
+    output = tmp_path / "run"
+    run = start_run(
+        workspace,
+        workspace / "config.yaml",
+        f"output_dir={output}",
+        f"data.source={tmp_path / 'problems.jsonl'}",
+        "data.batch_prompts=4",
+        "trainer.steps=2",
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    assert run.wait() == 0, run.text[-2000:]
+    answers = {row["id"]: row["answer"] for row in map(json.loads, problems)}
+    tokenizer = load_tokenizer(tiny_model)
+    assert wrongly_scored(output, answers, tokenizer, (1, 2)) == []
+    assert wrongly_scored(output, swapped(answers), tokenizer, (1, 2))
+    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o")
+    for step in (1, 2):
+        rollouts = [Rollout(**row) for row in read(output, f"rollouts/step-{step:06d}.jsonl")]
+        groups = {
+            g: [i for i, r in enumerate(rollouts) if r.group_id == g] for g in sorted({r.group_id for r in rollouts})
+        }
+        assert [len(own) for own in groups.values()] == [2, 7, 15, 4]
+        prompt_of = {g: {rollouts[i].prompt_id for i in own} for g, own in groups.items()}
+        assert all(len(prompts) == 1 for prompts in prompt_of.values())
+        assert len(set.union(*prompt_of.values())) == 3, "one problem is there twice, as two groups"
+        batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
+        for own in groups.values():
+            rewards = np.asarray([rollouts[i].reward for i in own])
+            alone = (rewards - rewards.mean()) * len(own) / (len(own) - 1)
+            np.testing.assert_allclose(batch.advantages[own], alone, atol=1e-12)
 
 
 def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):

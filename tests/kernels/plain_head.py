@@ -83,7 +83,6 @@ def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
     loss = loss - config.entropy_coef * H
     if config.kl_coef:
         loss = loss + config.kl_coef * ((ref - logp).exp() - (ref - logp) - 1)
-    out.token_loss = loss.detach()
     out.loss = (w * loss).sum()
     (upstream * out.loss).backward()
     out.loss = out.loss.detach()

@@ -59,7 +59,7 @@ def main(rank: int, size: int, folder: str) -> None:
         )
         out.loss.backward()
         results[name] = {
-            "same": [out.loss.detach(), *out.stats, out.advantages, out.token_loss, *out.metrics.values(), hidden.grad],
+            "same": [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden.grad],
             "weight_grad": weight.grad,
         }
     torch.save(results, f"{folder}/rank-{rank}.pt")

@@ -86,7 +86,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     make = runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"]
     folder = tmp_path_factory.mktemp("models")
     for family in ("qwen2", "qwen3", "llama"):
-        make(folder / family, family=family, dtype="float32")
+        make(folder / family, family=family, dtype="float32", tied=family == "llama")
     return {family: folder / family for family in ("qwen2", "qwen3", "llama")}
 
 

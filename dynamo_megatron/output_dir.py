@@ -1,0 +1,97 @@
+"""The output folder of a run: whose it is, what of it is still good, and that only one run writes there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, identity, to_plain
+
+STATE_FILE = "state.json"  # written last: a checkpoint that has it is complete
+# Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
+_TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
+
+
+class OutputDir:
+    """Held by rank 0 from `claim` to the end of its process."""
+
+    def __init__(self, config: Config):
+        self.path = Path(config.output_dir)
+        self._config = config
+        self._file = self.path / "config.yaml"
+
+    def claim(self) -> None:
+        """Locks the folder and checks that the run in it, if any, is this one. Overwrites nothing.
+
+        Raises ConfigError: another run's results, results without config.yaml, another process at work, not writable.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output_dir: another process trains in {self.path}; end it or name another folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
+        if not self._has_results():
+            return
+        if self._config.trainer.resume == "never":
+            raise ConfigError(f"output_dir: {self.path} holds a run; name another folder or set trainer.resume=auto")
+        if not self._file.is_file():
+            raise ConfigError(f"output_dir: {self.path} holds results but no config.yaml; name another folder")
+        before, now = identity(self._saved()), identity(to_plain(self._config))
+        differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if differ:
+            raise ConfigError(
+                f"output_dir: {self.path} holds a run with another {', '.join(differ)}; name another folder"
+            )
+        print(f"{self.path}: the run there goes on", flush=True)
+
+    def take_over(self, step: int) -> None:
+        """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
+        that other settings will not give again, and are dropped if such settings have changed."""
+        plain = to_plain(self._config)
+        if self._file.is_file() and _pick(self._saved(), _TRAJECTORY) != _pick(plain, _TRAJECTORY):
+            for rollouts in self.path.glob("rollouts/step-*.jsonl"):
+                if int(rollouts.stem.removeprefix("step-")) > step + 1:
+                    rollouts.unlink()
+        aside = self._file.with_suffix(".tmp")
+        aside.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+        aside.rename(self._file)
+
+    def _has_results(self) -> bool:
+        kept = (p for pattern in ("metrics.jsonl", "rollouts/*", "checkpoints/*") for p in self.path.glob(pattern))
+        return any(p.is_dir() or p.stat().st_size for p in kept)
+
+    def _saved(self) -> dict[str, Any]:
+        return yaml.safe_load(self._file.read_text(encoding="utf-8"))
+
+
+def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints that are complete, oldest first: found by what is there."""
+    names = ((re.fullmatch(r"step-(\d{6,})", p.name), p) for p in (root.iterdir() if root.is_dir() else ()))
+    return sorted((int(m[1]), p) for m, p in names if m and (p / STATE_FILE).is_file())
+
+
+def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
+    """The newest complete one."""
+    return (complete_checkpoints(root) or [None])[-1]
+
+
+def _pick(plain: Mapping[str, Any], keys: tuple[str, ...]) -> list[Any]:
+    found = []
+    for key in keys:
+        node: Any = plain
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        found.append(node)
+    return found

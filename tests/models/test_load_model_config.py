@@ -1,0 +1,150 @@
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from dynamo_megatron.models import load_model_config
+
+QWEN2 = {  # as Qwen2.5-1.5B-Instruct's, written by transformers 4
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 128, "num_attention_heads": 16, "attention_bias": False}
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA = {
+    **{k: v for k, v in QWEN2.items() if "window" not in k},
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": LLAMA3_ROPE,
+}
+
+
+def write(folder, config):
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return folder
+
+
+def refusal(call, *arguments, **keywords):
+    with pytest.raises(ValueError) as caught:
+        call(*arguments, **keywords)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_qwen2(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN2))
+    assert (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size) == (28, 1536, 8960)
+    assert (spec.num_attention_heads, spec.num_query_groups, spec.kv_channels) == (12, 2, 128)
+    assert (spec.vocab_size, spec.max_positions, spec.norm_eps, spec.rope_theta) == (151936, 32768, 1e-6, 1e6)
+    assert spec.tied and spec.qkv_bias and not spec.qk_norm and spec.rope_scaling_factor is None
+
+
+def test_qwen3(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN3))
+    assert spec.kv_channels == 128 != spec.hidden_size // spec.num_attention_heads
+    assert spec.qk_norm and not spec.qkv_bias
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama3_rope(tmp_path, key):
+    config = {k: v for k, v in LLAMA.items() if k != "rope_scaling"}
+    config[key] = LLAMA3_ROPE | ({"rope_theta": 5e5} if key == "rope_parameters" else {})
+    spec = load_model_config(write(tmp_path, config))
+    assert spec.rope_scaling_factor == 32.0
+    assert spec.rope_theta == (5e5 if key == "rope_parameters" else 1e6)
+    assert not spec.qkv_bias and not spec.qk_norm
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+def test_a_file_that_transformers_5_rewrites_reads_the_same(tmp_path, config):
+    old = load_model_config(write(tmp_path, config))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "new")
+    assert "rope_parameters" in json.loads((tmp_path / "new/config.json").read_text())
+    assert load_model_config(tmp_path / "new") == old
+
+
+def test_family_overrides_model_type(tmp_path):
+    folder = write(tmp_path, {**LLAMA, "model_type": "smollm"})
+    assert load_model_config(folder, "llama").family == "llama"
+    message = refusal(load_model_config, folder, "gemma")
+    assert "gemma" in message and "llama, qwen2, qwen3" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (QWEN2 | {"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "llama, qwen2, qwen3"]),
+        (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        (QWEN2 | {"use_sliding_window": True}, ["sliding_window"]),
+        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        (LLAMA | {"sliding_window": 4096}, ["sliding_window"]),
+        (LLAMA | {"attention_bias": True}, ["attention_bias"]),
+        (LLAMA | {"mlp_bias": True}, ["mlp_bias"]),
+        (QWEN3 | {"attention_bias": True}, ["attention_bias"]),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_type", "yarn"]),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, ["low_freq_factor", "2.0"]),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": None}}, ["factor"]),
+        (QWEN2 | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
+        (QWEN2 | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        (QWEN2 | {"hidden_size": "1536"}, ["hidden_size", "1536"]),
+        (QWEN2 | {"num_hidden_layers": True}, ["num_hidden_layers"]),
+        (QWEN2 | {"rms_norm_eps": -1.0}, ["rms_norm_eps"]),
+        (QWEN2 | {"tie_word_embeddings": "no"}, ["tie_word_embeddings"]),
+        (QWEN2 | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "12"]),
+        (QWEN2 | {"hidden_size": 1537}, ["hidden_size", "head_dim"]),
+        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, ["vocab_size", "missing"]),
+        ("{", ["JSON"]),
+        ("[]", ["JSON object"]),
+    ],
+)
+def test_what_cannot_be_mapped_is_named(tmp_path, config, named):
+    message = refusal(load_model_config, write(tmp_path, config))
+    assert str(tmp_path / "config.json") in message
+    assert all(word in message for word in named), message
+
+
+def test_missing_folder_and_file(tmp_path):
+    assert "no such folder" in refusal(load_model_config, tmp_path / "nowhere")
+    assert "config.json" in refusal(load_model_config, tmp_path)
+
+
+def test_an_unused_window_is_no_window(tmp_path):
+    load_model_config(write(tmp_path, QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}))
+
+
+def test_padded_vocab(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN2 | {"vocab_size": 129}))
+    assert [spec.padded_vocab(tp) for tp in (1, 2, 4, 8)] == [144, 160, 192, 256]
+    assert load_model_config(write(tmp_path, QWEN2)).padded_vocab(8) == 151936
+
+
+def test_check_parallel(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN2))
+    spec.check_parallel(2, 4)
+    message = refusal(spec.check_parallel, 4, 1)
+    assert "parallel.tp: 4" in message and "key/value heads" in message and "use one of 1, 2" in message
+    message = refusal(spec.check_parallel, 1, 3)
+    assert "parallel.pp: 3" in message and "use one of 1, 2, 4, 7, 14, 28" in message

@@ -1,0 +1,48 @@
+"""A wheel, an editable install and pytest from the root import the same dynamo_megatron.kernels."""
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_editable_install_and_pytest_import_the_trees_kernels():
+    from dynamo_megatron import kernels
+
+    assert Path(kernels.__file__) == ROOT / "kernels" / "__init__.py"
+    command = [sys.executable, "-P", "-c", "import dynamo_megatron.kernels as k; print(k.__file__)"]
+    seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    assert seen == kernels.__file__
+
+
+def test_no_file_imports_a_top_level_kernels():
+    for file in ROOT.glob("*/**/*.py"):
+        if ".venv" not in file.parts and file != Path(__file__):
+            assert "\nimport kernels" not in file.read_text(encoding="utf-8"), file
+
+
+@pytest.mark.full
+def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
+    """Both `dynamo_megatron.kernels` and Hugging Face's `kernels` work, even from the root of the repository."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("no pip in this environment")
+    pip = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
+    wheel = next(tmp_path.glob("*.whl"))
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert not (site / "kernels").exists() and (site / "dynamo_megatron" / "kernels" / "head.py").is_file()
+    assert (site / "dynamo_megatron" / "rollout" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
+    subprocess.run([*pip, "install", "--target", str(site), "--no-deps", "kernels"], check=True)
+    program = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import kernels, dynamo_megatron.kernels as ours\n"
+        "assert hasattr(kernels, 'get_kernel'), kernels.__file__\n"
+        "assert ours.__file__.startswith(sys.path[0]) and callable(ours.token_stats), ours.__file__\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, check=True)
