@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(describe(config, origins, derived))
             return 0
-        if (step := run.finished_step(config)) is not None:
+        if (step := run.OutputDir(config).finished()) is not None:
             print(f"{config.output_dir}: already at step {step} of {config.trainer.steps}")
             return 0
     except ConfigError as error:

@@ -27,11 +27,14 @@ class OutputDir:
         self._config = config
         self._file = self.path / "config.yaml"
 
-    def claim(self) -> None:
-        """Locks the folder and checks that the run in it, if any, is this one. Overwrites nothing.
+    def finished(self) -> int | None:
+        """The last step of this run if it has nothing left to do, else None. Raises ConfigError as `check`."""
+        self.check()
+        last = latest_checkpoint(self.path / "checkpoints")
+        return last[0] if last is not None and last[0] >= self._config.trainer.steps else None
 
-        Raises ConfigError: another run's results, results without config.yaml, another process at work, not writable.
-        """
+    def claim(self) -> None:
+        """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -42,6 +45,12 @@ class OutputDir:
             ) from None
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
+        self.check()
+        if self._has_results():
+            print(f"{self.path}: the run there goes on", flush=True)
+
+    def check(self) -> None:
+        """Raises ConfigError where the folder holds results that are not this run's."""
         if not self._has_results():
             return
         if self._config.trainer.resume == "never":
@@ -54,7 +63,6 @@ class OutputDir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a run with another {', '.join(differ)}; name another folder"
             )
-        print(f"{self.path}: the run there goes on", flush=True)
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights

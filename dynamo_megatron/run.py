@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_model_config
-from dynamo_megatron.output_dir import OutputDir, latest_checkpoint
+from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -77,12 +76,6 @@ def max_prompt_length(config: Config, spec: ModelSpec) -> int:
     return asked
 
 
-def finished_step(config: Config) -> int | None:
-    """The last step of a run that has nothing left to do, else None."""
-    last = latest_checkpoint(Path(config.output_dir) / "checkpoints")
-    return last[0] if last is not None and last[0] >= config.trainer.steps else None
-
-
 def _lead(config: Config, spec: ModelSpec, output: OutputDir) -> tuple[PromptStream, RolloutWorker | RecordedRollouts]:
     """Rank 0's own part: the prompt stream and the rollout engine, started. Raises ValueError for bad input."""
     with SafetensorsFolder(config.model.path, spec):
@@ -111,7 +104,7 @@ def run_rank(config: Config) -> int:
     training = False
     output = OutputDir(config)
     try:
-        if (step := finished_step(config)) is not None:
+        if (step := output.finished()) is not None:
             if rank == 0:
                 print(f"{config.output_dir}: already at step {step} of {config.trainer.steps}", flush=True)
             return 0

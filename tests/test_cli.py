@@ -164,4 +164,4 @@ def test_another_run_in_the_output_folder(base):
     assert "holds a run with another algorithm.advantage.kind" in err
     assert (base / "run" / "config.yaml").read_text() == text
     assert (base / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert {p.name for p in (base / "run").iterdir()} == {"config.yaml", "metrics.jsonl", ".lock"}
+    assert {p.name for p in (base / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}

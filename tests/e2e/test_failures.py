@@ -38,7 +38,7 @@ def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace
 
 
 def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_path):
-    run = start_run(workspace, *recorded, "trainer.steps=20")
+    run = start_run(workspace, *recorded, "trainer.steps=12")
     run.wait_until(lambda: len(step_lines(tmp_path / "run")) >= 2, "two steps")
     rank_1 = next(p for p in run.family if p.is_running() and p.environ().get("RANK") == "1")
     rank_1.kill()
@@ -47,6 +47,7 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     assert run.left_behind(within=10) == []
 
 
+@pytest.mark.full
 def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path):
     output = tmp_path / "run"
     run = start_run(workspace, *recorded, "checkpoint.every=100")
@@ -60,6 +61,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_r
     assert [row["step"] for row in step_lines(output)] == list(range(1, done + 2))
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path):
     run = start_run(workspace, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
     run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")

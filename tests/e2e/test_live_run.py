@@ -16,11 +16,11 @@ def read(output, name):
     return [json.loads(line) for line in (output / name).read_text().splitlines()]
 
 
-def test_policy_and_engine_agree_at_every_step(live):
+def test_policy_and_engine_agree_at_every_step(live, steps):
     output, _ = live
     rows = read(output, "metrics.jsonl")
     print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
-    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
     assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the pushed weights were all the same"
     for row in rows:
@@ -53,12 +53,14 @@ def swapped(answers: dict[str, str]) -> dict[str, str]:
     return answers | {first: answers[second], second: answers[first]}
 
 
-def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model):
+def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model, steps):
     output, _ = live
     answers = {row["id"]: row["answer"] for row in read(workspace, "problems.jsonl")}
     tokenizer = load_tokenizer(tiny_model)
-    assert wrongly_scored(output, answers, tokenizer, range(1, 21)) == []
-    assert wrongly_scored(output, swapped(answers), tokenizer, range(1, 21)), "the check would see two swapped answers"
+    assert wrongly_scored(output, answers, tokenizer, range(1, steps + 1)) == []
+    assert wrongly_scored(output, swapped(answers), tokenizer, range(1, steps + 1)), (
+        "the check would see two swapped answers"
+    )
 
 
 @pytest.mark.full
@@ -111,20 +113,20 @@ def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, st
 
 def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
     output, _ = live
-    steps = {}
+    by_step = {}
     for row in read(output, "allocation.jsonl"):
-        steps.setdefault(row["step"], []).append(row)
-    assert all(sum(row["n"] for row in rows) == 24 for rows in steps.values())
-    assert all(2 <= row["n"] <= 15 for rows in steps.values() for row in rows)
-    assert any(len({row["n"] for row in rows}) == 3 for rows in steps.values())
-    assert any(len({row["prompt_id"] for row in rows}) < 3 for rows in steps.values())
+        by_step.setdefault(row["step"], []).append(row)
+    assert all(sum(row["n"] for row in rows) == 24 for rows in by_step.values())
+    assert all(2 <= row["n"] <= 15 for rows in by_step.values() for row in rows)
+    assert any(len({row["n"] for row in rows}) == 3 for rows in by_step.values())
+    assert any(len({row["prompt_id"] for row in rows}) < 3 for rows in by_step.values())
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_each_group_is_centred_on_itself(live, kind):
+def test_each_group_is_centred_on_itself(live, kind, steps):
     output, _ = live
     config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o", algorithm={"advantage": {"kind": kind}})
-    for step in range(1, 21):
+    for step in range(1, steps + 1):
         rollouts = [Rollout(**row) for row in read(output, f"rollouts/step-{step:06d}.jsonl")]
         batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
         for group in {r.group_id for r in rollouts}:

@@ -53,6 +53,7 @@ def test_a_silent_server_times_out(tmp_path):
         server.stop()
 
 
+@pytest.mark.full
 def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)  # as under torchrun

@@ -15,6 +15,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
+pytestmark = pytest.mark.full  # it starts servers of its own; tests/e2e runs the same process in `make test`
 END = 3
 REWARDS = """
 import time
