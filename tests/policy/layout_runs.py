@@ -12,6 +12,7 @@ backend.enable_cpu()
 backend.fix_torch_adam_checkpoints()
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
@@ -20,7 +21,7 @@ from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.records import RolloutBatch  # noqa: E402
 from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
 
@@ -70,6 +71,10 @@ def main(cases_file: str) -> None:
                 weights[m.rollouts] = 1 / len(micro) / max(1, len(m.slots))
             batch = dataclasses.replace(batch, weights=weights)
         out = Path(case["out"])
+        if case.get("seeded_fault") in ("nan", "no_signal"):
+            (out / "fault.json").write_text(json.dumps(run_fault(case["seeded_fault"], policy, batch)))
+            leave()
+            continue
         results = []
         for _ in range(2):
             stats = policy.token_stats(batch)
@@ -84,9 +89,30 @@ def main(cases_file: str) -> None:
                 part = slice(offsets[s], offsets[s + 1])
                 by_id[name] = [results[0][0].logprobs[part].tolist(), results[0][0].entropy[part].tolist()]
             (out / "result.json").write_text(json.dumps({"updates": [r[1] for r in results], "tokens": by_id}))
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def run_fault(fault: str, policy: Policy, batch: TrainBatch) -> dict:
+    """What an update says to one rollout's NaN, or to advantages that are all 0; and whether a weight moved."""
+    advantages = np.zeros_like(batch.advantages) if fault == "no_signal" else batch.advantages.copy()
+    if fault == "nan":
+        advantages[batch.rollouts.rollout_ids.index("1-3")] = np.nan
+    stats = policy.token_stats(batch)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    said = ""
+    try:
+        mini = np.arange(len(advantages))
+        said = policy.update(dataclasses.replace(batch, advantages=advantages), mini, stats, None, 1e-3)
+    except NonFiniteError as error:
+        said = str(error)
+    after = policy.model.parameters()
+    return {"said": said, "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))}
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ def runs(models, tmp_path_factory) -> Path:
     one.append(case("qwen3-budget", "qwen3", {}, 100, "full"))
     one.append(case("qwen3-order", "qwen3", {}, 100, "full", order_seed=3))
     one.append(case("qwen2-fault", "qwen2", {}, 100, "dynamo", seeded_fault="micro_batch_mean"))
+    two.append(case("nan", "qwen2", {}, 100, "dynamo", seeded_fault="nan"))
+    two.append(case("no-signal", "qwen2", {}, 100, "dynamo", seeded_fault="no_signal"))
     launch(one, 1, folder / "one-rank")
     launch(two, 2, folder / "two-ranks")
     return folder
@@ -140,3 +142,14 @@ def test_a_mean_per_micro_batch_is_caught(runs):
     found = differences(runs / "qwen2-one", runs / "qwen2-fault")
     assert found["logprobs"] <= TOLERANCE
     assert found["loss"] > 100 * TOLERANCE and found["weights"] > 10 * TOLERANCE
+
+
+def test_nan_stops_before_the_optimizer_step_and_names_rank_and_prompt(runs):
+    fault = json.loads((runs / "nan" / "fault.json").read_text())
+    assert not fault["moved"]
+    assert "before the optimizer step: rank " in fault["said"] and fault["said"].endswith("prompts b"), fault["said"]
+
+
+def test_an_update_without_signal_is_skipped_and_counted(runs):
+    fault = json.loads((runs / "no-signal" / "fault.json").read_text())
+    assert fault == {"said": {"skipped": 1.0}, "moved": False}
