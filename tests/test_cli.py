@@ -1,5 +1,6 @@
 """Bad input: one line that says what, where and how to mend it, exit code 2, nothing written."""
 
+import fcntl
 import os
 import shutil
 import socket
@@ -165,3 +166,13 @@ def test_another_run_in_the_output_folder(base):
     assert (base / "run" / "config.yaml").read_text() == text
     assert (base / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert {p.name for p in (base / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+def test_another_process_in_the_output_folder(base):
+    (base / "run").mkdir()
+    with open(base / "run" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, err = rank_0(base, base / "config.yaml")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "another process trains in" in err
+    assert [p.name for p in (base / "run").iterdir()] == [".lock"]

@@ -6,3 +6,5 @@ import warnings
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 # Megatron-core 0.16 calls collectives by names that torch 2.13 has renamed.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+# Its distributed optimizer keeps gradients on shards that are views of the parameters.
+warnings.filterwarnings("ignore", category=UserWarning, message="The .grad attribute of a Tensor that is not a leaf")

@@ -74,16 +74,6 @@ def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path)
 
 
 @pytest.mark.full
-def test_two_runs_do_not_share_a_folder(recorded, workspace, start_run, step_lines, tmp_path):
-    run = start_run(workspace, *recorded)
-    run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")
-    second = start_run(workspace, *recorded)
-    assert second.wait() == 2
-    assert "another process trains in" in second.text.splitlines()[-1]
-    assert run.wait() == 0
-
-
-@pytest.mark.full
 def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_run, step_lines, tmp_path):
     (tmp_path / "own_reward.py").write_text((workspace / "own_reward.py").read_text())
     run = start_run(tmp_path, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
