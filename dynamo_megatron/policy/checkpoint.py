@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamo_megatron.output_dir import STATE_FILE, complete_checkpoints
 from dynamo_megatron.policy.policy import Policy
@@ -32,13 +33,17 @@ class _SynchronousSave(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict, checkpoint_dir):
         named, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(named, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+        try:
+            torch_checkpoint.save(
+                mcore_to_pyt_state_dict(named, False),
+                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+                planner=MCoreSavePlanner(
+                    dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+                ),
+            )
+        except CheckpointException as error:  # a BaseException, with every rank's own failure in it
+            causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
+            raise OSError(f"{checkpoint_dir}: not saved: {causes[-1] if causes else error}") from None
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
