@@ -166,8 +166,9 @@ _IDENTITY = (
 )
 
 
-def identity(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """dotted key -> value of the keys that may not change when a run is resumed; `plain` as from `to_plain`."""
+def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
+    """dotted key -> value of all that `keys` names, by default what may not change when a run is resumed; `plain` as
+    from `to_plain`."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, path: tuple[str, ...]) -> None:
@@ -177,7 +178,7 @@ def identity(plain: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[".".join(path)] = node
 
-    for key in _IDENTITY:
+    for key in keys:
         node: Any = plain
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None

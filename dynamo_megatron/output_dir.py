@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class OutputDir:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
         that other settings will not give again, and are dropped if such settings have changed."""
         plain = to_plain(self._config)
-        if self._file.is_file() and _pick(self._saved(), _TRAJECTORY) != _pick(plain, _TRAJECTORY):
+        if self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
             for rollouts in self.path.glob("rollouts/step-*.jsonl"):
                 if int(rollouts.stem.removeprefix("step-")) > step + 1:
                     rollouts.unlink()
@@ -93,13 +92,3 @@ def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
 def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
     """The newest complete one."""
     return (complete_checkpoints(root) or [None])[-1]
-
-
-def _pick(plain: Mapping[str, Any], keys: tuple[str, ...]) -> list[Any]:
-    found = []
-    for key in keys:
-        node: Any = plain
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        found.append(node)
-    return found

@@ -90,7 +90,6 @@ class RolloutBatch:
     engine_logprobs: np.ndarray  # float32 [R], natural log
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
-    truncated: np.ndarray  # bool [S]
     weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
 
     @property
@@ -121,6 +120,5 @@ class RolloutBatch:
             engine_logprobs=np.asarray([lp for r in rollouts for lp in r.engine_logprobs], np.float32),
             rewards=np.asarray([r.reward for r in rollouts], np.float64),
             successes=np.asarray([r.success for r in rollouts], bool),
-            truncated=np.asarray([r.finish_reason == "length" for r in rollouts], bool),
             weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
         )

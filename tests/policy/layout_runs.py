@@ -49,7 +49,6 @@ def rollouts(vocabulary: int, order_seed: int | None) -> RolloutBatch:
         engine_logprobs=np.zeros(sum(len(r) for r in responses), np.float32),
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
-        truncated=np.zeros(len(rows), bool),
         weight_versions=np.zeros((len(rows), 2), np.int64),
     )
 
