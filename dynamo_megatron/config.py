@@ -25,9 +25,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    source: str  # file.jsonl | reasoning_gym:NAME?size=N&seed=S&key=value | module:iterator
-    prompt_key: str = "problem"  # dotted; text or a list of chat messages
-    answer_key: str = "answer"
+    source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
+    prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
+    answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
     system_prompt: str | None = None  # chat only
@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function
+    functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function | http://
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
     deadline: Annotated[float, Field(gt=0)] = 10.0  # seconds a sample; then reward 0, counted as a timeout
@@ -198,8 +198,30 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
 
 
+class StopConfig(Section):
+    """A run ends before `trainer.steps` where one of these holds."""
+
+    metric: str | None = None  # of metrics.jsonl, such as reward/mean or eval/pass@1
+    window: Positive = 1  # the metric is averaged over its last so many values
+    above: float | None = None  # done: the average reaches this
+    below: float | None = None
+    patience: Positive | None = None  # done: so many steps without a new best average (the largest; `mode: min`)
+    mode: Literal["max", "min"] = "max"
+    wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
+
+    @model_validator(mode="after")
+    def _complete(self) -> StopConfig:
+        asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
+        if asked and self.metric is None:
+            raise ValueError(f"metric: name the metric that {', '.join(asked)} is about")
+        if self.metric is not None and not asked:
+            raise ValueError(f"metric: say with above, below or patience when {self.metric} ends the run")
+        return self
+
+
 class TrainerConfig(Section):
     steps: Positive = 100
+    stop_when: StopConfig | None = None
     resume: Literal["auto", "never"] = "auto"
     micro_batch_tokens: Positive = 16384
     deterministic: bool = False  # GPU: deterministic kernels; a CPU run always is
@@ -215,11 +237,32 @@ class KernelsConfig(Section):
 class CheckpointConfig(Section):
     every: Positive = 10  # steps; the last step always saves
     keep_last: Positive = 2
-    export_hf: Literal["final", "never"] = "final"  # output_dir/hf, a Hugging Face folder
+    # A Hugging Face folder: output_dir/hf at the end or at the best eval/pass@K; output_dir/hf-step-N with each save.
+    export_hf: Literal["final", "best", "every", "never"] = "final"
+
+
+class EvalConfig(Section):
+    data: str | None = None  # as data.source, read with the keys and the template of `data`
+    limit: Positive | None = None  # the first so many problems; None: all
+    samples: Positive = 1  # responses a problem
+    k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
+    temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
+    max_new_tokens: Positive | None = None  # None: rollout.max_new_tokens
+    every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        if max(self.k) > self.samples:
+            raise ValueError(f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}")
+        if self.every and self.data is None:
+            raise ValueError("data: name the problems to evaluate on")
+        return self
 
 
 class TrackingConfig(Section):
-    backends: list[Literal["jsonl"]] = ["jsonl"]
+    backends: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]  # metrics.jsonl is always written
+    project: str = "dynamo-megatron"  # wandb's
+    name: str | None = None  # wandb's; None: the name of output_dir
 
 
 class Config(Section):
@@ -234,6 +277,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @field_validator("output_dir")
@@ -267,6 +311,8 @@ class Config(Section):
             raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
         if self.parallel.sequence_parallel and self.parallel.tp == 1:
             raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
+        if self.checkpoint.export_hf == "best" and not self.eval.every:
+            raise ValueError("checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every")
         if self.model.max_length and self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError("rollout.max_new_tokens: leaves no room for a prompt in model.max_length")
         return self
