@@ -1,4 +1,5 @@
-# make demo       a short real run: SmolLM2-135M on sums, two ranks, a real SGLang server
+# make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
+# make compare    GRPO against DynaMO from the demo's warm start, three seeds each
 # make test       what CI runs; make test-all: every check at full count
 # make lint       ruff
 # The first call sets up .venv from the package registries; later calls set up nothing.
@@ -14,7 +15,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo compare test test-all lint clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -31,8 +32,32 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
 $(MODEL)/config.json: | $(INSTALLED)
 	@.venv/bin/python -P tools/smollm2_to_hf.py $(MODEL)
 
-demo: $(MODEL)/config.json
-	@.venv/bin/dynamo-megatron train configs/demo.yaml configs/methods/dynamo.yaml
+demo: runs/demo/warmup/hf
+	@echo
+	@echo "2. DynaMO: 512 problems, each visited five times. Nothing is known of a problem on the first visit, so that all"
+	@echo "   get the same; from the second one on, rollouts go to those that are solved sometimes."
+	@.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml
+	@echo
+	@echo "3. What came of it"
+	@.venv/bin/dynamo-megatron report runs/demo/rl
+
+runs/demo/warmup/hf: | $(INSTALLED)
+	@.venv/bin/python -P tools/demo_task.py runs/demo/task
+	@echo
+	@echo "1. Warm-up: a small model learns sums of two numbers, from answers that are wrong on some kinds of problem. The"
+	@echo "   rewards will have to find out which."
+	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
+
+ARMS := grpo dynamo
+SEEDS := 0 1 2
+comma := ,
+empty :=
+compare: runs/demo/warmup/hf
+	@for seed in $(SEEDS); do for arm in $(ARMS); do \
+		.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/$$arm.yaml \
+			data.shuffle_seed=$$seed output_dir=runs/compare/$$arm-$$seed || exit; \
+	done; done
+	@.venv/bin/python -P tools/compare.py runs/compare $(foreach arm,$(ARMS),$(arm)=$(subst $(empty) ,$(comma),$(SEEDS:%=runs/compare/$(arm)-%)))
 
 test: $(INSTALLED)
 	@.venv/bin/python -P -m pytest -m "not full"

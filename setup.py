@@ -23,9 +23,11 @@ setup(
         "pyyaml",
         "safetensors",
         "tokenizers",
+        "tqdm",
         "transformers>=4.57",
         "aiohttp",
         "math-verify==0.9.0",
+        "matplotlib",
         "reasoning-gym==0.1.25",
     ],
     extras_require={
@@ -34,7 +36,9 @@ setup(
         "slurm": [],
         "nemo": ["nemo-run==0.11.1", "leptonai>=0.26.6,<0.47"],
         "ray": ["ray>=2.60"],
-        "wandb": ["wandb"],
-        "test": ["pytest", "pytest-timeout", "ruff"],
+        "wandb": ["wandb>=0.31"],
+        "tensorboard": ["tensorboard"],
+        "data": ["pyarrow", "datasets"],
+        "test": ["pytest", "pytest-timeout", "ruff", "tensorboard", "pyarrow", "datasets"],
     },
 )

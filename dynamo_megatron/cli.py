@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train CONFIG [CONFIG ...] [key=value ...]`."""
+"""The command line: `dynamo-megatron train | sft | eval | convert | report`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,56 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
 
-EXAMPLE = """example:
-  dynamo-megatron train configs/demo.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first
-
-exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"""
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
+EXAMPLES = {
+    "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
+    "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
+    "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
+    "convert": "dynamo-megatron convert runs/first models/first",
+    "report": "dynamo-megatron report runs/first",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
     commands = top.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train a policy by reinforcement learning; the same command resumes a run that was stopped",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=help,
+            description=help,
+            epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    for name, help in (
+        ("train", "train a policy by reinforcement learning; the same command resumes a run that was stopped"),
+        ("sft", "fine-tune on completions (data.answer_key), as a warm-up; the same command resumes"),
+    ):
+        sub = command(name, help)
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+        sub.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
+        sub.add_argument(
+            "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
+        )
+    sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument(
+        "--model",
+        help="a Hugging Face folder, a run or one of its checkpoints (both bring their config along), or the URL of an "
+        "SGLang server (default: model.path)",
     )
-    train.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
-    train.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
-    train.add_argument(
-        "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
-    )
+    sub.add_argument("--out", type=Path, required=True, help="folder for the responses, the table and the logs")
+    sub = command("convert", "write a checkpoint as a Hugging Face folder")
+    sub.add_argument("checkpoint", help="a run (its newest checkpoint) or one of its checkpoints/step-N")
+    sub.add_argument("out", type=Path, help="folder to write")
+    sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
+    sub.add_argument("run", type=Path, help="a run's output_dir")
     return top
 
 
@@ -42,36 +69,79 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
     options, rest = top.parse_known_args(arguments)  # configs and keys may stand on both sides of an option
-    if unknown := [word for word in rest if word.startswith("-")]:
+    if unknown := [word for word in rest if word.startswith("-") or not hasattr(options, "config")]:
         top.error(f"unknown option {unknown[0]}")
-    options.config += rest
-    is_file = [not ("=" in c and not os.path.exists(c)) for c in options.config]
     try:
-        config, origins = compose(
-            [c for c, file in zip(options.config, is_file, strict=True) if file],
-            [c for c, file in zip(options.config, is_file, strict=True) if not file],
-        )
-        # Imports torch, which a typo in the config should not have to wait for.
-        from dynamo_megatron import run
-
-        if "RANK" in os.environ and not options.print_config:
-            return run.run_rank(config)
-        ranks = options.ranks or run.default_ranks(config)
-        derived = run.check(config, ranks)
-        if options.print_config:
-            print(describe(config, origins, derived))
-            return 0
-        if (step := run.OutputDir(config).finished()) is not None:
-            print(f"{config.output_dir}: already at step {step} of {config.trainer.steps}")
-            return 0
+        return _COMMANDS[options.command](options, rest, arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+# What these import takes seconds (torch), which a typo in the config should not have to wait for.
+
+
+def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    config, origins = compose(*_files_and_keys(options.config + rest))
+    if options.command == "train":
+        from dynamo_megatron.train import TrainJob as Job
+    else:
+        from dynamo_megatron.sft import SFTJob as Job
+    from dynamo_megatron.run import default_ranks, run_rank
+
+    job = Job(config)
+    if "RANK" in os.environ and not options.print_config:
+        return run_rank(job)
+    ranks = options.ranks or default_ranks(config)
+    derived = job.check(ranks)
+    if options.print_config:
+        print(describe(config, origins, derived))
+        return 0
+    if (why := job.nothing_left()) is not None:
+        print(why)
+        return 0
     from dynamo_megatron.launcher.local import run_ranks
 
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     return run_ranks(arguments, ranks)
+
+
+def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.evaluation.command import evaluate
+
+    return evaluate(*_files_and_keys(options.config + rest), options.model, options.out)
+
+
+def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.convert import ConvertJob, find_checkpoint
+    from dynamo_megatron.run import run_rank
+
+    job = ConvertJob(find_checkpoint(options.checkpoint), options.out)
+    if "RANK" in os.environ:
+        return run_rank(job)
+    job.check(1)
+    from dynamo_megatron.launcher.local import run_ranks
+
+    return run_ranks(arguments, 1)
+
+
+def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.tracking.report import write_report
+
+    try:
+        print(write_report(options.run))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+_COMMANDS = {"train": _train, "sft": _train, "eval": _eval, "convert": _convert, "report": _report}
+
+
+def _files_and_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    keys = [word for word in words if "=" in word and not os.path.exists(word)]
+    return [word for word in words if word not in keys], keys
 
 
 if __name__ == "__main__":

@@ -313,8 +313,6 @@ class Config(Section):
             raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             raise ValueError("checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every")
-        if self.model.max_length and self.rollout.max_new_tokens >= self.model.max_length:
-            raise ValueError("rollout.max_new_tokens: leaves no room for a prompt in model.max_length")
         return self
 
     def policy_loss(self) -> PolicyLossConfig:

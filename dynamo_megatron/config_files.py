@@ -19,13 +19,17 @@ class ConfigError(ValueError):
     """A configuration that is refused; the message is one line."""
 
 
-def compose(files: Sequence[str], overrides: Sequence[str]) -> tuple[Config, dict[str, str]]:
+def compose(
+    files: Sequence[str], overrides: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> tuple[Config, dict[str, str]]:
     """The config, and for every dotted key that was set the file or override that set it last.
 
-    Raises ConfigError: a file that is missing or not YAML, an unknown key (with the nearest known one), a wrong type.
+    `defaults`: sections that files and overrides are merged into. Raises ConfigError: a file that is missing or not
+    YAML, an unknown key (with the nearest known one), a wrong type.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    _merge(tree, defaults or {}, (), "the command", origins)
     for file in files:
         _merge(tree, _read(file), (), file, origins)
     for override in overrides:

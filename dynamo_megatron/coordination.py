@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
-ABORT, HEARTBEAT = "abort", "heartbeat"
+T = TypeVar("T")
+ABORT, HEARTBEAT, READY = "abort", "heartbeat", "ready"
 BEAT_EVERY = 2.0  # seconds
-POLL_EVERY = 0.05  # seconds
+POLL_EVERY = 0.02  # seconds
 
 
 class StopRequested(Exception):
-    """SIGTERM or SIGUSR1 arrived; raised at a safe point, where the run can be saved and resumed."""
-
-    def __init__(self, signal_number: int):
-        self.signal_number = signal_number
-        super().__init__(signal.Signals(signal_number).name)
+    """The run is to be saved and ended here, to be resumed later; the message says by whom."""
 
 
 class RemoteFailure(RuntimeError):
@@ -46,22 +46,33 @@ def connect_store(timeout: float) -> dist.TCPStore:
     )
 
 
-class SignalFlag:
-    """From its creation on SIGTERM and SIGUSR1 only set `number`; Ctrl-C stays KeyboardInterrupt."""
+class StopFlag:
+    """Whether this process was asked to stop: by SIGTERM or SIGUSR1, or because it is `wall_time` seconds old.
 
-    def __init__(self):
-        self.number: int | None = None
+    From its creation on the signals do nothing else; Ctrl-C stays KeyboardInterrupt.
+    """
+
+    def __init__(self, wall_time: float | None = None):
+        self._wall_time, self._start = wall_time, time.monotonic()
+        self._number: int | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._set)
 
     def _set(self, number: int, _frame) -> None:
-        self.number = number
+        self._number = number
+
+    def check(self) -> None:
+        """Raises StopRequested."""
+        if self._number is not None:
+            raise StopRequested(signal.Signals(self._number).name)
+        if self._wall_time is not None and time.monotonic() - self._start > self._wall_time:
+            raise StopRequested(f"trainer.stop_when.wall_time ({self._wall_time:g} s)")
 
 
 class Coordinator:
     """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, stop: SignalFlag, heartbeat_timeout: float = 60.0):
+    def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, heartbeat_timeout: float = 60.0):
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
         # torchrun's store outlives a restart of the ranks, whose keys must not be taken for today's.
         prefix = f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -80,12 +91,32 @@ class Coordinator:
             raise RemoteFailure(self._store.get(ABORT).decode())
 
     def check_stop(self) -> None:
-        """For rank 0, which decides for all: raises StopRequested if a signal has come, else as `check`."""
+        """For rank 0, which decides for all: raises StopRequested if this run is to stop, else as `check`."""
         self.check()
-        if self.stop.number is not None:
-            raise StopRequested(self.stop.number)
+        self.stop.check()
 
-    def announce(self, key: str, value: str = "ready") -> None:
+    def from_rank_0(
+        self, key: str, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf
+    ) -> T:
+        """What `make` returns on rank 0, on every rank of `group`; `key` is used once.
+
+        The others poll until it is there, outside of any collective, at most `timeout` seconds. Where `make` raises
+        StopRequested, all ranks do.
+        """
+        box = [None]
+        if self.rank == 0:
+            try:
+                box = [make()]
+            except StopRequested as stopped:
+                self.announce(key, f"stop {stopped}")
+                raise
+            self.announce(key)
+        elif (said := self.wait(key, what, timeout)) != READY:
+            raise StopRequested(said.removeprefix("stop "))
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    def announce(self, key: str, value: str = READY) -> None:
         self._store.set(key, value)
 
     def wait(self, key: str, what: str, timeout: float) -> str:

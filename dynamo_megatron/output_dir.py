@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
@@ -26,11 +27,20 @@ class OutputDir:
         self._config = config
         self._file = self.path / "config.yaml"
 
-    def finished(self) -> int | None:
-        """The last step of this run if it has nothing left to do, else None. Raises ConfigError as `check`."""
+    def finished(self) -> str | None:
+        """Says so where this run has nothing left to do, its export included. Raises ConfigError as `check`."""
         self.check()
         last = latest_checkpoint(self.path / "checkpoints")
-        return last[0] if last is not None and last[0] >= self._config.trainer.steps else None
+        exported = self._config.checkpoint.export_hf != "final" or (self.path / "hf").is_dir()
+        if last is None or not exported:
+            return None
+        (step, folder), trainer = last, self._config.trainer
+        if step >= trainer.steps:
+            return f"{self.path}: already at step {step} of {trainer.steps}"
+        early = json.loads((folder / STATE_FILE).read_text(encoding="utf-8")).get("finished")
+        if early and trainer.stop_when and early["stop_when"] == trainer.stop_when.model_dump(mode="json"):
+            return f"{self.path}: already finished at step {step}: {early['why']}"
+        return None
 
     def claim(self) -> None:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
@@ -76,7 +86,8 @@ class OutputDir:
         aside.rename(self._file)
 
     def _has_results(self) -> bool:
-        kept = (p for pattern in ("metrics.jsonl", "rollouts/*", "checkpoints/*") for p in self.path.glob(pattern))
+        patterns = ("metrics.jsonl", "evaluations.jsonl", "rollouts/*", "checkpoints/*")
+        kept = (p for pattern in patterns for p in self.path.glob(pattern))
         return any(p.is_dir() or p.stat().st_size for p in kept)
 
     def _saved(self) -> dict[str, Any]:

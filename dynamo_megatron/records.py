@@ -74,28 +74,43 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index).
+class Sequences:
+    """S sequences of a prompt and its response, T tokens in all, R of them in responses.
 
-    S rollouts, T tokens in all, R response tokens in all. Rollout s owns `tokens[offsets[s]:offsets[s + 1]]`, of which
-    the first `prompt_lengths[s]` are the prompt; `engine_logprobs` holds the response tokens of all rollouts in order.
+    Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`, of which the first `prompt_lengths[s]` are the prompt. The
+    "slot" of a response token is its index in [0, R), through all responses in order.
     """
 
-    rollout_ids: list[str]
-    group_ids: list[str]
     prompt_ids: list[str]
     tokens: np.ndarray  # int64 [T]
     offsets: np.ndarray  # int64 [S + 1]
     prompt_lengths: np.ndarray  # int64 [S]
-    engine_logprobs: np.ndarray  # float32 [R], natural log
-    rewards: np.ndarray  # float64 [S]
-    successes: np.ndarray  # bool [S]
-    weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
 
     @property
     def response_lengths(self) -> np.ndarray:
         """int64 [S], tokens."""
         return np.diff(self.offsets) - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """int64 [S + 1]: sequence s owns the slots [offsets[s], offsets[s + 1])."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
+        """[R] from one value a sequence."""
+        return np.repeat(per_sequence, self.response_lengths)
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Sequences):
+    """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index)."""
+
+    rollout_ids: list[str]
+    group_ids: list[str]
+    engine_logprobs: np.ndarray  # float32 [R], natural log
+    rewards: np.ndarray  # float64 [S]
+    successes: np.ndarray  # bool [S]
+    weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:

@@ -63,8 +63,8 @@ class _Tokens(NamedTuple):
     """The caller's constants per labelled token, [n] each."""
 
     advantages: Tensor
-    old_logprobs: Tensor
     weights: Tensor
+    old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
 
     def at(self, chunk: slice) -> _Tokens:
@@ -247,6 +247,7 @@ def _terms(
 ) -> _Terms:
     """Modulation, loss and its derivatives for some labelled tokens; ranges None: over these tokens."""
     advantages = tokens.advantages
+    old_logprobs = stats.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
     damped = boosted = torch.zeros_like(advantages)
     if config.modulation is not None and len(advantages):
         m = config.modulation
@@ -255,7 +256,7 @@ def _terms(
             advantages,
             stats.logprobs,
             stats.entropy,
-            tokens.old_logprobs,
+            old_logprobs,
             mask,
             config.clip_ratio_low,
             config.clip_ratio_high,
@@ -271,7 +272,7 @@ def _terms(
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropy = stats.entropy.detach().requires_grad_()
-        loss = policy_loss_terms(logprobs, entropy, tokens.old_logprobs, advantages, tokens.ref_logprobs, config)
+        loss = policy_loss_terms(logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config)
         grads = torch.autograd.grad(
             (tokens.weights * loss.loss).sum(), (logprobs, entropy), allow_unused=True, materialize_grads=True
         )
@@ -317,7 +318,7 @@ def policy_loss(
     weight: Tensor,
     labels: Tensor,
     advantages: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     token_weights: Tensor,
     config: PolicyLossConfig,
     *,
@@ -335,7 +336,8 @@ def policy_loss(
 
     hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens: as in `token_stats`.
     advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; what stands in rows
-    labelled -100 is never read. config.modulation None: advantages are used as they are.
+    labelled -100 is never read. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
+    advantage of 1 the gradient is that of the cross-entropy. config.modulation None: advantages are used as they are.
     ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
     micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], for expectation "sequence_mean", whose
     mean goes over a sequence's labelled tokens.
@@ -351,10 +353,15 @@ def policy_loss(
     Raises ValueError naming the argument.
     """
     head = _Head(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
-    per_token = {"advantages": advantages, "old_logprobs": old_logprobs, "token_weights": token_weights}
-    if ref_logprobs is not None:
-        per_token["ref_logprobs"] = ref_logprobs
+    per_token = {
+        "advantages": advantages,
+        "token_weights": token_weights,
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+    }
     for name, value in per_token.items():
+        if value is None and name in ("old_logprobs", "ref_logprobs"):
+            continue
         if value.shape != labels.shape or not value.is_floating_point():
             raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
     if gradient not in ("eager", "recompute"):
@@ -373,8 +380,7 @@ def policy_loss(
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
     eager = gradient == "eager" and any(wanted)
     with torch.no_grad():
-        values = [value[head.rows].to(head.dtype) for value in per_token.values()]
-        tokens = _Tokens(*values, *[None] * (4 - len(values)))
+        tokens = _Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
         if eager and not sequence_mean:
             stats, terms, saved = _eager(head, config, hidden, weight, wanted, tokens, ranges)
         else:

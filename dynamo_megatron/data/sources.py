@@ -1,4 +1,4 @@
-"""Where prompts come from: a JSONL file, a reasoning-gym dataset, or the user's own iterator."""
+"""Where prompts come from: a file, a dataset library, a reasoning-gym dataset, or the user's own iterator."""
 
 from __future__ import annotations
 
@@ -12,42 +12,65 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.readers import (
+    DATASETS,
+    dataset_rows,
+    jsonl_rows,
+    parquet_rows,
+    query_options,
+    yaml_value,
+)
 from dynamo_megatron.data.user_code import SPEC, load_callable
 from dynamo_megatron.records import Prompt
 
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
+# Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
+USUAL_KEYS = {
+    "prompt_key": ("problem", "question", "prompt"),
+    "answer_key": ("answer", "reward_model.ground_truth"),
+}
 
 
 def load_prompts(config: DataConfig) -> list[Prompt]:
     """All prompts of `config.source`, in its order.
 
-    Three kinds of source:
-    - `PATH.jsonl`: one JSON object a line; `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key`
-      may be dotted. The columns not named by them are kept in `Prompt.meta`. A row without an id gets one from the hash
-      of its prompt and answer, which does not depend on the row's place.
+    A source of rows, or of prompts:
+    - `PATH.jsonl`: one JSON object a line.
+    - `PATH.parquet`: with pyarrow, one row group at a time.
+    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: with the `datasets` library, a folder of `save_to_disk` or what
+      `load_dataset` takes; the split is "train" unless given.
     - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists; the seed is 0 unless given, since
       the library's own default is a random one. The entry stays in `Prompt.meta["reasoning_gym"]` for its scorer.
-    - `module:iterator`: a function without arguments that returns finitely many `Prompt`s or rows as in a JSONL file.
+    - `module:iterator`: a function without arguments that returns finitely many `Prompt`s or rows.
+
+    In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. A key that is
+    None is looked for in each row: the prompt in "problem", "question" or "prompt", the answer in "answer" or
+    "reward_model.ground_truth", the first that the row has. The columns that these keys do not name are kept in
+    `Prompt.meta`. A row without an id gets one from the hash of its prompt and answer, which does not depend on the
+    row's place.
 
     One problem has one id: a row that repeats an id with the same content is dropped (with a warning that counts them),
-    with other content it is an error. Raises ValueError (one line, with `path:line` where there is one).
+    with other content it is an error; rows without an id are the same where prompt and answer are. Raises ValueError
+    (one line, with `path:line` or `path row N` where there is one).
     """
     source = config.source
     if source.startswith(REASONING_GYM):
         located = _reasoning_gym_prompts(source)
+    elif source.startswith(DATASETS):
+        located = _row_prompts(dataset_rows(source), config)
     elif source.endswith(".jsonl"):
-        located = ((where, _prompt_from_row(row, where, config)) for where, row in _jsonl_rows(Path(source)))
+        located = _row_prompts(jsonl_rows(Path(source)), config)
+    elif source.endswith(".parquet"):
+        located = _row_prompts(parquet_rows(Path(source)), config)
     elif SPEC.fullmatch(source):
         located = _user_prompts(config)
     else:
         raise ValueError(
             f"data.source: {source!r} is no known source; "
-            "give a .jsonl file, reasoning_gym:NAME?key=value or module:iterator"
+            "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
         )
     return _unique(located, config)
 
@@ -61,7 +84,8 @@ def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[P
         known_where, known = first.setdefault(prompt.prompt_id, (where, prompt))
         if known is prompt:
             continue
-        if known != prompt:
+        # An id made from prompt and answer vouches for both; the columns beside them may number the rows.
+        if known != prompt and prompt.prompt_id != _digest(prompt.messages or prompt.text, prompt.answer):
             raise ValueError(
                 f"{where}: the id {prompt.prompt_id!r} is taken by {known_where} with other content; "
                 f"give every problem its own id (data.id_key: {config.id_key})"
@@ -72,22 +96,6 @@ def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[P
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
     return [prompt for _, prompt in first.values()]
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"data.source: there is no file {path}")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield where, json.loads(text)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
 
 
 def _look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
@@ -102,34 +110,51 @@ def _look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
     return True, value
 
 
+def _row_prompts(rows: Iterable[tuple[str, Any]], config: DataConfig) -> Iterator[tuple[str, Prompt]]:
+    return ((where, _prompt_from_row(row, where, config)) for where, row in rows)
+
+
+def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None) -> tuple[str, Any]:
+    """(key, value) of what data.`name` stands for in this row."""
+    keys = USUAL_KEYS[name] if configured is None else (configured,)
+    for key in keys:
+        found, value = _look_up(row, key)
+        if found:
+            return key, value
+    looked_for = " or ".join(map(repr, keys))
+    raise ValueError(f"{where}: no {looked_for}; the row has {', '.join(map(str, row))} (set data.{name})")
+
+
 def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    values = {}
-    for name, key in (("prompt_key", config.prompt_key), ("answer_key", config.answer_key)):
-        found, values[name] = _look_up(row, key)
-        if not found:
-            raise ValueError(f"{where}: no {key!r}; the row has {', '.join(map(str, row))} (set data.{name})")
-    content, answer = values["prompt_key"], values["answer_key"]
+    prompt_key, content = _resolved(row, where, "prompt_key", config.prompt_key)
+    answer_key, answer = _resolved(row, where, "answer_key", config.answer_key)
+    if not isinstance(content, str | list):
+        kind = "null" if content is None else type(content).__name__
+        raise ValueError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
+    if isinstance(content, list):
+        content = [_without_nulls(message) for message in content]
     has_id, row_id = _look_up(row, config.id_key)
     if not has_id:
         row_id = _digest(content, answer)
     elif isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
         raise ValueError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r}")
-    if not isinstance(content, str | list):
-        raise ValueError(
-            f"{where}: {config.prompt_key!r} must be text or a list of messages, not {type(content).__name__}"
-        )
     prompt = Prompt(
         prompt_id=str(row_id),
         messages=content if isinstance(content, list) else None,
         text=content if isinstance(content, str) else None,
         answer=answer,
         source=config.source,
-        meta={k: v for k, v in row.items() if k not in (config.prompt_key, config.answer_key, config.id_key)},
+        meta={k: v for k, v in row.items() if k not in (prompt_key, answer_key, config.id_key)},
     )
     _check_content(prompt, where)
     return prompt
+
+
+def _without_nulls(message: Any) -> Any:
+    # In arrow files a field of one message is in all of them; chat templates ask whether it is there, not for null.
+    return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
 
 
 def _check_content(prompt: Prompt, where: str) -> None:
@@ -185,15 +210,9 @@ def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
 def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
     name, _, query = source.removeprefix(REASONING_GYM).partition("?")
     options: dict[str, Any] = {"seed": 0}
-    for item in filter(None, query.split("&")):
-        option, equals, value = item.partition("=")
-        if not equals or not option:
-            raise ValueError(f"data.source: {source}: {item!r} is not of the form key=value")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"data.source: {source}: the value of {option!r} is not YAML: {value!r}") from None
-        options[option] = value if isinstance(parsed, datetime.date) else parsed  # a YAML date is not plain data
+    for option, text in query_options(source, query):
+        value = yaml_value(source, option, text)
+        options[option] = text if isinstance(value, datetime.date) else value  # a YAML date is not plain data
     dataset = reasoning_gym_dataset(name, options)
     # The resolved configuration, so that writing a default out, or an upgrade that changes one, is seen in the ids.
     digest = _digest(name, dataclasses.asdict(dataset.config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -11,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each segment of a packed (thd) micro-batch, one scaled-dot-product call a segment.
+    """Causal attention within each segment of a packed (thd) micro-batch, one call for all segments of a length.
 
     query [T, heads/tp, d], key and value [T, kv heads/tp, d] -> [T, heads/tp * d]; segments are `cu_seqlens_q`.
     """
@@ -23,14 +22,17 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        # A segment as a batch of one: [1, heads, l, d].
-        q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]).transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
         grouped = q.shape[1] != k.shape[1]
-        segments = [
-            F.scaled_dot_product_attention(
-                q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, scale=self.scale, enable_gqa=grouped
-            )
-            for a, b in itertools.pairwise(bounds)
-        ]
-        return torch.cat(segments, dim=2).squeeze(0).transpose(0, 1).flatten(1)
+        bounds = packed_seq_params.cu_seqlens_q.long()
+        starts, lengths = bounds[:-1], bounds.diff()
+        outputs, places = [], []
+        for length in lengths.unique().tolist():
+            rows = (starts[lengths == length][:, None] + torch.arange(length, device=bounds.device)).flatten()
+            # [T, heads, d] -> [segments, heads, length, d]
+            same = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(*same, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            places.append(rows)
+        order = torch.cat(places).argsort()
+        return torch.cat(outputs)[order].flatten(1)

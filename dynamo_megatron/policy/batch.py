@@ -10,15 +10,12 @@ import torch
 from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.records import RolloutBatch, Sequences
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The rollouts of a step with what the loss needs of each; the same on every rank.
-
-    S rollouts and R response tokens in all; the "slot" of a response token is its index in [0, R).
-    """
+    """The S rollouts of a step with what the loss needs of each; the same on every rank."""
 
     rollouts: RolloutBatch
     advantages: np.ndarray  # float64 [S]
@@ -54,19 +51,14 @@ class TrainBatch:
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
         return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
 
-    @property
-    def response_offsets(self) -> np.ndarray:
-        """int64 [S + 1]: rollout s owns the slots [offsets[s], offsets[s + 1])."""
-        return np.concatenate([[0], np.cumsum(self.rollouts.response_lengths)]).astype(np.int64)
-
     def per_token(self, per_rollout: np.ndarray) -> torch.Tensor:
         """float32 [R] from one value a rollout."""
-        return torch.from_numpy(np.repeat(per_rollout, self.rollouts.response_lengths)).float()
+        return torch.from_numpy(self.rollouts.per_token(per_rollout)).float()
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed segments, one a rollout: inputs are tokens[:-1], the labels of the response rows the tokens after them.
+    """Packed segments, one a sequence: inputs are tokens[:-1], the labels of the response rows the tokens after them.
 
     T packed positions, r response rows. A last segment of padding (never a label) makes T a multiple of `multiple`.
     """
@@ -76,16 +68,16 @@ class MicroBatch:
     cu_seqlens: torch.Tensor  # int32 [segments + 1]
     rows: torch.Tensor  # int64 [r]: the positions that predict a response token
     labels: torch.Tensor  # int64 [r]
-    slots: torch.Tensor  # int64 [r]: their slots in the step's flat response arrays
-    response_bounds: torch.Tensor  # int32 [rollouts + 1]: each rollout's rows
-    rollouts: list[int]
+    slots: torch.Tensor  # int64 [r]: their slots (see `Sequences`)
+    response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
+    sequences: list[int]
 
     @classmethod
-    def pack(cls, batch: TrainBatch, rollouts: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
-        source, slot_offsets = batch.rollouts, batch.response_offsets
+    def pack(cls, source: Sequences, sequences: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
+        slot_offsets = source.response_offsets
         tokens, positions, rows, labels, slots = [], [], [], [], []
         bounds, response_bounds = [0], [0]
-        for s in rollouts:
+        for s in sequences:
             sequence = source.tokens[source.offsets[s] : source.offsets[s + 1]]
             prompt, length = int(source.prompt_lengths[s]), len(sequence) - 1
             tokens.append(sequence[:-1])
@@ -95,7 +87,7 @@ class MicroBatch:
             slots.append(np.arange(slot_offsets[s], slot_offsets[s + 1]))
             bounds.append(bounds[-1] + length)
             response_bounds.append(response_bounds[-1] + len(sequence) - prompt)
-        if padding := -bounds[-1] % multiple or (multiple if not rollouts else 0):
+        if padding := -bounds[-1] % multiple or (multiple if not sequences else 0):
             tokens.append(np.zeros(padding, np.int64))
             positions.append(np.arange(padding))
             bounds.append(bounds[-1] + padding)
@@ -111,5 +103,5 @@ class MicroBatch:
             labels=long(labels),
             slots=long(slots),
             response_bounds=torch.tensor(response_bounds, dtype=torch.int32, device=device),
-            rollouts=list(rollouts),
+            sequences=list(sequences),
         )

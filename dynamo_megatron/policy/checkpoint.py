@@ -90,10 +90,13 @@ def load_state(folder: Path) -> dict:
         raise ValueError(f"{folder / STATE_FILE}: {error}") from None
 
 
-def load_checkpoint(policy: Policy, folder: Path) -> None:
-    """Loads weights and optimizer, whatever layout saved them; collective over all ranks."""
+def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> None:
+    """Loads the weights and, if asked to, the optimizer, whatever layout saved them; collective over all ranks."""
     sharded, _ = _sharded_state(policy, loading=True)
+    if not optimizer:
+        del sharded["optimizer"]
     loaded = dist_checkpointing.load(sharded, str(folder))
     policy.model.load_state_dict(loaded["model"])
-    policy.optimizer.load_state_dict(loaded["optimizer"])
+    if optimizer:
+        policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()

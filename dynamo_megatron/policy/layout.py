@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ class Layout:
         if not self.speaks_for_its_share:
             values.zero_()
         dist.all_reduce(values, group=self.host)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Plain data of every rank, by rank; collective over all ranks."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.host)
         return values
 
 

@@ -8,6 +8,7 @@ add and scale nothing: the upstream gradient of every micro-batch is exactly 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +21,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_model
 from dynamo_megatron.policy.plan import plan_micro_batches
+from dynamo_megatron.records import Sequences
 
 
 class NonFiniteError(RuntimeError):
@@ -98,13 +101,13 @@ class Policy:
             "chunk_tokens": self.config.kernels.chunk_tokens,
         }
 
-    def _micro_batches(self, batch: TrainBatch, rollouts: np.ndarray) -> list[MicroBatch]:
-        """This rank's micro-batches of some rollouts of the step."""
-        lengths = np.diff(batch.rollouts.offsets)[rollouts] - 1
+    def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
+        """This rank's micro-batches of the sequences `members`."""
+        lengths = np.diff(source.offsets)[members] - 1
         plan = plan_micro_batches(lengths.tolist(), self.layout.dp.size(), self.config.trainer.micro_batch_tokens)
         multiple = self.layout.tp.size() if self.config.parallel.sequence_parallel else 1
         return [
-            MicroBatch.pack(batch, [int(rollouts[i]) for i in micro], multiple=multiple, device=self.layout.device)
+            MicroBatch.pack(source, [int(members[i]) for i in micro], multiple=multiple, device=self.layout.device)
             for micro in plan[self.layout.dp.rank()]
         ]
 
@@ -136,7 +139,8 @@ class Policy:
     @torch.no_grad()
     def token_stats(self, batch: TrainBatch) -> ResponseStats:
         """Statistics of all response tokens of the step, from the same micro-batches as the updates'."""
-        gathered = torch.zeros(4, int(batch.response_offsets[-1]))
+        source = batch.rollouts
+        gathered = torch.zeros(4, int(source.response_offsets[-1]))
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = kernels.token_stats(hidden, self.model.head_weight, micro_batch.labels, **self._head)
@@ -145,7 +149,7 @@ class Policy:
             return hidden.new_zeros(())
 
         self._run(
-            [m for mini in batch.mini_batches for m in self._micro_batches(batch, mini)], collect, forward_only=True
+            [m for mini in batch.mini_batches for m in self._micro_batches(source, mini)], collect, forward_only=True
         )
         return ResponseStats(*self.layout.world_sum(gathered))
 
@@ -188,17 +192,15 @@ class Policy:
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
         advantages, weights = batch.per_token(batch.advantages), batch.per_token(batch.weights)
-        sums: dict[str, torch.Tensor] = {}
-        broken: set[str] = set()
 
-        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
             slots = micro_batch.slots.cpu()
             take = slice(None)
             if not every_token_counts and not whole_sequences:
                 take = advantages[slots] != 0  # tokens without gradient never reach the head's GEMM
                 hidden = hidden[take.to(device)]
             here = slots[take]
-            output = kernels.policy_loss(
+            return here, kernels.policy_loss(
                 hidden,
                 self.model.head_weight,
                 micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
@@ -212,25 +214,61 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
+
+        return self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
+
+    def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
+        """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
+
+        Returns `loss` (nats, the weighted sum) and `grad_norm`. Raises NonFiniteError as `update`.
+        """
+        per_token = torch.from_numpy(sequences.per_token(weights)).float()
+        head = {**self._head, "temperature": 1.0}
+
+        def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
+            here = micro_batch.slots.cpu()
+            weight = per_token[here].to(self.layout.device)
+            ones = torch.ones_like(weight)
+            # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
+            output = kernels.policy_loss(
+                hidden, self.model.head_weight, micro_batch.labels, ones, None, weight, PolicyLossConfig(), **head
+            )
+            return here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()})
+
+        return self._optimize(sequences, np.arange(len(weights)), cross_entropy, learning_rate)
+
+    def _optimize(
+        self,
+        source: Sequences,
+        members: np.ndarray,
+        head_loss: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, PolicyLossOutput]],
+        learning_rate: float,
+    ) -> dict[str, float]:
+        """One optimizer step on the sequences `members`; `head_loss` gives a micro-batch's trained slots and loss."""
+        sums: dict[str, torch.Tensor] = {}
+        broken: set[str] = set()
+
+        def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            slots, output = head_loss(micro_batch, hidden)
             for name, value in output.metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach().double().cpu()
             if not torch.isfinite(output.loss):
-                owners = np.searchsorted(batch.response_offsets, here.numpy(), side="right") - 1
+                owners = np.searchsorted(source.response_offsets, slots.numpy(), side="right") - 1
                 finite = [torch.isfinite(x) for x in (output.stats.logprobs, output.stats.entropy, output.advantages)]
                 bad = ~torch.stack(finite).all(0).cpu().numpy()
-                broken.update(batch.rollouts.prompt_ids[s] for s in owners[bad])
+                broken.update(source.prompt_ids[s] for s in owners[bad])
             return output.loss
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(self._micro_batches(batch, mini_batch), policy_loss, forward_only=False)
+        self._run(self._micro_batches(source, members), on_hidden, forward_only=False)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         totals = self.layout.world_sum(torch.tensor([float(sums.get(n, 0.0)) for n in names], dtype=torch.float64))
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            self._raise_non_finite(result, broken, batch, mini_batch)
+            self._raise_non_finite(result, broken, source, members)
         # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases
         # (wd_mult 0) to a scheduler that is not used here.
         o = self.config.optimizer
@@ -263,9 +301,9 @@ class Policy:
         )
         return modulation_ranges(stats.entropy, change, mask)
 
-    def _raise_non_finite(self, result: dict, broken: set[str], batch: TrainBatch, mini_batch: np.ndarray) -> None:
+    def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
         gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
-        trained = {batch.rollouts.prompt_ids[s] for m in self._micro_batches(batch, mini_batch) for s in m.rollouts}
+        trained = {source.prompt_ids[s] for m in self._micro_batches(source, members) for s in m.sequences}
         mine = (self.layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained))
         everyone: list = [None] * self.layout.world_size
         dist.all_gather_object(everyone, mine, group=self.layout.host)

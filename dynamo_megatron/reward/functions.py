@@ -1,6 +1,7 @@
 """Reward functions by name, and what they may return.
 
-A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, any range.
+A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, any range. One that runs elsewhere is a URL
+(`http.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ BUILT_IN = {
     "math": "dynamo_megatron.reward.math_answer:math_answer",
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
 }
+URLS = ("http://", "https://")
 
 
 def load_function(name: str) -> Callable[[Prompt, str], float]:
     """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line)."""
     if ":" not in name and name not in BUILT_IN:
-        raise ValueError(f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)} or module:function")
+        raise ValueError(
+            f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)}, module:function or an http:// URL"
+        )
     return load_callable(BUILT_IN.get(name, name), "reward.functions")
 
 

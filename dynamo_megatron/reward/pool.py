@@ -1,4 +1,4 @@
-"""Reward functions run in processes of their own, under a deadline that holds against anything."""
+"""Reward functions run in processes of their own or behind HTTP, under a deadline that holds against anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.functions import URLS
+
+if TYPE_CHECKING:
+    from dynamo_megatron.reward.http import HttpReward
 
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
@@ -39,12 +44,13 @@ class Score:
 
 
 class RewardPool:
-    """`config.workers` processes that score responses, one sample each at a time.
+    """Scores responses with `config.workers` processes, one sample each at a time, and with the services that are URLs.
 
     A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
     worker that is late, even inside C code, is killed together with the processes it started, and replaced; the sample
     gets reward 0 and status "reward_timeout". A function that fails (raises, ends its process, returns no finite
-    number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`).
+    number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`). The same holds for a
+    service, by `HttpReward`'s rules; where all functions are services there are no processes.
     The reward is `config.fusion` over the functions' values; a sample succeeds where the first function gives at least
     `config.success_threshold`. May be used from any event loop and thread.
     """
@@ -53,6 +59,8 @@ class RewardPool:
         if len(set(config.functions)) < len(config.functions):
             raise ValueError(f"reward.functions: a function is named twice in {config.functions}")
         self._config = config
+        self._local = [name for name in config.functions if not name.startswith(URLS)]
+        self._services: list[HttpReward] = []
         # Blocking reads in threads, not asyncio's: the pool outlives event loops. The threads also start the workers,
         # since a worker dies with the thread that started it (PR_SET_PDEATHSIG), and these live as long as the pool.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
@@ -62,12 +70,14 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the workers and waits until all are ready.
+        """Sees that the services take connections, starts the workers and waits until all are ready.
 
-        Raises ValueError where a function cannot be loaded, TimeoutError naming the workers that are not ready in time.
+        Raises ValueError where a service is down or a function cannot be loaded, TimeoutError naming the workers that
+        are not ready in time.
         """
         try:
-            started = [self._threads.submit(self._spawn) for _ in range(self._config.workers)]
+            self._open_services()
+            started = [self._threads.submit(self._spawn) for _ in range(self._config.workers if self._local else 0)]
             workers = [future.result() for future in started]
             end = time.monotonic() + START_TIMEOUT
             for worker in workers:
@@ -79,13 +89,17 @@ class RewardPool:
 
     async def score(self, prompt: Prompt, response: str) -> Score:
         """Scores one response. Raises RewardError with `on_error: raise`, RuntimeError on a pool that is not open."""
-        if self._closed or not self._workers:
+        if self._closed or not (self._workers or self._services):
             raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._score, prompt, response)
+        replies = []
+        if self._local:
+            loop = asyncio.get_running_loop()
+            replies.append(loop.run_in_executor(self._threads, self._run_local, prompt, response))
+        replies += [service.score(prompt, response) for service in self._services]
+        return self._combined(prompt, await asyncio.gather(*replies))
 
     def close(self) -> None:
-        """Ends all workers now; samples under way are lost. May be called twice."""
+        """Ends all workers and requests now; samples under way are lost. May be called twice."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -93,12 +107,26 @@ class RewardPool:
         self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
         for worker in self._workers:
             worker.connection.close()
+        for service in self._services:
+            service.close()
+
+    def _open_services(self) -> None:
+        if len(self._local) == len(self._config.functions):
+            return
+        # Not at the top: the workers import this file too, and aiohttp would slow their start.
+        from dynamo_megatron.reward.http import HttpReward
+
+        for name in self._config.functions:
+            if name not in self._local:
+                service = HttpReward(name, self._config.deadline)
+                service.start()
+                self._services.append(service)
 
     def _spawn(self) -> _Worker:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            worker = _Worker(self._config.functions)
+            worker = _Worker(self._local)
             self._workers.append(worker)
             return worker
 
@@ -110,7 +138,8 @@ class RewardPool:
                 worker.connection.close()
         return self._spawn()
 
-    def _score(self, prompt: Prompt, response: str) -> Score:
+    def _run_local(self, prompt: Prompt, response: str) -> tuple | None:
+        """A worker's reply; None where it is late."""
         worker = self._idle.get_nowait()  # there are as many workers as threads
         try:
             if worker.process.poll() is not None:
@@ -122,16 +151,21 @@ class RewardPool:
                 worker = self._replace(worker)
         finally:
             self._idle.put(worker)
-        if reply is None:
-            return Score(0.0, False, status="reward_timeout")
-        if reply[0] == "parts":
-            parts = reply[1]
-            success = parts[self._config.functions[0]] >= self._config.success_threshold
-            return Score(FUSIONS[self._config.fusion](list(parts.values())), success, parts)
-        if self._config.on_error == "zero":
+        return reply
+
+    def _combined(self, prompt: Prompt, replies: list[tuple | None]) -> Score:
+        failed = next((reply for reply in replies if reply is not None and reply[0] != "parts"), None)
+        if failed is not None and self._config.on_error == "raise":
+            _, function, text = failed
+            raise RewardError(f"reward function {function} failed on prompt {prompt.prompt_id!r}: {text}")
+        if failed is not None:
             return Score(0.0, False, status="reward_error")
-        _, function, text = reply
-        raise RewardError(f"reward function {function} failed on prompt {prompt.prompt_id!r}: {text}")
+        if None in replies:
+            return Score(0.0, False, status="reward_timeout")
+        values = {name: value for _, parts in replies for name, value in parts.items()}
+        parts = {name: values[name] for name in self._config.functions}
+        success = parts[self._config.functions[0]] >= self._config.success_threshold
+        return Score(FUSIONS[self._config.fusion](list(parts.values())), success, parts)
 
 
 class _Worker:

@@ -64,12 +64,31 @@ class SGLangClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def generate(self, rollout_id: str, prompt_tokens: Sequence[int]) -> Response:
+    async def check(self) -> None:
+        """Raises RolloutError where no SGLang server answers at `url`."""
+        status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
+        if status != 200 or not isinstance(reply, dict):
+            raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {_message(reply)!r:.80}")
+
+    async def generate(
+        self,
+        rollout_id: str,
+        prompt_tokens: Sequence[int],
+        *,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Response:
         """One response. What goes wrong with this request alone is in the Response.
 
-        Raises RolloutError where the server cannot be reached.
+        temperature (0: greedy) and max_new_tokens: None for the config's. Raises RolloutError where the server cannot
+        be reached.
         """
-        payload = {"input_ids": list(prompt_tokens), "return_logprob": True, "sampling_params": self._sampling}
+        sampling = dict(self._sampling)
+        if temperature is not None:
+            sampling["temperature"] = temperature
+        if max_new_tokens is not None:
+            sampling["max_new_tokens"] = max_new_tokens
+        payload = {"input_ids": list(prompt_tokens), "return_logprob": True, "sampling_params": sampling}
         async with self._slots:
             try:
                 async with asyncio.timeout(self._config.timeout):

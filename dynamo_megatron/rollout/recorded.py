@@ -12,34 +12,44 @@ from pathlib import Path
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.rollout.worker import RolloutWorker
 
 
 class RecordedRollouts:
     """Same door as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
 
     The k-th occurrence of a prompt in a batch gets the k-th group recorded for it in that step, and of it the first n
-    rollouts. Rewards are the recorded ones. Raises ValueError where the folder is no run's.
+    rollouts. Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None.
+    Raises ValueError where the folder is no run's.
     """
 
-    def __init__(self, folder: str | os.PathLike):
-        self._folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike, evaluator: RolloutWorker | None = None):
+        self._folder, self._evaluator = Path(folder), evaluator
         if not (self._folder / "rollouts").is_dir():
             raise ValueError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
     def start(self) -> None:
-        pass
+        if self._evaluator is not None:
+            self._evaluator.start()
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        pass
+        if self._evaluator is not None:
+            self._evaluator.wait_ready(on_poll)
 
     def update_weights(self, folder: str, version: int, on_poll: Callable[[], None] | None = None) -> float:
-        return 0.0
+        return 0.0 if self._evaluator is None else self._evaluator.update_weights(folder, version, on_poll)
 
     def close(self) -> None:
-        pass
+        if self._evaluator is not None:
+            self._evaluator.close()
 
     def generate(
-        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: Callable[[], None] | None = None
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        counts: Sequence[int],
+        on_poll: Callable[[], None] | None = None,
+        on_count: Callable[[int, int], None] | None = None,
     ) -> RolloutResult:
         """Raises ValueError naming the step, prompt or group that was not recorded or is too small."""
         started = time.monotonic()

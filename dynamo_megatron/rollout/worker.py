@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.records import Prompt, Rollout
-from dynamo_megatron.reward import RewardError, RewardPool
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.evaluation.results import ProblemResult
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.guard import die_with_parent
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, check_request, group_id, rollout_id
-from dynamo_megatron.rollout.server import SGLangServer
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, check_request
 
 POLL_EVERY = 0.2  # seconds
-BEAT_EVERY = 5.0  # seconds, while a command is under way
+BEAT_EVERY = 0.5  # seconds, while a command is under way
 SILENCE = 120.0  # seconds without a beat until the child counts as hung
 CLOSE_GRACE = 20.0  # seconds: the reward workers' and the server's own grace, and some
 MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ValueError, RewardError, RolloutError)}
@@ -41,12 +39,14 @@ class RolloutWorker:
     """Rank 0's handle of the rollout process.
 
     `on_poll` is called about every 0.2 s while a method waits; what it raises ends the wait, and the worker is then
-    good for `close` only. Every method raises RolloutError if the process died or fell silent; ValueError, RewardError
+    good for `close` only; `on_count(done, tokens)` hears how many responses are finished and how many tokens they have.
+    Every method raises RolloutError if the process died or fell silent; ValueError, RewardError
     and RolloutError raised in it come back as they are.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int]):
-        self._config, self._eos_token_ids = config, tuple(eos_token_ids)
+    def __init__(self, config: Config, eos_token_ids: Sequence[int], server_url: str | None = None):
+        """`server_url`: a server that runs already and is used as it is; None: one of our own."""
+        self._config, self._eos_token_ids, self._server_url = config, tuple(eos_token_ids), server_url
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
@@ -56,7 +56,7 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        arguments = (child_end, self._config, self._eos_token_ids, str(self.log), os.getpid())
+        arguments = (child_end, self._config, self._eos_token_ids, self._server_url, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         self._process.start()
         child_end.close()
@@ -65,11 +65,16 @@ class RolloutWorker:
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
         """Waits until server and reward workers are up. Raises what kept them from it."""
         if not self._ready:
-            self._reply("its start", on_poll, SILENCE + self._config.rollout.start_timeout)
+            self._reply("its start", on_poll, None, SILENCE + self._config.rollout.start_timeout)
             self._ready = True
 
     def generate(
-        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: Callable[[], None] | None = None
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        counts: Sequence[int],
+        on_poll: Callable[[], None] | None = None,
+        on_count: Callable[[int, int], None] | None = None,
     ) -> RolloutResult:
         """`counts[i]` responses to `prompts[i]` (tokenized), scored and on disk.
 
@@ -77,7 +82,20 @@ class RolloutWorker:
         same. Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
         """
         check_request(prompts, counts)
-        return self._call("generate", (step, list(prompts), [int(n) for n in counts]), on_poll)
+        return self._call("generate", (step, list(prompts), [int(n) for n in counts]), on_poll, on_count)
+
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        on_poll: Callable[[], None] | None = None,
+        on_count: Callable[[int, int], None] | None = None,
+    ) -> list[ProblemResult]:
+        """`eval.samples` scored responses to each of `prompts` (tokenized), in their order; nothing is stored.
+
+        Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
+        """
+        check_request(prompts, [self._config.eval.samples] * len(prompts))
+        return self._call("evaluate", (list(prompts),), on_poll, on_count)
 
     def update_weights(
         self, folder: str | os.PathLike, version: int, on_poll: Callable[[], None] | None = None
@@ -99,15 +117,27 @@ class RolloutWorker:
         self._connection.close()
         self._process = self._connection = None
 
-    def _call(self, command: str, arguments: tuple, on_poll: Callable[[], None] | None) -> Any:
+    def _call(
+        self,
+        command: str,
+        arguments: tuple,
+        on_poll: Callable[[], None] | None,
+        on_count: Callable[[int, int], None] | None = None,
+    ) -> Any:
         self.wait_ready(on_poll)
         try:
             self._connection.send((command, arguments))
         except OSError:
             raise self._death() from None
-        return self._reply(command, on_poll, SILENCE)
+        return self._reply(command, on_poll, on_count, SILENCE)
 
-    def _reply(self, what: str, on_poll: Callable[[], None] | None, silence: float) -> Any:
+    def _reply(
+        self,
+        what: str,
+        on_poll: Callable[[], None] | None,
+        on_count: Callable[[int, int], None] | None,
+        silence: float,
+    ) -> Any:
         heard = time.monotonic()
         while True:
             try:
@@ -119,8 +149,10 @@ class RolloutWorker:
                     return result
                 case ("failed", kind, text):
                     raise MESSAGES_THAT_SPEAK[kind](text)
-                case ("beat",):
+                case ("beat", done, tokens):
                     heard = time.monotonic()
+                    if on_count is not None:
+                        on_count(done, tokens)
             if time.monotonic() - heard > silence:
                 raise RolloutError(
                     f"the rollout process (pid {self._process.pid}) gave no sign of life for {silence:g} s during "
@@ -136,7 +168,14 @@ class RolloutWorker:
         return RolloutError(f"the rollout process (pid {self._process.pid}) ended ({cause}); see {self.log}")
 
 
-def _child(connection: Connection, config: Config, eos_token_ids: tuple[int, ...], log: str, parent: int) -> None:
+def _child(
+    connection: Connection,
+    config: Config,
+    eos_token_ids: tuple[int, ...],
+    server_url: str | None,
+    log: str,
+    parent: int,
+) -> None:
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,10 +185,12 @@ def _child(connection: Connection, config: Config, eos_token_ids: tuple[int, ...
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(connection, config, eos_token_ids))
+        asyncio.run(_serve(connection, config, eos_token_ids, server_url))
 
 
-async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[int, ...]) -> None:
+async def _serve(
+    connection: Connection, config: Config, eos_token_ids: tuple[int, ...], server_url: str | None
+) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -171,20 +212,21 @@ async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[in
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
-        generator = Generator(config, eos_token_ids, stack)
-        opened = await _answer(connection, generator.open())
+        generator = Generator(config, eos_token_ids, server_url, stack)
+        opened = await _answer(connection, generator, generator.open())
         while opened:
             command, arguments = await inbox.get()
-            await _answer(connection, getattr(generator, command)(*arguments))
+            await _answer(connection, generator, getattr(generator, command)(*arguments))
 
 
-async def _answer(connection: Connection, work: Awaitable[Any]) -> bool:
+async def _answer(connection: Connection, generator: Generator, work: Awaitable[Any]) -> bool:
     """Sends what `work` comes to; False where it failed."""
+    generator.done = generator.tokens = 0
 
     async def beat() -> None:
         while True:
             await asyncio.sleep(BEAT_EVERY)
-            connection.send(("beat",))
+            connection.send(("beat", generator.done, generator.tokens))
 
     beating = asyncio.create_task(beat())
     try:
@@ -199,116 +241,3 @@ async def _answer(connection: Connection, work: Awaitable[Any]) -> bool:
         return False
     finally:
         beating.cancel()
-
-
-class Generator:
-    """The commands that rank 0 sends. What it opens goes on `stack`."""
-
-    def __init__(self, config: Config, eos_token_ids: Sequence[int], stack: contextlib.AsyncExitStack):
-        self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
-        self._version = 0
-
-    async def open(self) -> None:
-        config = self._config
-        self._server = SGLangServer(config.rollout, config.model, Path(config.output_dir) / "logs" / "sglang.log")
-        self._store = RolloutStore(config.output_dir)
-        self._stack.callback(self._store.close)
-        self._stack.callback(self._server.stop)
-        self._server.start()
-        self._pool = RewardPool(config.reward)
-        self._stack.callback(self._pool.close)
-        await asyncio.to_thread(self._pool.start)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        await self._server.wait_ready()
-        client = SGLangClient(self._server.url, config.rollout, self._eos_token_ids)
-        self._client = await self._stack.enter_async_context(client)
-
-    async def update_weights(self, folder: str, version: int) -> float:
-        started = time.monotonic()
-        await self._client.update_weights(folder, version)
-        self._version = version
-        return time.monotonic() - started
-
-    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> RolloutResult:
-        started = time.monotonic()
-        wanted = {
-            rollout_id(group_id(step, position), k): prompt
-            for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True))
-            for k in range(n)
-        }
-        rollouts, notes = self._reusable(step, wanted)
-        reused = len(rollouts)
-        errors: list[str] = []
-        self._last_response = time.monotonic()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name, prompt in wanted.items():
-                    if name not in rollouts:
-                        group.create_task(self._rollout(step, name, prompt, rollouts, errors))
-        except BaseExceptionGroup as failures:
-            first = failures.exceptions[0]
-            if isinstance(first, RolloutError):
-                await asyncio.sleep(1.0)  # a dead server says more than the connections that broke with it
-                self._server.check()
-            raise first from None
-        if errors:
-            notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
-        if len(errors) == len(wanted):
-            raise RolloutError(notes[-1])
-        now = time.monotonic()
-        times = {"generate": now - started, "reward_tail": now - self._last_response}
-        return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes)
-
-    async def _rollout(
-        self, step: int, name: str, prompt: Prompt, rollouts: dict[str, Rollout], errors: list[str]
-    ) -> None:
-        response = await self._client.generate(name, prompt.tokens)
-        self._last_response = time.monotonic()
-        rollout = Rollout(
-            rollout_id=name,
-            group_id=name.rpartition("-")[0],
-            prompt_id=prompt.prompt_id,
-            step=step,
-            tokens=prompt.tokens + response.tokens,
-            response_mask=[0] * len(prompt.tokens) + [1] * len(response.tokens),
-            engine_logprobs=response.logprobs,
-            weight_versions=response.weight_versions,
-            finish_reason=response.finish_reason,
-            reward=0.0,
-            success=False,
-            reward_parts={},
-            status="failed",
-        )
-        if response.error:
-            errors.append(response.error)
-        else:
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            score = await self._pool.score(prompt, text)
-            rollout.reward, rollout.success = score.reward, score.success
-            rollout.reward_parts, rollout.status = score.parts, score.status
-        self._store.append(rollout)
-        rollouts[name] = rollout
-
-    def _reusable(self, step: int, wanted: dict[str, Prompt]) -> tuple[dict[str, Rollout], list[str]]:
-        """What an interrupted run left of this step; the file keeps nothing else."""
-        found = self._store.finished(step)
-        kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
-        for rollout in found:
-            prompt = wanted.get(rollout.rollout_id)
-            if rollout.status == "failed":
-                why["failed"] += 1
-            elif (
-                prompt is None
-                or rollout.prompt_id != prompt.prompt_id
-                or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
-            ):
-                why["of another prompt"] += 1
-            elif any(version != self._version for version, _, _ in rollout.weight_versions):
-                why["of another weight version"] += 1
-            else:
-                kept[rollout.rollout_id] = rollout
-        reasons = [f"{count} {reason}" for reason, count in why.items() if count]
-        if not reasons:
-            return kept, []
-        self._store.replace(step, list(kept.values()))
-        return kept, [f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}"]

@@ -1,9 +1,9 @@
-"""metrics.jsonl and allocation.jsonl: one JSON object a step (a prompt), cut back to the checkpoint on resume."""
+"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and the step line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,34 @@ class StepLog:
         self._file.close()
 
 
-def log_line(metrics: Mapping[str, float], steps: int) -> str:
-    """The one line a step that a user reads."""
+def fit_fields(fields: Sequence[str], width: int | None) -> str:
+    """One line of as many of `fields`, from the first on, as `width` columns hold; None: of all."""
+    line = fields[0]
+    for field in fields[1:]:
+        longer = f"{line}  {field}"
+        if width is not None and len(longer.rstrip()) > width:
+            break
+        line = longer
+    return line.rstrip()
+
+
+def log_line(metrics: Mapping[str, float], steps: int, width: int | None = None) -> str:
+    """The one line a step that a user reads, in columns, the important first; `width`: the terminal's columns.
+
+    Without a width (the output is not a terminal) all fields are there.
+    """
     m = metrics
-    return (
-        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  success {m['reward/success']:.3f}"
-        f"  length {m['rollout/response_length_mean']:.1f}  entropy {m['policy/entropy']:.3f}"
-        f"  loss {m['policy/loss']:+.4f}  grad {m['policy/grad_norm']:.3f}"
-        f"  gap {m['rollout/logprob_gap_mean']:.1e}/{m['rollout/logprob_gap_max']:.1e}"
-        f"  n {m['allocation/n_min']:.0f}..{m['allocation/n_max']:.0f}"
-        f"  {m['time/step']:.1f} s (generate {m['time/generate']:.1f}, update {m['time/update']:.1f})"
-    )
+    fields = [
+        f"step {m['step']:>{len(str(steps))}}/{steps}",
+        f"reward {m['reward/mean']:>6.3f}",
+        f"success {m['reward/success']:.3f}",
+        f"entropy {m['policy/entropy']:.3f}",
+        f"n {m['allocation/n_min']:>2.0f}..{m['allocation/n_max']:<3.0f}",
+        f"{m['time/step']:>6.1f} s",
+        f"length {m['rollout/response_length_mean']:>7.1f}",
+        f"loss {m['policy/loss']:+.4f}",
+        f"grad {m['policy/grad_norm']:>7.3f}",
+        f"gap {m['rollout/logprob_gap_mean']:.1e}/{m['rollout/logprob_gap_max']:.1e}",
+        f"generate {m['time/generate']:>6.1f} s  update {m['time/update']:>6.1f} s",
+    ]
+    return fit_fields(fields, width)

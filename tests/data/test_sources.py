@@ -50,8 +50,12 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
     [
         ('{"id": "b", "problem"', "not JSON"),
         ("[1, 2]", "JSON object, not list"),
-        ({"id": "b", "answer": "1"}, "no 'problem'; the row has id, answer (set data.prompt_key)"),
-        ({"id": "b", "problem": "q"}, "no 'answer'"),
+        (
+            {"id": "b", "answer": "1"},
+            "no 'problem' or 'question' or 'prompt'; the row has id, answer (set data.prompt_key)",
+        ),
+        ({"id": "b", "problem": "q"}, "no 'answer' or 'reward_model.ground_truth'; the row has id, problem"),
+        ({"id": "b", "problem": None, "answer": "1"}, "'problem' must be text or a list of messages, not null"),
         ({"id": "b", "problem": " \n", "answer": "1"}, "the prompt is empty"),
         ({"id": "b", "problem": [], "answer": "1"}, "the prompt is empty"),
         ({"id": "b", "problem": 5, "answer": "1"}, "must be text or a list of messages, not int"),
@@ -64,6 +68,24 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
     path = write(tmp_path / "a.jsonl", GOOD, "", bad)
     message = refused(path)
     assert message.startswith(f"{path}:3: ") and words in message
+
+
+def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "c", "question": "b", "problem": "a", "answer": 1},
+        {"prompt": "c", "question": "b", "answer": 2, "reward_model": {"ground_truth": 3}},
+        {"prompt": "c", "reward_model": {"ground_truth": 3}},
+    )
+    prompts = load(path)
+    assert [(p.text, p.answer) for p in prompts] == [("a", 1), ("b", 2), ("c", 3)]
+    assert prompts[0].meta == {"prompt": "c", "question": "b"}
+    assert refused(path, prompt_key="problem").endswith(
+        ":2: no 'problem'; the row has prompt, question, answer, reward_model (set data.prompt_key)"
+    )
+    assert ":3: no 'answer'; the row has prompt, reward_model (set data.answer_key)" in refused(
+        path, prompt_key="prompt", answer_key="answer"
+    )
 
 
 def test_other_encodings_missing_and_empty_files(tmp_path):
@@ -84,6 +106,10 @@ def test_content_ids_do_not_depend_on_place_and_repeats_are_dropped(tmp_path, ca
     assert first == second and len(set(first.values())) == 5
     assert "dropped 1 rows" in caplog.text
     assert load(write(tmp_path / "c.jsonl", {"problem": "0+1?", "answer": "1"}))[0].prompt_id != first["0+1?"]
+    numbered = [{"problem": "q", "answer": 1, "index": i} for i in range(3)]
+    (kept,) = load(write(tmp_path / "d.jsonl", *numbered))
+    assert kept.meta == {"index": 0}
+    assert "is taken by" in refused(write(tmp_path / "e.jsonl", *({"id": "a"} | row for row in numbered)))
 
 
 def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():

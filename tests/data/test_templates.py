@@ -65,6 +65,17 @@ def test_refusals_are_one_line(prompt, chat, settings, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_template_that_refuses_system_messages_is_named_in_one_line():
+    gemma = CHAT.replace("'tool'", "'system'").replace("no tools", "System role not supported")
+    own = Prompt("s", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    for prompt, settings in [(own, {}), (TEXT, {"system_prompt": "Be brief."})]:
+        with pytest.raises(ValueError) as error:
+            rendered(prompt, gemma, **settings)
+        message = str(error.value)
+        assert message.startswith(f"prompt {prompt.prompt_id!r}: the chat template of ") and "\n" not in message
+        assert message.endswith("fails on it: TemplateError: System role not supported here")
+
+
 def test_load_tokenizer(tmp_path):
     characters().save_pretrained(tmp_path / "good")
     assert encode_prompt(TEXT, load_tokenizer(tmp_path / "good"), DataConfig(source="a.jsonl")) == encode_prompt(

@@ -1,6 +1,9 @@
 """Recorded rollouts repeat a run bit for bit, killed or not."""
 
+import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ KILL_AFTER = 8  # steps
 def outcome(output: Path) -> tuple[dict, dict[str, torch.Tensor], dict]:
     """(the last metrics line but for times, the final weights, rank 0's state of the last checkpoint)."""
     line = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    plain = {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/"))}
+    plain = {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "resources/"))}
     weights = {}
     for file in (output / "push").glob("*.safetensors"):
         with safe_open(file, "pt") as f:
@@ -73,3 +76,66 @@ def test_an_output_folder_of_another_run_is_refused(recorded, straight, workspac
         "holds a run with another algorithm.advantage.kind, data.shuffle_seed; name another folder"
     )
     assert (workspace / "straight" / "metrics.jsonl").read_text() == before
+
+
+@pytest.fixture(scope="module")
+def evaluated(recorded, workspace, start_run):
+    """The recorded run again, with a server that evaluates every 4 steps."""
+    problems = [{"id": f"held-out-{a}", "problem": f"Say {a!r}.", "answer": a} for a in "bdo 3"]
+    (workspace / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    asked = ["eval.data=held-out.jsonl", "eval.every=4", "eval.samples=6", "eval.k=[1,2,6]"]
+    run = start_run(workspace, *recorded("evaluated"), *asked)
+    assert run.wait() == 0, run.text[-3000:]
+    return workspace / "evaluated"
+
+
+def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps):
+    same(outcome(evaluated), straight)
+    rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))
+
+
+def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
+    rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
+    seen = set()
+    for row in rows:
+        file = evaluated / "eval" / f"step-{row['step']:06d}.jsonl"
+        problems = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(problems) == 5
+        for problem in problems:
+            answer = problem["prompt_id"].removeprefix("held-out-")
+            assert problem["successes"] == [answer in response for response in problem["responses"]]
+        for k in (1, 2, 6):
+            subsets = [[any(s) for s in itertools.combinations(p["successes"], k)] for p in problems]
+            expected = sum(sum(found) / len(found) for found in subsets) / len(problems)
+            assert row[f"eval/pass@{k}"] == pytest.approx(expected, abs=1e-12)
+            seen.add(expected)
+    assert len(seen) > 3
+
+
+def test_the_exported_folder_answers_as_the_evaluated_checkpoint(evaluated, workspace):
+    """Greedy: a checkpoint through `eval` and the server, against transformers on the run's export."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = workspace / "greedy"
+    command = ["eval", "--model", evaluated, "--out", out, "eval.data=held-out.jsonl", "eval.temperature=0"]
+    log = workspace / "greedy.log"
+    with open(log, "w") as file:
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", *map(str, command), "eval.samples=1", "eval.k=[1]"],
+            cwd=workspace,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+        ).returncode
+    assert code == 0, log.read_text()[-3000:]
+    assert "| pass@1, % (95 %) |" in (out / "table.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(evaluated / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(evaluated / "hf")
+    assert tokenizer.chat_template and (evaluated / "hf" / "generation_config.json").is_file()
+    for line in (out / "problems.jsonl").read_text().splitlines():
+        problem = json.loads(line)
+        answer = problem["prompt_id"].removeprefix("held-out-")
+        prompt = tokenizer(f"Say {answer!r}.\n", return_tensors="pt")
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == problem["responses"][0]

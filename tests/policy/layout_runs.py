@@ -64,10 +64,10 @@ def main(cases_file: str) -> None:
         source = rollouts(spec.vocab_size, case.get("order_seed"))
         batch = TrainBatch.build(source, config)
         if case.get("seeded_fault") == "micro_batch_mean":
-            micro = policy._micro_batches(batch, batch.mini_batches[0])
+            micro = policy._micro_batches(source, batch.mini_batches[0])
             weights = batch.weights.copy()
             for m in micro:
-                weights[m.rollouts] = 1 / len(micro) / max(1, len(m.slots))
+                weights[m.sequences] = 1 / len(micro) / max(1, len(m.slots))
             batch = dataclasses.replace(batch, weights=weights)
         out = Path(case["out"])
         if case.get("seeded_fault") in ("nan", "no_signal"):
@@ -83,7 +83,7 @@ def main(cases_file: str) -> None:
         write_huggingface(policy, out / "hf")
         if layout.rank == 0:
             by_id = {}
-            offsets = batch.response_offsets
+            offsets = source.response_offsets
             for s, name in enumerate(source.rollout_ids):
                 part = slice(offsets[s], offsets[s + 1])
                 by_id[name] = [results[0][0].logprobs[part].tolist(), results[0][0].entropy[part].tolist()]

@@ -1,0 +1,77 @@
+"""`dynamo-megatron convert`: a run's checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.output_dir import STATE_FILE, latest_checkpoint
+from dynamo_megatron.run import check_layout, describe_layout
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint folder that `path` is, or the newest complete one of the run that it is. Raises ConfigError."""
+    path = Path(path)
+    if (path / STATE_FILE).is_file():
+        return path
+    found = latest_checkpoint(path / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
+    return found[1]
+
+
+def run_config(checkpoint: Path) -> Config:
+    """The config of the run that a checkpoint belongs to. Raises ConfigError."""
+    file = checkpoint.parents[1] / "config.yaml"
+    try:
+        return Config.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except OSError:
+        raise ConfigError(f"{file}: not found; a checkpoint stays in the folder of its run") from None
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"{file}: not the config of a run: {' '.join(str(error).split())}") from None
+
+
+class ConvertJob:
+    """See `run.Job`. One rank that loads a checkpoint, whatever layout saved it, and writes it whole."""
+
+    def __init__(self, checkpoint: Path, out: Path):
+        config = run_config(checkpoint)
+        one_rank = config.parallel.model_copy(update={"tp": 1, "pp": 1, "sequence_parallel": False})
+        trainer = config.trainer.model_copy(update={"stop_when": None})
+        self.config = config.model_copy(update={"parallel": one_rank, "trainer": trainer})
+        self.checkpoint, self.out = checkpoint, out
+
+    def check(self, ranks: int) -> dict[str, Any]:
+        if self.out.exists():
+            raise ConfigError(f"{self.out}: is there already; name another folder")
+        return describe_layout(self.config, check_layout(self.config, ranks), ranks)
+
+    def nothing_left(self) -> str | None:
+        return None
+
+    def prepare(self, spec: ModelSpec) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
+        from dynamo_megatron.policy.checkpoint import load_checkpoint
+
+        self._policy = policy
+        load_checkpoint(policy, self.checkpoint, optimizer=False)
+
+    def run(self) -> None:
+        from dynamo_megatron.resharding.push import export_huggingface
+
+        export_huggingface(self._policy, self.out)
+        print(f"{self.out}: written from {self.checkpoint}", flush=True)
+
+    def close(self) -> None: ...

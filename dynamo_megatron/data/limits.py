@@ -1,0 +1,27 @@
+"""How many tokens a prompt may have."""
+
+from __future__ import annotations
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.models.spec import ModelSpec
+
+
+def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> int:
+    """Tokens that the response limit leaves of the model's length, or `data.max_prompt_length`.
+
+    Raises ValueError where prompt and response do not fit the model.
+    """
+    limit = config.model.max_length or spec.max_positions
+    if limit > spec.max_positions:
+        raise ValueError(f"model.max_length: {limit} tokens is above the model's {spec.max_positions}")
+    key, response = "rollout.max_new_tokens", config.rollout.max_new_tokens
+    if evaluation and config.eval.max_new_tokens is not None:
+        key, response = "eval.max_new_tokens", config.eval.max_new_tokens
+    room = limit - response
+    asked = config.data.max_prompt_length or room
+    if room < 1 or asked > room:
+        raise ValueError(
+            f"{key}: {response} tokens leave {max(0, room)} of {limit} for the "
+            f"prompt{f', data.max_prompt_length asks for {asked}' if config.data.max_prompt_length else ''}"
+        )
+    return asked

@@ -1,0 +1,118 @@
+"""Rows of the file formats that prompts come in, each with the text that says where it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DATASETS = "datasets:"
+TEXT_OPTIONS = ("name", "split")  # taken as written: to YAML the configuration "no" (Norwegian) is False
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """("path:line", value) of every line that is not empty. Raises ValueError (one line)."""
+    if not path.is_file():
+        raise ValueError(f"data.source: there is no file {path}")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield where, json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("path row N", row) with N from 1; one row group in memory at a time, its values as plain Python.
+
+    Raises ValueError (one line): package missing, no such file, not (or a damaged) parquet file.
+    """
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data.source: {path}: {error}; pip install pyarrow") from None
+    if not path.is_file():
+        raise ValueError(f"data.source: there is no file {path}")
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                for row in file.read_row_group(group).to_pylist(maps_as_pydicts="lossy"):
+                    number += 1
+                    yield f"{path} row {number}", row
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"data.source: cannot read {path} as parquet: {_one_line(error)}") from error
+
+
+def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`; the split is "train" if not given.
+
+    NAME is a folder of the `datasets` library's `save_to_disk`, or what its `load_dataset` takes, which gets the
+    options. Raises ValueError (one line): package missing, no such dataset, split or configuration, refused option.
+    """
+    name, _, query = source.removeprefix(DATASETS).partition("?")
+    options = {
+        key: value if key in TEXT_OPTIONS else yaml_value(source, key, value)
+        for key, value in query_options(source, query)
+    }
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data.source: {source}: {error}; pip install datasets") from None
+    saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    try:
+        if saved:
+            dataset = datasets.load_from_disk(name)
+        else:
+            dataset = datasets.load_dataset(name, **{"split": "train"} | options)
+    except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
+        # While it builds a dataset, the library wraps what went wrong in an error that does not say it.
+        raise ValueError(f"data.source: {source}: {_one_line(error.__cause__ or error)}") from error
+    if saved:
+        dataset = _saved_split(dataset, source, options)
+    for number, row in enumerate(dataset, 1):
+        yield f"{source} row {number}", row
+
+
+def _saved_split(dataset: Any, source: str, options: dict[str, Any]) -> Any:
+    """The split asked for of what `load_from_disk` gave: a dataset, or a dictionary of them by split."""
+    if others := [key for key in options if key != "split"]:
+        raise ValueError(f"data.source: {source}: a dataset saved to disk takes no option {others[0]!r}, only split")
+    if not isinstance(dataset, dict):
+        if "split" in options:
+            raise ValueError(f"data.source: {source}: this dataset was saved without splits; leave split out")
+        return dataset
+    split = options.get("split", "train")
+    if split not in dataset:
+        raise ValueError(f"data.source: {source}: there is no split {split!r}; there is {', '.join(dataset)}")
+    return dataset[split]
+
+
+def query_options(source: str, query: str) -> Iterator[tuple[str, str]]:
+    """The (key, value) pairs of "key=value&key=value". Raises ValueError (one line) that names `source`."""
+    for item in filter(None, query.split("&")):
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ValueError(f"data.source: {source}: {item!r} is not of the form key=value")
+        yield key, value
+
+
+def yaml_value(source: str, key: str, value: str) -> Any:
+    """What the text `value` is in YAML. Raises ValueError (one line)."""
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,1 @@
+"""Evaluation: what sampled responses to held-out problems say, and how surely."""

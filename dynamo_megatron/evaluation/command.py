@@ -1,0 +1,121 @@
+"""`dynamo-megatron eval`: a model's answers to held-out problems, scored: pass@k with intervals."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, compose, to_plain
+from dynamo_megatron.convert import find_checkpoint, run_config
+from dynamo_megatron.coordination import StopFlag, StopRequested
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.evaluation.results import markdown_table, summarise, write_results
+from dynamo_megatron.launcher.local import run_ranks
+from dynamo_megatron.models import SafetensorsFolder, load_model_config
+from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.tracking.progress import Progress
+
+
+def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, out: Path) -> int:
+    """Evaluates and returns the exit code.
+
+    `model`: a Hugging Face folder, a run (its newest checkpoint), a checkpoint, or the URL of an SGLang server;
+    None: `model.path`. `out` gets `problems.jsonl` (one ProblemResult a line), `summary.json`, `table.md` and logs.
+    Raises ConfigError.
+    """
+    url = model if model is not None and model.startswith(("http://", "https://")) else None
+    checkpoint = None
+    if model is not None and url is None and not (Path(model) / "config.json").is_file():
+        checkpoint = find_checkpoint(model)
+    config = _config(files, overrides, model, checkpoint, out)
+    if (out / "summary.json").exists():
+        raise ConfigError(f"{out}: holds an evaluation; name another folder with --out")
+    try:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: {error.strerror}") from None
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
+        if checkpoint is not None:
+            whole = Path(folder) / "hf"
+            if code := run_ranks(["convert", str(checkpoint), str(whole)], 1):
+                return code
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(whole)})})
+        try:
+            summary = _ask(config, url, out)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        except (RolloutError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted; nothing of the evaluation was kept", file=sys.stderr)
+            return 130
+        except StopRequested as stopped:
+            print(f"stopped by {stopped}; nothing of the evaluation was kept", file=sys.stderr)
+            return 1
+    table = markdown_table([(model or config.model.path, summary)], config.eval.k)
+    source = config.eval.data or config.data.source
+    (out / "table.md").write_text(f"{source}\n\n{table}\n", encoding="utf-8")
+    print(f"{source}\n\n{table}\n\n{out}/problems.jsonl has every response")
+    return 0
+
+
+def _config(
+    files: Sequence[str], overrides: Sequence[str], model: str | None, checkpoint: Path | None, out: Path
+) -> Config:
+    """A checkpoint brings its run's config; what a model alone does not need to say has a default."""
+    defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
+    if checkpoint is not None:
+        defaults = to_plain(run_config(checkpoint))
+    elif model is not None and "://" not in model:
+        defaults["model"] = {"path": model}
+    config, _ = compose(files, overrides, defaults)
+    if not (config.eval.data or config.data.source):
+        raise ConfigError("eval.data: missing; name the problems with eval.data=...")
+    if checkpoint is None and model is not None and "://" not in model:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    # The server's and the rollout process's logs go where the evaluation goes.
+    return config.model_copy(update={"output_dir": str(out)})
+
+
+def _ask(config: Config, url: str | None, out: Path) -> dict[str, float]:
+    spec = load_model_config(config.model.path, config.model.family)
+    if url is None:
+        with SafetensorsFolder(config.model.path, spec):
+            pass  # opening checks every header
+    tokenizer = load_tokenizer(config.model.path)
+    problems = load_problems(
+        config,
+        lambda prompt: encode_prompt(prompt, tokenizer, config.data),
+        max_prompt_length(config, spec, evaluation=True),
+    )
+    stop = StopFlag()
+    worker = RolloutWorker(config, end_token_ids(config.model.path, tokenizer), url)
+    progress = Progress()
+    try:
+        worker.start()
+        progress.phase("starting server")
+        worker.wait_ready(stop.check)
+        progress.phase("evaluate", len(problems) * config.eval.samples)
+        results = worker.evaluate(problems, stop.check, progress.count)
+    except RewardError as error:
+        raise RolloutError(str(error)) from None
+    finally:
+        progress.close()
+        worker.close()
+    summary = summarise(results, config.eval.k)
+    write_results(out / "problems.jsonl", results)
+    (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary

@@ -1,0 +1,39 @@
+"""The problems of an evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.records import Prompt
+
+log = logging.getLogger(__name__)
+
+
+def load_problems(
+    config: Config, encode: Callable[[Prompt], list[int]], max_length: int, training: Iterable[Prompt] = ()
+) -> list[Prompt]:
+    """The first `eval.limit` problems of `eval.data` (else `data.source`), tokenized.
+
+    Problems that are in `training` too are warned about, not left out. Raises ValueError naming a prompt of more than
+    `max_length` tokens: a score that leaves problems out is another score.
+    """
+    source = config.eval.data or config.data.source
+    try:
+        prompts = load_prompts(config.data.model_copy(update={"source": source}))[: config.eval.limit]
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
+    tokenized = [dataclasses.replace(prompt, tokens=encode(prompt)) for prompt in prompts]
+    for prompt in tokenized:
+        if len(prompt.tokens) > max_length:
+            raise ValueError(
+                f"eval.data: prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, above the limit of "
+                f"{max_length}; raise model.max_length or lower eval.max_new_tokens"
+            )
+    known = {repr((p.messages, p.text)) for p in training}
+    if seen := sum(repr((p.messages, p.text)) in known for p in tokenized):
+        log.warning("eval.data: %d of %d problems of %s are trained on too", seen, len(tokenized), source)
+    return tokenized

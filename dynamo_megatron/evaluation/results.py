@@ -1,0 +1,188 @@
+"""The responses of an evaluation, on disk and in numbers; tables of them in Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_bootstrap, pass_at_k
+
+
+@dataclass
+class ProblemResult:
+    """The sampled responses to one problem; entry i of every list is about response i.
+
+    `lengths` are tokens; `finish_reasons` and `statuses` as in a Rollout. A response whose status is not "ok" counts
+    as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
+    """
+
+    prompt_id: str
+    source: str
+    rewards: list[float]
+    successes: list[bool]
+    lengths: list[int]
+    finish_reasons: list[str]
+    statuses: list[str]
+    responses: list[str]
+
+    def __post_init__(self) -> None:
+        lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
+        if len({len(entries) for entries in lists}) > 1:
+            raise ValueError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
+
+    @property
+    def right(self) -> int:
+        """Responses that are right."""
+        return sum(s and status == "ok" for s, status in zip(self.successes, self.statuses, strict=True))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> ProblemResult:
+        """Raises ValueError for text that is not one complete result."""
+        fields = json.loads(line)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"not a problem's result: {error}") from None
+
+
+def results_file(folder: Path, step: int) -> Path:
+    """`folder`: a run's output folder; `step` 0 is before training."""
+    return folder / "eval" / f"step-{step:06d}.jsonl"
+
+
+def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
+    """One line a problem. The file appears when complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(result.to_json() + "\n" for result in results), encoding="utf-8")
+    aside.rename(path)
+
+
+def read_results(path: Path) -> list[ProblemResult]:
+    """Raises ValueError: no such file, or (path:line) a line that is not a result."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; it holds the responses of an evaluation")
+    results = []
+    for number, line in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            results.append(ProblemResult.from_json(line.decode()))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    return results
+
+
+def problem_pass_at_k(results: Sequence[ProblemResult], k: int) -> np.ndarray:
+    """pass@k of every problem, float64 [N]. Raises ValueError as `pass_at_k`."""
+    return pass_at_k([len(r.successes) for r in results], [r.right for r in results], k)
+
+
+def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, float]:
+    """The numbers of one evaluation, plain data. Intervals are 95 %, bootstrapped over problems.
+
+    `eval/samples` counts all responses, `eval/length_mean` is in tokens; pass@k, truncated and failed are fractions.
+    Raises ValueError without a problem or where a problem has fewer than k samples.
+    """
+    if not results:
+        raise ValueError("results: no problems were evaluated")
+    passes = {f"eval/pass@{each}": bootstrap(problem_pass_at_k(results, each)) for each in k}
+    return {
+        "eval/problems": len(results),
+        "eval/samples": sum(len(r.successes) for r in results),
+        **{name: interval.mean for name, interval in passes.items()},
+        **{f"{name}_low": interval.low for name, interval in passes.items()},
+        **{f"{name}_high": interval.high for name, interval in passes.items()},
+        "eval/reward": float(np.mean([reward for r in results for reward in r.rewards])),
+        "eval/length_mean": float(np.mean([length for r in results for length in r.lengths])),
+        "eval/truncated": float(np.mean([reason == "length" for r in results for reason in r.finish_reasons])),
+        "eval/failed": float(np.mean([status != "ok" for r in results for status in r.statuses])),
+    }
+
+
+def summary_k(summary: Mapping[str, float]) -> list[int]:
+    """The k of every pass@k in a summary, ascending."""
+    return sorted(int(found[1]) for key in summary if (found := re.fullmatch(r"eval/pass@(\d+)", key)))
+
+
+def in_percent(interval: Interval, sign: str = "") -> str:
+    """`interval` is in fractions; sign "+" writes it for differences, too."""
+    mean, low, high = (f"{100 * x:{sign}.1f}" for x in interval)
+    return f"{mean} ({low} to {high})"
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[int]) -> str:
+    """One row for each (name, summary); "-" for a pass@k that the summary lacks."""
+    head = [
+        "evaluation",
+        "problems",
+        "samples a problem",
+        *(f"pass@{each}, % (95 %)" for each in k),
+        "reward",
+        "length, tokens",
+        "truncated, %",
+    ]
+    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    for name, s in rows:
+        known = summary_k(s)
+        passes = [
+            in_percent(Interval(*(s[f"eval/pass@{each}{end}"] for end in ("", "_low", "_high"))))
+            if each in known
+            else "-"
+            for each in k
+        ]
+        cells = [
+            name,
+            f"{s['eval/problems']:.0f}",
+            f"{s['eval/samples'] / s['eval/problems']:.3g}",
+            *passes,
+            f"{s['eval/reward']:.3f}",
+            f"{s['eval/length_mean']:.1f}",
+            f"{100 * s['eval/truncated']:.1f}",
+        ]
+        lines.append(markdown_row(cells))
+    return "\n".join(lines)
+
+
+def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
+    """The evaluations with their problems in the order of the first one.
+
+    Raises ValueError naming a problem that is not in all of them, or that is in one more than once.
+    """
+    by_id = [{r.prompt_id: r for r in results} for results in evaluations]
+    for results, ids in zip(evaluations, by_id, strict=True):
+        if len(ids) < len(results):
+            ((most, _),) = Counter(r.prompt_id for r in results).most_common(1)
+            raise ValueError(f"problem {most!r} is more than once in an evaluation")
+        if differ := ids.keys() ^ by_id[0].keys():
+            raise ValueError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
+    return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
+
+
+def compare_table(before: Sequence[ProblemResult], after: Sequence[ProblemResult], k: Sequence[int]) -> str:
+    """pass@k in percent of the same problems before and after, and the difference with its paired 95 % interval.
+
+    Raises ValueError naming a problem that is in one of them only.
+    """
+    before, after = align(before, after)
+    lines = [
+        markdown_row([f"{len(before)} problems", "before, %", "after, %", "difference, points (95 %)"]),
+        markdown_row(["---"] + ["---:"] * 3),
+    ]
+    for each in k:
+        x, y = problem_pass_at_k(before, each), problem_pass_at_k(after, each)
+        difference = in_percent(paired_bootstrap(x, y), sign="+")
+        lines.append(markdown_row([f"pass@{each}", f"{100 * x.mean():.1f}", f"{100 * y.mean():.1f}", difference]))
+    return "\n".join(lines)

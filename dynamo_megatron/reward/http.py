@@ -1,0 +1,178 @@
+"""Reward functions behind HTTP: an entry of `reward.functions` that is a URL.
+
+The contract: the service gets a POST with JSON
+
+    {"samples": [{"prompt_id": text, "prompt": text or list of messages, "response": text,
+                  "answer": ..., "source": text, "meta": {...}}, ...]}
+
+with at most 64 samples (what JSON does not know, such as a date, goes as its text) and answers 200 with
+
+    {"rewards": [number, ...]}
+
+as many finite numbers, in the same order. Several requests may be under way at once. A request is sent again, later and
+later, where the connection fails or the answer is 429 or 5xx; any other answer is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward.functions import checked
+
+BATCH = 64  # samples a request
+REQUESTS = 8  # under way at once
+GATHERING = 0.02  # seconds that a sample waits for others to share its request
+CONNECT_TIMEOUT = 5.0  # seconds
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
+
+
+class HttpReward:
+    """The reward function at `url`; a request has `deadline` seconds from when it is first sent, its repeats included.
+
+    Time that a sample waits for one of the requests under way to end does not count. Owns a thread with an event loop
+    of its own, so that samples may come from any event loop and thread, and share requests.
+    """
+
+    def __init__(self, url: str, deadline: float) -> None:
+        self._name = url
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._closed = False
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reward {url}", daemon=True)
+
+    def start(self) -> None:
+        """Raises ValueError (one line) for a malformed URL, and where nothing takes connections there."""
+        try:
+            self._url = URL(self._name)
+            if not self._url.host:
+                raise ValueError("it names no host")
+            socket.create_connection((self._url.host, self._url.port), CONNECT_TIMEOUT).close()
+        except ValueError as error:  # a host that cannot be one is an UnicodeError of the look-up
+            raise ValueError(f"reward.functions: {self._name}: not a URL: {error}") from None
+        except OSError as error:
+            raise ValueError(f"reward.functions: {self._name}: cannot connect, is the service up? ({error})") from error
+        self._thread.start()
+        self._ready.wait()
+
+    async def score(self, prompt: Prompt, response: str) -> tuple | None:
+        """("parts", {url: reward}), ("error", url, text), or None where no answer came within the deadline.
+
+        A deadline that passes after an attempt has failed is an error: the service is down, not slow.
+        Raises RuntimeError after `close`.
+        """
+        sample = {
+            "prompt_id": prompt.prompt_id,
+            "prompt": prompt.text if prompt.messages is None else prompt.messages,
+            "response": response,
+            "answer": prompt.answer,
+            "source": prompt.source,
+            "meta": prompt.meta,
+        }
+        encoded = json.dumps(sample, default=str).encode()
+        with self._lock:  # what comes after `close` would wait for ever
+            if self._closed:
+                raise RuntimeError("the reward pool was closed")
+            outcome = asyncio.run_coroutine_threadsafe(self._outcome(encoded), self._loop)
+        return await asyncio.wrap_future(outcome)
+
+    def close(self) -> None:
+        """Ends the requests under way, the session and the thread; what waits is cancelled. May be called twice."""
+        with self._lock:
+            if not self._closed and self._ready.is_set():
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._closed = True
+        if self._ready.is_set():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._serve())
+
+    async def _outcome(self, sample: bytes) -> tuple | None:
+        outcome = self._loop.create_future()
+        self._waiting.put_nowait((sample, outcome))
+        return await outcome
+
+    async def _serve(self) -> None:
+        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+        self._waiting: asyncio.Queue[tuple[bytes, asyncio.Future]] = asyncio.Queue()
+        free = asyncio.Semaphore(REQUESTS)
+        # No connection is kept: one that the service closed while idle would look like a failure.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._deadline / 2))
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session,
+            asyncio.TaskGroup() as requests,
+        ):
+            self._ready.set()
+            while True:
+                await free.acquire()
+                batch = [await self._waiting.get()]
+                await asyncio.sleep(GATHERING)
+                while len(batch) < BATCH and not self._waiting.empty():
+                    batch.append(self._waiting.get_nowait())
+                requests.create_task(self._request(batch)).add_done_callback(lambda _: free.release())
+
+    async def _request(self, batch: Sequence[tuple[bytes, asyncio.Future]]) -> None:
+        body = b'{"samples": [' + b", ".join(sample for sample, _ in batch) + b"]}"
+        for (_, outcome), result in zip(batch, await self._answer(body, len(batch)), strict=True):
+            if not outcome.done():  # its caller may have been cancelled
+                outcome.set_result(result)
+
+    async def _answer(self, body: bytes, count: int) -> list[tuple | None]:
+        failure = None
+        pause = FIRST_PAUSE
+        try:
+            async with asyncio.timeout(self._deadline):
+                while True:
+                    try:
+                        status, reply = await self._post(body)
+                        if status == 200:
+                            return self._rewards(reply, count)
+                        failure = f"answered {status}: {' '.join(reply.decode(errors='replace').split()):.200}"
+                        if status != 429 and status < 500:
+                            return [("error", self._name, failure)] * count
+                    except aiohttp.ClientError as error:
+                        failure = " ".join(f"{type(error).__name__}: {error}".split())
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        except TimeoutError:
+            if failure is None:
+                return [None] * count
+            text = f"no rewards within reward.deadline ({self._deadline:g} s), the last attempt: {failure}"
+            return [("error", self._name, text)] * count
+
+    async def _post(self, body: bytes) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        # A followed redirect may become a GET.
+        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as reply:
+            return reply.status, await reply.read()
+
+    def _rewards(self, reply: bytes, count: int) -> list[tuple]:
+        try:
+            rewards = json.loads(reply)["rewards"]
+        except (ValueError, TypeError, LookupError):
+            rewards = None
+        if not isinstance(rewards, list):
+            text = f'the answer is not {{"rewards": [...]}} but {reply.decode(errors="replace")!r:.80}'
+            return [("error", self._name, text)] * count
+        if len(rewards) != count:
+            return [("error", self._name, f"gave {len(rewards)} rewards for {count} samples")] * count
+        return [self._checked(reward) for reward in rewards]
+
+    def _checked(self, reward: Any) -> tuple:
+        try:
+            return ("parts", {self._name: checked(reward)})
+        except (ValueError, OverflowError) as error:
+            return ("error", self._name, str(error))

@@ -1,0 +1,161 @@
+"""`dynamo-megatron sft`: supervised fine-tuning, the cross-entropy of completions, on the policy that RL trains.
+
+An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text), to
+which the tokenizer's end token is added. An update takes `data.batch_prompts` examples; every completion token has
+the same weight.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.models import ModelSpec, SafetensorsFolder
+from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.records import Prompt, Sequences
+from dynamo_megatron.run import check_layout, describe_layout
+from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
+
+LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
+
+
+class SFTJob:
+    """See `run.Job`."""
+
+    def __init__(self, config: Config):
+        self.config, self.output = config, OutputDir(config)
+        self._stream = self._journal = None
+
+    def check(self, ranks: int) -> dict[str, Any]:
+        try:
+            check_trackers(self.config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        derived = describe_layout(self.config, check_layout(self.config, ranks), ranks)
+        return {**derived, "examples an update": self.config.data.batch_prompts}
+
+    def nothing_left(self) -> str | None:
+        return self.output.finished()
+
+    def prepare(self, spec: ModelSpec) -> None:
+        config = self.config
+        with SafetensorsFolder(config.model.path, spec):
+            pass  # opening checks every header
+        self._tokenizer = load_tokenizer(config.model.path)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
+        examples = load_prompts(config.data)
+        self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)
+        self.output.claim()
+        self._journal = Journal(config)
+
+    def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
+        from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
+
+        self._policy, self._coordinator = policy, coordinator
+        self._checkpoints = Checkpoints(policy, self.config, {"stream": self._stream})
+        self._start = self._checkpoints.resume()
+        if self._leads:
+            self.output.take_over(self._start)
+
+    def run(self) -> None:
+        """Raises StopRequested, after saving, where asked to stop."""
+        from dynamo_megatron.resharding.push import export_huggingface
+
+        config, steps = self.config, self.config.trainer.steps
+        if self._leads:
+            self._journal.open(self._start)
+        for step in range(self._start + 1, steps + 1):
+            self._coordinator.step = step
+            start = time.monotonic()
+            try:
+                sequences, finished = self._share()
+            except StopRequested:
+                self._checkpoints.save()
+                raise
+            if finished:
+                break
+            tokens = int(sequences.response_lengths.sum())
+            weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)
+            lr = config.learning_rate(step)
+            update = self._policy.fit(sequences, weights, lr)
+            if self._leads:
+                metrics = {
+                    "step": step,
+                    "sft/loss": update["loss"],
+                    "sft/tokens": tokens,
+                    "policy/grad_norm": update["grad_norm"],
+                    "policy/learning_rate": lr,
+                    "time/step": time.monotonic() - start,
+                }
+                shown = step % max(1, steps // LINES) == 0 or step == steps
+                self._journal.step(metrics, _line(metrics, steps) if shown else None)
+            self._checkpoints.reached(step)
+            if step % config.checkpoint.every == 0 or step == steps:
+                self._checkpoints.save()
+        if config.checkpoint.export_hf != "never":
+            export_huggingface(self._policy, Path(config.output_dir) / "hf")
+
+    def _share(self) -> tuple[Sequences | None, str | None]:
+        """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""
+        box: list[Any] = [None, None, None]
+        if self._leads:
+            try:
+                self._coordinator.check_stop()
+                box = [self._next(), self._journal.finished(), None]
+            except StopRequested as stopped:
+                box[2] = str(stopped)
+        dist.broadcast_object_list(box, src=0, group=self._policy.layout.host)
+        sequences, finished, stopped = box
+        if stopped:
+            raise StopRequested(stopped)
+        return sequences, finished
+
+    def _next(self) -> Sequences:
+        examples = self._stream.next(self.config.data.batch_prompts)
+        lengths = np.asarray([len(e.tokens) for e in examples])
+        return Sequences(
+            prompt_ids=[e.prompt_id for e in examples],
+            tokens=np.concatenate([np.asarray(e.tokens, np.int64) for e in examples]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            prompt_lengths=lengths - np.asarray([len(self._completion(e)) for e in examples]),
+        )
+
+    def _encode(self, example: Prompt) -> list[int]:
+        return encode_prompt(example, self._tokenizer, self.config.data) + self._completion(example)
+
+    def _completion(self, example: Prompt) -> list[int]:
+        if not isinstance(example.answer, str):
+            raise ValueError(
+                f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
+            )
+        return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    @property
+    def _leads(self) -> bool:
+        return self._policy.layout.rank == 0
+
+
+def _line(metrics: dict[str, Any], steps: int) -> str:
+    return (
+        f"step {metrics['step']:>{len(str(steps))}}/{steps}  loss {metrics['sft/loss']:.4f}"
+        f"  grad {metrics['policy/grad_norm']:.3f}  {metrics['time/step']:.2f} s"
+    )

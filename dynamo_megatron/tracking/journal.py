@@ -1,0 +1,95 @@
+"""Rank 0's record of a run: the JSON lines on disk, the trackers, the terminal, and whether the run is finished."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.tracking.metrics import StepLog
+from dynamo_megatron.tracking.progress import Progress, terminal_width
+from dynamo_megatron.tracking.stopping import StopRule
+from dynamo_megatron.tracking.trackers import Tracker, open_trackers
+
+
+class Journal:
+    """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`."""
+
+    def __init__(self, config: Config):
+        self._config, self._folder = config, Path(config.output_dir)
+        self.progress = Progress(config.trainer.steps)
+        self._trackers: list[Tracker] = []
+        self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
+        self._why: str | None = None
+
+    def open(self, start: int) -> None:
+        """The run goes on after step `start`: lines of later steps are dropped."""
+        names = ("metrics", "allocation", "evaluations")
+        self._logs = {name: StepLog(self._folder / f"{name}.jsonl", keep_to=start) for name in names}
+        self._trackers = open_trackers(self._config, start)
+        self._evaluations = self._read("evaluations")
+        self.progress.start(start)
+        # A resumed run decides as the straight one would: it sees what that one has seen.
+        seen = [*self._read("metrics"), *self._evaluations]
+        for metrics in sorted(seen, key=lambda m: m["step"]):
+            self._judge(metrics)
+        self._why = None
+
+    def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
+        """A step's metrics and allocation; `line` is what the screen gets of it."""
+        self._logs["metrics"].write([metrics])
+        self._logs["allocation"].write(allocation)
+        for tracker in self._trackers:
+            tracker.write(metrics)
+        if line is not None:
+            self.say(line)
+        self.progress.step_done(metrics["step"], metrics.get("reward/mean"))
+        self._judge(metrics)
+
+    def evaluated(self, step: int) -> bool:
+        return any(e["step"] == step for e in self._evaluations)
+
+    def evaluation(self, summary: Mapping[str, Any]) -> bool:
+        """Returns whether it is the best so far, by pass@k of the first `eval.k`."""
+        first = f"eval/pass@{self._config.eval.k[0]}"
+        best = all(summary[first] > e[first] for e in self._evaluations)
+        self._evaluations.append(summary)
+        self._logs["evaluations"].write([summary])
+        for tracker in self._trackers:
+            tracker.write(summary)
+        scores = "  ".join(
+            f"pass@{k} {summary[f'eval/pass@{k}']:.3f} "
+            f"[{summary[f'eval/pass@{k}_low']:.3f}, {summary[f'eval/pass@{k}_high']:.3f}]"
+            for k in self._config.eval.k
+        )
+        self.say(f"evaluation at step {summary['step']}: {scores}  ({summary['eval/problems']} problems)")
+        self._judge(summary)
+        return best
+
+    def finished(self) -> str | None:
+        """Why `trainer.stop_when` ends the run now, or None."""
+        return self._why
+
+    def say(self, line: str) -> None:
+        self.progress.say(line)
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where the output is none."""
+        return terminal_width(sys.stdout)
+
+    def close(self) -> None:
+        self.progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _judge(self, metrics: Mapping[str, Any]) -> None:
+        if self._rule is not None:
+            self._why = self._rule.observe(metrics) or self._why
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        lines = (self._folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]

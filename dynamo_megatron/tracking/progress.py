@@ -1,0 +1,131 @@
+"""The live line of a terminal: where a run is, how fast, and how long it will still take."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import TextIO
+
+from tqdm import tqdm
+
+from dynamo_megatron.tracking.metrics import fit_fields
+
+BETWEEN_STEPS = ("evaluate", "save")  # phases; all others belong to a step
+RECENT_STEPS = 20  # steps whose durations the ETA is from
+PHASE_COLUMNS = 18  # "generate 1800/2560"; what follows stays in place from phase to phase
+LEAST_BAR = 12  # columns; a shorter bar says nothing
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal that `stream` writes to; None where it is none."""
+    if not stream.isatty():
+        return None
+    return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that does not know its size
+
+
+class Progress:
+    """One line on stderr, rewritten in place by every call. Where stderr is no terminal, only `say` prints anything.
+
+    A run of `steps` steps calls `start`, then `phase` (and `count` in it) and `step_done`; ETA and bar are the run's.
+    Without `steps` (an evaluation) there are phases and counts alone; ETA and bar are the count's.
+    """
+
+    def __init__(self, steps: int | None = None):
+        self._steps, self._done = steps, 0
+        self._mark: float | None = None  # when the step under way began, time.monotonic; None: the run has not started
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._reward: float | None = None
+        self._phase, self._count, self._total = "", 0, None
+        self._counted_from: tuple[float, int, int] | None = None  # when, count and tokens at the phase's first `count`
+        self._speed: float | None = None  # tokens a second
+        self._columns: int | None = None
+        self._bar = tqdm(disable=None, file=sys.stderr, leave=False, bar_format="{desc}")
+
+    def start(self, step: int = 0) -> None:
+        """The run goes on after step `step`."""
+        self._done, self._mark = step, time.monotonic()
+        self._draw()
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """What is under way from now on; `total`: what `count` will count up to."""
+        if self._phase in BETWEEN_STEPS and not self._durations:
+            self._mark = time.monotonic()  # an evaluation before the first step is no part of its duration
+        self._phase, self._count, self._total = name, 0, total
+        self._counted_from = self._speed = None
+        self._draw()
+
+    def count(self, done: int, tokens: int) -> None:
+        """So many of the phase's total are done, with so many tokens."""
+        now = time.monotonic()
+        if self._counted_from is None:
+            # What is there at the first call (rollouts of an interrupted run) did not take this phase's time.
+            self._counted_from = (now, done, tokens)
+        begun, _, tokens_before = self._counted_from
+        self._speed = (tokens - tokens_before) / (now - begun) if tokens > tokens_before else None
+        self._count = done
+        self._draw()
+
+    def step_done(self, step: int, reward: float | None = None) -> None:
+        """`reward` is shown until the next one comes. The time from here on is the next step's."""
+        now = time.monotonic()
+        self._durations.append(now - self._mark)
+        self._mark, self._done = now, step
+        self._reward = self._reward if reward is None else reward
+        self._draw()
+
+    def say(self, line: str) -> None:
+        """Prints a line to stdout, above the live one."""
+        self._bar.clear()
+        print(line, flush=True)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Takes the line away. May be called twice."""
+        self._bar.close()
+
+    def _draw(self) -> None:
+        if self._bar.disable:
+            return
+        columns = terminal_width(sys.stderr)
+        if columns != self._columns:  # tqdm would blank as many columns as its last line had, and wrap
+            self._bar.sp = tqdm.status_printer(sys.stderr)
+            self._columns = columns
+        room = columns - 1  # a line up to the last column wraps in some terminals
+        line = fit_fields(self._fields(), room)
+        done, total = (self._count, self._total) if self._steps is None else (self._done, self._steps)
+        has_bar = total is not None and room - len(line) >= LEAST_BAR
+        self._bar.n, self._bar.total, self._bar.ncols = done, total, room
+        self._bar.bar_format = "{desc}  |{bar}|" if has_bar else "{desc}"
+        self._bar.set_description_str(line)
+
+    def _fields(self) -> list[str]:
+        """The important first. Those that are not known (yet) leave their room blank, so that the others stay."""
+        phase, remaining = self._phase, self._remaining()
+        if self._total is not None:
+            phase += f" {self._count:>{len(str(self._total))}}/{self._total}"
+        fields = [
+            f"{phase:<{PHASE_COLUMNS}}",
+            f"ETA {'?' if remaining is None else tqdm.format_interval(remaining):>8}",
+            f"{'' if self._speed is None else f'{self._speed:,.0f} tok/s':>13}",
+            "" if self._reward is None else f"reward {self._reward:>6.3f}",
+        ]
+        if self._steps is None or self._mark is None:
+            return fields
+        step = self._done if self._phase in BETWEEN_STEPS else min(self._done + 1, self._steps)
+        return [f"step {step:>{len(str(self._steps))}}/{self._steps}", *fields]
+
+    def _remaining(self) -> float | None:
+        """Seconds to the end of the run, else of the count; None where nothing is known yet."""
+        now = time.monotonic()
+        if self._steps is not None:
+            if not self._durations:
+                return None
+            average = sum(self._durations) / len(self._durations)
+            return max(0.0, average * (self._steps - self._done) - (now - self._mark))
+        if self._total is None or self._counted_from is None:
+            return None
+        begun, count_before, _ = self._counted_from
+        made = self._count - count_before
+        return (now - begun) / made * (self._total - self._count) if made else None

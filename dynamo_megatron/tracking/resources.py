@@ -1,0 +1,53 @@
+"""What a run takes of its machine: memory, cores, disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+
+class ResourceMeter:
+    """A rank's own figures."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent()  # the next call is about the time since this one
+        self._process = psutil.Process()
+
+    def sample(self) -> dict[str, int]:
+        """Bytes: `host_memory`, this process's now, and `gpu_memory`, the most its tensors took since the last call."""
+        peak = 0
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return {"host_memory": resident_memory([self._process]), "gpu_memory": peak}
+
+
+def resident_memory(processes: Iterable[psutil.Process]) -> int:
+    """Bytes resident, summed; pages that processes share count in each, processes that have ended not at all."""
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:  # ended since it was listed
+            continue
+    return total
+
+
+def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) -> dict[str, float]:
+    """Metrics of a step, on rank 0, from every rank's `ResourceMeter.sample`.
+
+    Bytes, but `resources/cpu`: the share of this machine's cores that was busy since the last call (or since the
+    ResourceMeter of this process was made). `rollout_memory` is that of all descendants of this process: rollout
+    process, server, reward workers.
+    """
+    return {
+        "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),
+        "resources/gpu_memory_max": max(sample["gpu_memory"] for sample in per_rank),
+        "resources/rollout_memory": resident_memory(psutil.Process().children(recursive=True)),
+        "resources/cpu": psutil.cpu_percent() / 100,
+        "resources/disk_free": shutil.disk_usage(output_dir).free,
+    }

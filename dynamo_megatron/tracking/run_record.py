@@ -1,0 +1,116 @@
+"""What a run has left in its folder, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dynamo_megatron.evaluation.results import summary_k
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    folder: Path
+    config: dict[str, Any]  # config.yaml
+    metrics: list[dict[str, Any]]  # one a step, at least one
+    evaluations: list[dict[str, Any]]  # `step` and `summarise`'s numbers, one an evaluation; may be empty
+
+    @property
+    def steps(self) -> np.ndarray:
+        """int64 [steps]."""
+        return self.metric("step")
+
+    def metric(self, key: str) -> np.ndarray:
+        """Its value at every step, [steps]."""
+        return np.array([m[key] for m in self.metrics])
+
+    def pass_at(self, k: int) -> np.ndarray:
+        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, of the evaluations that have it."""
+        name = f"eval/pass@{k}"
+        rows = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in self.evaluations if name in e]
+        return np.array(rows, np.float64).reshape(-1, 4)
+
+    @property
+    def k(self) -> list[int]:
+        """The k of every pass@k in any evaluation, ascending."""
+        return sorted({k for e in self.evaluations for k in summary_k(e)})
+
+
+@dataclass(frozen=True)
+class Revisits:
+    """Allocations to problems that had rollouts before: V of them. `first_visits` counts the others.
+
+    A problem's success rate is that of all its rollouts of earlier steps that were trained on.
+    """
+
+    success_rates: np.ndarray  # float64 [V]
+    rollouts: np.ndarray  # int64 [V], given
+    first_visits: int
+    uniform: float  # rollouts that every problem would have been given by an even split
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+    metrics = _read_rows(folder / "metrics.jsonl")
+    if not metrics:
+        raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
+    return RunRecord(
+        folder,
+        yaml.safe_load(config.read_text(encoding="utf-8")),
+        metrics,
+        _read_rows(folder / "evaluations.jsonl"),
+    )
+
+
+def read_revisits(folder: Path) -> Revisits | None:
+    """None where an allocation or its rollouts are not in the folder, as after a replay of another run's rollouts.
+
+    Raises ValueError (path:line) for a line that is broken.
+    """
+    rows = _read_rows(folder / "allocation.jsonl")
+    files = {step: step_file(folder, step) for step in sorted({row["step"] for row in rows})}
+    if not rows or not all(path.is_file() for path in files.values()):
+        return None
+    trials: Counter[str] = Counter()
+    successes: Counter[str] = Counter()
+    rates, given = [], []
+    for step, visits in groupby(rows, key=lambda row: row["step"]):
+        for visit in visits:
+            name = visit["prompt_id"]
+            if trials[name]:
+                rates.append(successes[name] / trials[name])
+                given.append(visit["n"])
+        for rollout in read_rollouts(files[step]):
+            if rollout.status != "failed":
+                trials[rollout.prompt_id] += 1
+                successes[rollout.prompt_id] += rollout.success
+    return Revisits(
+        success_rates=np.array(rates, np.float64),
+        rollouts=np.array(given, np.int64),
+        first_visits=len(rows) - len(given),
+        uniform=float(np.mean([row["n"] for row in rows])),
+    )
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none without a file. A last line without a newline was torn by a kill."""
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+    return rows

@@ -1,0 +1,96 @@
+"""When a metric ends a run before `trainer.steps`. Wall time is the trainer's own to watch."""
+
+from __future__ import annotations
+
+import difflib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_megatron.config import StopConfig
+
+
+class StopRule:
+    """`trainer.stop_when` over the metrics of a run.
+
+    Only an average over `window` values counts, so that one lucky value ends nothing. Patience is judged where a value
+    comes, never between two evaluations.
+    """
+
+    def __init__(self, config: StopConfig):
+        self._config = config
+        self._values: deque[float] = deque(maxlen=config.window)
+        self._step = 0  # of the last value
+        self._best: float | None = None
+        self._best_step = 0
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """Takes one row of metrics (a step's, an evaluation's or both); why the run ends, in a user's words, or None.
+
+        A row without the metric is passed over. Raises ValueError where the metric has never come and the row holds
+        others of its kind: an `eval/` metric is looked for in the first evaluation, any other one in the first step.
+        """
+        name = self._config.metric
+        if name is None:
+            return None
+        if name not in metrics:
+            if not self._values:
+                self._check_name(metrics)
+            return None
+        self._values.append(float(metrics[name]))
+        self._step = int(metrics["step"])
+        average = self._average()
+        if average is not None and (self._best is None or self._is_better(average)):
+            self._best, self._best_step = average, self._step
+        return self.reason()
+
+    def reason(self) -> str | None:
+        """As the last `observe` of the metric; after `load_state_dict`, whether the run had ended already."""
+        config, average = self._config, self._average()
+        if average is None:
+            return None
+        windowed = config.window > 1
+        is_now = f"averaged {average:.4g} over {config.window} values" if windowed else f"is {average:.4g}"
+        if config.above is not None and average >= config.above:
+            return f"{config.metric} {is_now}, at or above {config.above:g}"
+        if config.below is not None and average <= config.below:
+            return f"{config.metric} {is_now}, at or below {config.below:g}"
+        waited = self._step - self._best_step
+        if config.patience is not None and waited >= config.patience:
+            what = f"average of {config.metric} over {config.window} values" if windowed else config.metric
+            return f"no better {what} than {self._best:.4g} (step {self._best_step}) for {waited} steps"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: survives JSON."""
+        return {
+            "about": self._about(),
+            "values": list(self._values),
+            "step": self._step,
+            "best": self._best,
+            "best_step": self._best_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; where another metric, window or mode was watched, starts afresh."""
+        if state["about"] != self._about():
+            return
+        self._values.extend(state["values"])
+        self._step, self._best, self._best_step = state["step"], state["best"], state["best_step"]
+
+    def _about(self) -> list[Any]:
+        return [self._config.metric, self._config.window, self._config.mode]
+
+    def _average(self) -> float | None:
+        full = len(self._values) == self._config.window
+        return sum(self._values) / len(self._values) if full else None
+
+    def _is_better(self, average: float) -> bool:
+        return average > self._best if self._config.mode == "max" else average < self._best
+
+    def _check_name(self, metrics: Mapping[str, float]) -> None:
+        name = self._config.metric
+        kin = [key for key in metrics if key != "step" and key.startswith("eval/") == name.startswith("eval/")]
+        if kin:
+            nearest = difflib.get_close_matches(name, kin, 1, cutoff=0.0)[0]
+            raise ValueError(f"trainer.stop_when.metric: this run has no {name}; the nearest metric is {nearest}")

@@ -1,0 +1,106 @@
+"""`dynamo-megatron train`: what is checked before a run, and what rank 0 opens for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
+from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.models import ModelSpec, SafetensorsFolder
+from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.run import check_layout, describe_layout
+from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.trackers import check_trackers
+
+
+class TrainJob:
+    """See `run.Job`."""
+
+    def __init__(self, config: Config):
+        self.config, self.output = config, OutputDir(config)
+        self._stream = self._rollout = self._evaluation = self._journal = None
+
+    def check(self, ranks: int) -> dict[str, Any]:
+        config = self.config
+        spec = check_layout(config, ranks)
+        try:
+            limit = max_prompt_length(config, spec)
+            check_trackers(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return {
+            **describe_layout(config, spec, ranks),
+            "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
+            "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
+            f"{config.algorithm.loss.mini_batches} updates",
+        }
+
+    def nothing_left(self) -> str | None:
+        return self.output.finished()
+
+    def prepare(self, spec: ModelSpec) -> None:
+        config = self.config
+        with SafetensorsFolder(config.model.path, spec):
+            pass  # opening checks every header
+        tokenizer = load_tokenizer(config.model.path)
+
+        def encode(prompt):
+            return encode_prompt(prompt, tokenizer, config.data)
+
+        prompts = load_prompts(config.data)
+        limit = max_prompt_length(config, spec)
+        self._stream = PromptStream(prompts, config.data, encode, limit)
+        evaluates = config.eval.every is not None
+        server = None
+        if config.rollout.engine == "sglang" or evaluates:
+            server = RolloutWorker(config, end_token_ids(config.model.path, tokenizer))
+        self._rollout = server
+        if config.rollout.engine == "recorded":
+            self._rollout = RecordedRollouts(config.rollout.recorded, server)
+        if evaluates:
+            longest = max_prompt_length(config, spec, evaluation=True)
+            held_out = load_problems(config, encode, longest, training=prompts)
+            self._evaluation = PeriodicEvaluation(config, held_out, server)
+        self.output.claim()
+        self._journal = Journal(config)
+        self._rollout.start()
+
+    def set_up(self, policy: Any, coordinator: Coordinator) -> None:
+        # These need Megatron, which may only be imported once the backend is set up.
+        from dynamo_megatron.policy.backend import Fusions
+        from dynamo_megatron.trainer import Trainer
+
+        config, leads = self.config, policy.layout.rank == 0
+        if leads:
+            self._journal.say(f"optional packages: {Fusions.detect()}")
+            self._journal.progress.phase("starting server")
+        coordinator.from_rank_0(
+            "rollouts-ready",
+            "the rollout server to start",
+            lambda: self._rollout.wait_ready(coordinator.check_stop),
+            policy.layout.host,
+            timeout=config.rollout.start_timeout + config.trainer.timeout,
+        )
+        self._trainer = Trainer(
+            config, policy, coordinator, self._stream, self._rollout, self._evaluation, self._journal
+        )
+        if leads:
+            self.output.take_over(self._trainer.start)
+
+    def run(self) -> None:
+        self._trainer.run()
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        if self._rollout is not None:
+            self._rollout.close()

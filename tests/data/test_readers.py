@@ -1,0 +1,181 @@
+import datetime
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import load_prompts
+
+
+def load(source, **settings):
+    return load_prompts(DataConfig(source=str(source), **settings))
+
+
+def refused(source, **settings):
+    with pytest.raises(ValueError) as error:
+        load(source, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def verl_row(index):
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{index}+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
+        "extra_info": {"index": index, "split": "train"},
+    }
+
+
+def parquet(path, rows, **options):
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_a_verl_parquet_loads_unchanged(tmp_path):
+    rows = [verl_row(i) for i in range(5)]
+    path = parquet(tmp_path / "train.parquet", rows, row_group_size=2)
+    assert pq.ParquetFile(path).num_row_groups == 3
+    prompts = load(path)
+    assert [p.messages[0]["content"] for p in prompts] == [f"{i}+1?" for i in range(5)]
+    assert prompts[3].messages == [{"role": "user", "content": "3+1?"}] and prompts[3].answer == "4"
+    assert prompts[3].meta == {k: v for k, v in rows[3].items() if k != "prompt"}
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [p.prompt_id for p in load(tmp_path / "same.jsonl")] == [p.prompt_id for p in prompts]
+
+
+def test_parquet_values_are_plain_python(tmp_path):
+    day = datetime.datetime(2026, 1, 2)
+    row = {"id": 7, "question": "q", "answer": 1.5, "tags": ["a"], "deep": {"x": [{"y": 1}]}, "when": day, "raw": b"x"}
+    table = pa.Table.from_pylist([row])
+    counts = pa.array([[("a", 1), ("b", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(table.append_column("counts", counts), tmp_path / "a.parquet")
+    (prompt,) = load(tmp_path / "a.parquet")
+    assert (prompt.prompt_id, prompt.text, prompt.answer) == ("7", "q", 1.5) and type(prompt.answer) is float
+    assert prompt.meta == {
+        "tags": ["a"],
+        "deep": {"x": [{"y": 1}]},
+        "when": day,
+        "raw": b"x",
+        "counts": {"a": 1, "b": 2},
+    }
+    assert load(tmp_path / "a.parquet", answer_key="counts.b")[0].answer == 2
+
+
+def test_a_field_that_only_one_message_has_is_not_null_in_the_others(tmp_path):
+    messages = [{"role": "user", "content": "q", "name": "Ada"}, {"role": "user", "content": "r"}]
+    path = parquet(tmp_path / "a.parquet", [{"prompt": messages, "answer": "1"}])
+    assert pq.read_table(path).to_pylist()[0]["prompt"][1]["name"] is None
+    assert load(path)[0].messages == messages
+
+
+GOOD = {"id": "a", "problem": "q", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (GOOD | {"id": "b", "problem": None}, "row 2: 'problem' must be text or a list of messages, not null"),
+        (GOOD | {"id": "b", "problem": " "}, "row 2: the prompt is empty"),
+        (GOOD | {"problem": "other"}, "row 2: the id 'a' is taken by "),
+    ],
+)
+def test_a_bad_parquet_row_is_named(tmp_path, bad, words):
+    path = parquet(tmp_path / "a.parquet", [GOOD, bad], row_group_size=1)
+    message = refused(path)
+    assert message.startswith(f"{path} ") and words in message
+
+
+def test_malformed_chat_messages(tmp_path):
+    path = parquet(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "text": "q"}], "answer": "1"}])
+    assert "row 1: a chat message needs 'role' and 'content' as text, not {'role': 'user'," in refused(path)
+    path = parquet(tmp_path / "b.parquet", [{"prompt": ["q"], "answer": "1"}])
+    assert "row 1: a chat message needs 'role' and 'content' as text, not 'q'" in refused(path)
+
+
+def test_parquet_without_the_keys(tmp_path):
+    path = parquet(tmp_path / "a.parquet", [{"text": "q", "answer": "1"}])
+    assert refused(path) == (
+        f"{path} row 1: no 'problem' or 'question' or 'prompt'; the row has text, answer (set data.prompt_key)"
+    )
+    path = parquet(tmp_path / "b.parquet", [{"prompt": "q", "reward_model": {"style": "rule"}}])
+    assert "no 'answer' or 'reward_model.ground_truth'; the row has prompt, reward_model (set " in refused(path)
+
+
+def test_files_that_are_no_parquet(tmp_path):
+    assert refused(tmp_path / "none.parquet") == f"data.source: there is no file {tmp_path}/none.parquet"
+    (tmp_path / "text.parquet").write_text('{"problem": "q", "answer": 1}\n' * 9)
+    assert f"cannot read {tmp_path}/text.parquet as parquet: ArrowInvalid: " in refused(tmp_path / "text.parquet")
+    whole = parquet(tmp_path / "whole.parquet", [GOOD]).read_bytes()
+    (tmp_path / "damaged.parquet").write_bytes(whole[:10] + b"\xff" * 100 + whole[110:])
+    assert "damaged.parquet as parquet: OSError: " in refused(tmp_path / "damaged.parquet")
+    empty = pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / "empty.parquet")
+    assert "has no prompts" in refused(tmp_path / "empty.parquet")
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "words"),
+    [("pyarrow.parquet", "a.parquet", "pip install pyarrow"), ("datasets", "datasets:json", "pip install datasets")],
+)
+def test_a_missing_package_is_named(monkeypatch, module, source, words):
+    monkeypatch.setitem(__import__("sys").modules, module, None)  # makes its import a ModuleNotFoundError
+    assert refused(source).startswith(f"data.source: {source}: ") and refused(source).endswith(words)
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(4)))
+    return path
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    train = datasets.Dataset.from_list([verl_row(i) for i in range(3)])
+    test = datasets.Dataset.from_list([verl_row(7)])
+    datasets.DatasetDict({"train": train, "test": test, "no": test}).save_to_disk(tmp_path / "both")
+    train.save_to_disk(tmp_path / "one")
+    assert [p.answer for p in load(f"datasets:{tmp_path}/both")] == ["1", "2", "3"]
+    (prompt,) = load(f"datasets:{tmp_path}/both?split=test")
+    assert prompt.messages == [{"role": "user", "content": "7+1?"}] and prompt.meta["extra_info"]["index"] == 7
+    assert prompt.source == f"datasets:{tmp_path}/both?split=test"
+    assert len(load(f"datasets:{tmp_path}/both?split=no")) == 1  # Norwegian, not YAML's False
+    assert [p.answer for p in load(f"datasets:{tmp_path}/one")] == ["1", "2", "3"]
+    assert "there is no split 'dev'; there is train, test, no" in refused(f"datasets:{tmp_path}/both?split=dev")
+    assert "saved without splits; leave split out" in refused(f"datasets:{tmp_path}/one?split=train")
+    assert "takes no option 'name', only split" in refused(f"datasets:{tmp_path}/both?name=main")
+
+
+def test_what_load_dataset_takes(rows_file, tmp_path):
+    source = f"datasets:json?data_files={rows_file}&cache_dir={tmp_path}/cache"
+    assert [p.text for p in load(source)] == ["0+1?", "1+1?", "2+1?", "3+1?"]
+    assert [p.answer for p in load(f"{source}&split=train[1:3]")] == [2, 3]
+    listed = f"datasets:json?data_files=['{rows_file}']&cache_dir={tmp_path}/cache&name=main"
+    assert len(load(listed)) == 4
+    assert "row 1: no 'problem'; the row has question, answer" in refused(source, prompt_key="problem")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("split=test", "ValueError: Unknown split"),
+        ("colour=red", "TypeError: "),
+        ("split", "'split' is not of the form key=value"),
+        ("data_dir=[1", "the value of 'data_dir' is not YAML: '[1'"),
+    ],
+)
+def test_bad_dataset_options(rows_file, tmp_path, options, words):
+    source = f"datasets:json?data_files={rows_file}&cache_dir={tmp_path}/cache&{options}"
+    message = refused(source)
+    assert message.startswith(f"data.source: {source}: ") and words in message
+
+
+def test_unknown_and_broken_datasets(tmp_path):
+    assert "FileNotFoundError: " in refused(f"datasets:{tmp_path}/none/x")
+    (tmp_path / "bad.jsonl").write_text("no json\n")
+    message = refused(f"datasets:json?data_files={tmp_path}/bad.jsonl&cache_dir={tmp_path}/cache")
+    assert "JSON parse error" in message

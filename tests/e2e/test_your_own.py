@@ -1,0 +1,33 @@
+"""docs/your-own.md works word by word."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_walk_through_works(tmp_path):
+    for name in ("tools", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "your-own.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    (tmp_path / "walk.sh").write_text("set -euo pipefail\n" + "".join(blocks))
+    with open(tmp_path / "console.log", "w") as log:
+        done = subprocess.run(
+            ["bash", "walk.sh"],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=500,
+        )
+    text = (tmp_path / "console.log").read_text()
+    assert done.returncode == 0, text[-3000:]
+    assert "\x1b" not in text and "\r" not in text, "control characters where there is no terminal"
+    assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 2
+    assert (tmp_path / "runs/mine/report.png").stat().st_size > 10_000
+    assert "Write something with an o in it." in text.splitlines()[-1] or "<|im_start|>" in text

@@ -1,0 +1,68 @@
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.evaluation.estimates import bootstrap, paired_bootstrap, pass_at_k
+
+
+def test_pass_at_k_against_enumeration():
+    """The share of all draws of k responses without replacement that hold a right one."""
+    for n in range(1, 8):
+        for k in range(1, n + 1):
+            for c in range(n + 1):
+                draws = [any(draw) for draw in combinations([True] * c + [False] * (n - c), k)]
+                assert pass_at_k([n], [c], k)[0] == pytest.approx(np.mean(draws), abs=1e-14)
+
+
+def test_pass_at_k_of_many_samples():
+    """C(100000, 1000) overflows every float; the limit is 1 - (1 - p)^k."""
+    values = pass_at_k([100_000, 100_000, 1000], [100, 0, 1000], 1000)
+    assert values.dtype == np.float64
+    assert values[0] == pytest.approx(1 - 0.999**1000, rel=5e-3)
+    assert values[1:].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "successes", "k", "said"),
+    [
+        ([4, 2], [1, 1], 4, r"^k: pass@4 .* entry 1 has 2 samples$"),
+        ([4], [1], 0, r"^k: pass@0"),
+        ([4], [5], 1, r"^successes: entry 0 is 5 of 4 samples$"),
+        ([4, 4], [-1, 2], 1, r"^successes: entry 0 is -1"),
+        ([4, 4], [2], 1, r"^successes: 1 entries for 2"),
+    ],
+)
+def test_what_pass_at_k_refuses(samples, successes, k, said):
+    with pytest.raises(ValueError, match=said):
+        pass_at_k(samples, successes, k)
+
+
+def test_bootstrap_covers_the_truth_as_often_as_it_says():
+    """80 % intervals of the mean of 100 skewed values. The mean of 300 trials is off by 0.07 in 1 of 500 such tests."""
+    generator = np.random.default_rng(1)
+    intervals = [bootstrap(generator.beta(0.5, 1.5, 100), resamples=400, level=0.8) for _ in range(300)]
+    covered = np.mean([each.low <= 0.25 <= each.high for each in intervals])
+    assert covered == pytest.approx(0.8, abs=0.07)
+    widths = np.mean([each.high - each.low for each in intervals])
+    assert widths == pytest.approx(2 * 1.2816 * np.sqrt(0.0625 / 100), rel=0.05)  # beta(.5, 1.5) has variance 1/16
+
+
+def test_bootstrap_edges():
+    assert bootstrap([0.25]) == (0.25, 0.25, 0.25)
+    values = np.random.default_rng(0).random(20)
+    assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
+    with pytest.raises(ValueError, match="no problems"):
+        bootstrap([])
+
+
+def test_pairing_takes_out_what_problems_share():
+    generator = np.random.default_rng(0)
+    before = generator.random(200)
+    after = before + 0.02 + generator.normal(0, 0.01, 200)
+    mean, low, high = paired_bootstrap(before, after)
+    assert mean == pytest.approx(np.mean(after) - np.mean(before))
+    assert 0.015 < low < 0.02 < high < 0.025
+    assert paired_bootstrap(after, before).high < 0
+    with pytest.raises(ValueError, match="after: 199 entries, before has 200"):
+        paired_bootstrap(before, after[1:])

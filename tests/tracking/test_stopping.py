@@ -1,0 +1,111 @@
+import json
+
+import pytest
+
+from dynamo_megatron.config import StopConfig
+from dynamo_megatron.tracking.stopping import StopRule
+
+
+def rows(metric: str, values: list[float], every: int = 1) -> list[dict]:
+    return [{"step": every * (i + 1), metric: value} for i, value in enumerate(values)]
+
+
+def observed(rule: StopRule, metrics: list[dict]) -> list[str | None]:
+    return [rule.observe(row) for row in metrics]
+
+
+def test_above_needs_the_average_over_a_full_window():
+    rule = StopRule(StopConfig(metric="reward/mean", window=3, above=0.5))
+    assert observed(rule, rows("reward/mean", [1.0, 0.9, -0.5, 0.5, 1.5])) == [
+        *[None] * 4,
+        "reward/mean averaged 0.5 over 3 values, at or above 0.5",
+    ]
+
+
+def test_below():
+    rule = StopRule(StopConfig(metric="policy/entropy", below=0.1))
+    assert observed(rule, rows("policy/entropy", [0.2, 0.05])) == [
+        None,
+        "policy/entropy is 0.05, at or below 0.1",
+    ]
+
+
+def test_patience_is_counted_in_steps_and_an_equal_value_is_no_better_one():
+    rule = StopRule(StopConfig(metric="eval/pass@1", patience=30))
+    reasons = observed(rule, rows("eval/pass@1", [0.3, 0.4, 0.431, 0.431, 0.2, 0.431], every=10))
+    assert reasons == [*[None] * 5, "no better eval/pass@1 than 0.431 (step 30) for 30 steps"]
+
+
+def test_patience_starts_anew_with_a_better_value():
+    rule = StopRule(StopConfig(metric="sft/loss", mode="min", patience=2))
+    assert observed(rule, rows("sft/loss", [3.0, 3.1, 2.9, 3.0]))[-1] is None
+    assert rule.observe({"step": 5, "sft/loss": 3.0}) == "no better sft/loss than 2.9 (step 3) for 2 steps"
+
+
+def test_patience_over_a_window_is_about_the_average():
+    rule = StopRule(StopConfig(metric="reward/mean", window=2, patience=2))
+    reasons = observed(rule, rows("reward/mean", [0.0, 1.0, 0.0, 0.9]))
+    assert reasons[-1] == "no better average of reward/mean over 2 values than 0.5 (step 2) for 2 steps"
+
+
+def test_rows_without_the_metric_are_passed_over():
+    rule = StopRule(StopConfig(metric="eval/pass@1", window=2, patience=3))
+    evaluation = {"step": 0, "eval/pass@1": 0.5, "eval/reward": 0.4}
+    step = {"reward/mean": 0.1}
+    assert observed(rule, [evaluation, *({"step": i, **step} for i in range(1, 10))]) == [None] * 10
+    assert rule.observe({"step": 9, "eval/pass@1": 0.3}) is None  # the first average
+    assert rule.observe({"step": 12, "eval/pass@1": 0.3}) is not None
+
+
+@pytest.mark.parametrize(
+    ("metric", "row", "nearest"),
+    [
+        ("reward/maen", {"step": 1, "reward/mean": 0.0, "reward/success": 0.0}, "reward/mean"),
+        ("eval/pass@8", {"step": 0, "eval/pass@1": 0.0, "eval/reward": 0.0}, "eval/pass@1"),
+    ],
+)
+def test_a_metric_that_will_never_come_is_refused_with_the_nearest(metric, row, nearest):
+    rule = StopRule(StopConfig(metric=metric, above=1.0))
+    other_kind = {"step": 0, "eval/length_mean" if metric.startswith("reward") else "reward/mean": 0.0}
+    assert rule.observe(other_kind) is None
+    with pytest.raises(ValueError, match=f"trainer.stop_when.metric: this run has no {metric}; .* is {nearest}$"):
+        rule.observe(row)
+
+
+def test_a_metric_that_has_come_may_be_missing():
+    rule = StopRule(StopConfig(metric="policy/kl", above=1.0))
+    assert observed(rule, [{"step": 1, "policy/kl": 0.0}, {"step": 2, "policy/loss": 0.0}]) == [None, None]
+
+
+def test_wall_time_alone_watches_no_metric():
+    assert StopRule(StopConfig(wall_time=60.0)).observe({"step": 1, "reward/mean": 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StopConfig(metric="reward/mean", window=3, patience=4),
+        StopConfig(metric="reward/mean", window=2, above=0.7),
+        StopConfig(metric="reward/mean", mode="min", patience=3, below=-0.9),
+    ],
+)
+@pytest.mark.parametrize("cut", range(10))
+def test_a_resumed_run_decides_as_the_straight_one(config, cut):
+    metrics = rows("reward/mean", [0.1, 0.5, 0.2, 0.6, 0.3, 0.9, 0.8, 0.1, 0.0, 0.2, -1.0, 0.1, 0.2])
+    straight = StopRule(config)
+    expected = observed(straight, metrics)
+    assert any(expected)
+    first, second = StopRule(config), StopRule(config)
+    observed(first, metrics[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.reason() == (expected[cut - 1] if cut else None)
+    assert observed(second, metrics[cut:]) == expected[cut:]
+    assert second.state_dict() == straight.state_dict()
+
+
+def test_the_state_of_another_question_is_dropped():
+    before = StopRule(StopConfig(metric="reward/mean", patience=1))
+    observed(before, rows("reward/mean", [0.9, 0.8]))
+    after = StopRule(StopConfig(metric="policy/entropy", patience=1))
+    after.load_state_dict(before.state_dict())
+    assert after.reason() is None and after.observe({"step": 9, "policy/entropy": 0.1}) is None
