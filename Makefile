@@ -34,7 +34,7 @@ $(MODEL)/config.json: | $(INSTALLED)
 
 demo: runs/demo/warmup/hf
 	@echo
-	@echo "2. DynaMO: 512 problems, each visited five times. Nothing is known of a problem on the first visit, so that all"
+	@echo "2. DynaMO: 512 problems, each visited four times. Nothing is known of a problem on the first visit, so that all"
 	@echo "   get the same; from the second one on, rollouts go to those that are solved sometimes."
 	@.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml
 	@echo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +20,17 @@ class HasState(Protocol):
 
 
 class Checkpoints:
-    """The policy together with `parts`, rank 0's own state (plain data; not looked at on other ranks).
+    """The policy together with `parts`, rank 0's own state (plain data); `parts` and `say` are not
+    looked at on other ranks.
 
     All methods but `reached` are collective over all ranks.
     """
 
-    def __init__(self, policy: Policy, config: Config, parts: Mapping[str, HasState]):
+    def __init__(
+        self, policy: Policy, config: Config, parts: Mapping[str, HasState], say: Callable[[str], None] | None
+    ):
         self._policy, self._parts = policy, parts if policy.layout.rank == 0 else None
+        self._say = say
         self._root, self._config = Path(config.output_dir) / "checkpoints", config
         self._reached = self._saved = 0
         self._state: dict[str, Any] = {}
@@ -42,7 +46,7 @@ class Checkpoints:
                 state = load_state(folder)
                 for name, part in self._parts.items():
                     part.load_state_dict(state[name])
-                print(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s", flush=True)
+                self._say(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s")
             self._saved = step
         self.reached(self._saved)
         return self._saved

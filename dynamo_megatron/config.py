@@ -311,6 +311,9 @@ class Config(Section):
             raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
         if self.parallel.sequence_parallel and self.parallel.tp == 1:
             raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
+        stop = self.trainer.stop_when
+        if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
+            raise ValueError(f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every")
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             raise ValueError("checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every")
         return self

@@ -74,4 +74,6 @@ class ConvertJob:
         export_huggingface(self._policy, self.out)
         print(f"{self.out}: written from {self.checkpoint}", flush=True)
 
+    def clear_screen(self) -> None: ...
+
     def close(self) -> None: ...

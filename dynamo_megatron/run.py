@@ -37,6 +37,9 @@ class Job(Protocol):
 
     def run(self) -> None: ...
 
+    def clear_screen(self) -> None:
+        """Takes a live line away, whatever has happened: the next line may be the last one that the user sees."""
+
     def close(self) -> None:
         """Ends what `prepare` started, whatever has happened."""
 
@@ -107,14 +110,17 @@ def run_rank(job: Job) -> int:
         dist.destroy_process_group()
         return 0
     except KeyboardInterrupt:
+        job.clear_screen()
         if rank == 0:
             print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
         return 130
     except StopRequested as stopped:
+        job.clear_screen()
         if rank == 0:
             print(f"stopped by {stopped}; the same command goes on from here", file=sys.stderr, flush=True)
         return 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
+        job.clear_screen()
         return _report(error, rank, coordinator, running)
     finally:
         if coordinator is not None:

@@ -67,7 +67,8 @@ class SFTJob:
         from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
 
         self._policy, self._coordinator = policy, coordinator
-        self._checkpoints = Checkpoints(policy, self.config, {"stream": self._stream})
+        say = self._journal.say if self._leads else None
+        self._checkpoints = Checkpoints(policy, self.config, {"stream": self._stream}, say)
         self._start = self._checkpoints.resume()
         if self._leads:
             self.output.take_over(self._start)
@@ -144,6 +145,10 @@ class SFTJob:
                 f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
             )
         return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+
+    def clear_screen(self) -> None:
+        if self._journal is not None:
+            self._journal.progress.close()
 
     def close(self) -> None:
         if self._journal is not None:

@@ -99,6 +99,10 @@ class TrainJob:
     def run(self) -> None:
         self._trainer.run()
 
+    def clear_screen(self) -> None:
+        if self._journal is not None:
+            self._journal.progress.close()
+
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()

@@ -42,7 +42,8 @@ class Trainer:
         self.layout, self.output = policy.layout, Path(config.output_dir)
         self.allocator = RolloutAllocator(config.algorithm.allocation)
         self.resources = ResourceMeter()
-        self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": self.allocator})
+        say = journal.say if journal is not None else None
+        self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": self.allocator}, say)
         self.start = self.checkpoints.resume()
 
     def run(self) -> None:

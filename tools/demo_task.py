@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from transformers.utils.logging import disable_progress_bar
 
 WRONG = (0, 0.03, 0.1, 0.3, 0.6, 0.85, 0.95, 0.98, 0.99, 0.995)  # by the last digit of the first number
-POOL, HELD_OUT, DRAWS = 512, 1500, 16  # problems; warm-up answers drawn for each of the other problems
+POOL, HELD_OUT, DRAWS = 512, 1024, 16  # problems; warm-up answers drawn for each of the other problems
 
 
 def problems(seed: int) -> dict[str, list[tuple[int, int]]]:

@@ -19,8 +19,7 @@ def draw_run(run: RunRecord, revisits: Revisits | None, path: Path) -> None:
     """Writes a PNG, readable at a width of 1000 pixels."""
     figure = Figure(figsize=(10, 8.6), dpi=150, layout="constrained")
     config = run.config
-    model = Path(config["model"]["path"]).name
-    figure.suptitle(f"{model} learning from verifiable rewards (run {run.folder.name})", weight="bold")
+    figure.suptitle(f"A language model learns from verifiable rewards ({run.folder})", weight="bold")
     reward, entropy, allocation = figure.subplot_mosaic("RRREE;AAAAA", height_ratios=(1, 1)).values()
     _reward(reward, run)
     _entropy(entropy, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from dynamo_megatron.config import StopConfig
 
@@ -60,26 +59,6 @@ class StopRule:
             what = f"average of {config.metric} over {config.window} values" if windowed else config.metric
             return f"no better {what} than {self._best:.4g} (step {self._best_step}) for {waited} steps"
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data: survives JSON."""
-        return {
-            "about": self._about(),
-            "values": list(self._values),
-            "step": self._step,
-            "best": self._best,
-            "best_step": self._best_step,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; where another metric, window or mode was watched, starts afresh."""
-        if state["about"] != self._about():
-            return
-        self._values.extend(state["values"])
-        self._step, self._best, self._best_step = state["step"], state["best"], state["best_step"]
-
-    def _about(self) -> list[Any]:
-        return [self._config.metric, self._config.window, self._config.mode]
 
     def _average(self) -> float | None:
         full = len(self._values) == self._config.window

@@ -38,7 +38,7 @@ def one_sequence(tokens):
         labels=nothing,
         slots=nothing,
         response_bounds=torch.zeros(1, dtype=torch.int32),
-        rollouts=[],
+        sequences=[],
     )
 
 

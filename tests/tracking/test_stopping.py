@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from dynamo_megatron.config import StopConfig
@@ -79,33 +77,3 @@ def test_a_metric_that_has_come_may_be_missing():
 
 def test_wall_time_alone_watches_no_metric():
     assert StopRule(StopConfig(wall_time=60.0)).observe({"step": 1, "reward/mean": 1.0}) is None
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        StopConfig(metric="reward/mean", window=3, patience=4),
-        StopConfig(metric="reward/mean", window=2, above=0.7),
-        StopConfig(metric="reward/mean", mode="min", patience=3, below=-0.9),
-    ],
-)
-@pytest.mark.parametrize("cut", range(10))
-def test_a_resumed_run_decides_as_the_straight_one(config, cut):
-    metrics = rows("reward/mean", [0.1, 0.5, 0.2, 0.6, 0.3, 0.9, 0.8, 0.1, 0.0, 0.2, -1.0, 0.1, 0.2])
-    straight = StopRule(config)
-    expected = observed(straight, metrics)
-    assert any(expected)
-    first, second = StopRule(config), StopRule(config)
-    observed(first, metrics[:cut])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.reason() == (expected[cut - 1] if cut else None)
-    assert observed(second, metrics[cut:]) == expected[cut:]
-    assert second.state_dict() == straight.state_dict()
-
-
-def test_the_state_of_another_question_is_dropped():
-    before = StopRule(StopConfig(metric="reward/mean", patience=1))
-    observed(before, rows("reward/mean", [0.9, 0.8]))
-    after = StopRule(StopConfig(metric="policy/entropy", patience=1))
-    after.load_state_dict(before.state_dict())
-    assert after.reason() is None and after.observe({"step": 9, "policy/entropy": 0.1}) is None
