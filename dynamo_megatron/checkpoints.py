@@ -20,8 +20,7 @@ class HasState(Protocol):
 
 
 class Checkpoints:
-    """The policy together with `parts`, rank 0's own state (plain data); `parts` and `say` are not
-    looked at on other ranks.
+    """The policy together with `parts`, rank 0's own state (plain data). `parts` and `say` are rank 0's alone.
 
     All methods but `reached` are collective over all ranks.
     """
@@ -58,11 +57,11 @@ class Checkpoints:
             self._state = {name: part.state_dict() for name, part in self._parts.items()}
 
     def save(self, finished: str | None = None) -> int | None:
-        """Saves the step reached, if that is not done yet, and returns it.
+        """Saves the step reached and returns it; None where that is done already and there is nothing to add to it.
 
         `finished`: why the run ends here, before `trainer.steps`. Raises OSError where the disk is full.
         """
-        if self._saved == self._reached:
+        if self._saved == self._reached and not finished:
             return None
         state = None
         if self._parts is not None:

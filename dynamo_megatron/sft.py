@@ -89,6 +89,7 @@ class SFTJob:
                 self._checkpoints.save()
                 raise
             if finished:
+                self._checkpoints.save(finished)
                 break
             tokens = int(sequences.response_lengths.sum())
             weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)

@@ -138,6 +138,7 @@ class Trainer:
 
         finished, best = self._shared(f"look-{step}", f"the evaluation of step {step}", judge)
         if best and self.config.checkpoint.export_hf == "best":
+            self._save(finished)  # an export that fails loses no step
             export_huggingface(self.policy, self.output / "hf")
         return finished
 

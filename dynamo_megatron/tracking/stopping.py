@@ -41,10 +41,9 @@ class StopRule:
         average = self._average()
         if average is not None and (self._best is None or self._is_better(average)):
             self._best, self._best_step = average, self._step
-        return self.reason()
+        return self._reason()
 
-    def reason(self) -> str | None:
-        """As the last `observe` of the metric; after `load_state_dict`, whether the run had ended already."""
+    def _reason(self) -> str | None:
         config, average = self._config, self._average()
         if average is None:
             return None
