@@ -1,0 +1,82 @@
+"""`dynamo-megatron sft`: the cross-entropy of completions, ended early, and found finished again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "Ada")]
+
+
+@pytest.fixture(scope="module")
+def sft(tiny_model, tmp_path_factory):
+    """(output folder, run it again): two ranks, ended by its loss after at least 3 steps."""
+    folder = tmp_path_factory.mktemp("sft")
+    rows = [{"id": str(i), "problem": p, "answer": a} for i, (p, a) in enumerate(EXAMPLES)]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "model.path": tiny_model,
+        "model.dtype": "float32",
+        "data.source": "examples.jsonl",
+        "data.template": "'{prompt}'",
+        "data.batch_prompts": len(EXAMPLES),
+        "optimizer.lr": 3e-3,
+        "optimizer.warmup_steps": 0,
+        "trainer.steps": 50,
+        "trainer.stop_when.metric": "sft/loss",
+        "trainer.stop_when.below": 3.0,
+        "output_dir": "run",
+    }
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *(f"{k}={v}" for k, v in keys.items())]
+
+    def run() -> tuple[int, str]:
+        with open(folder / "console.log", "w") as log:
+            done = subprocess.run(
+                [*command, "--ranks", "2"],
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                timeout=120,
+            )
+        return done.returncode, (folder / "console.log").read_text()
+
+    code, text = run()
+    assert code == 0, text[-3000:]
+    return folder / "run", run
+
+
+def losses(output) -> list[float]:
+    return [json.loads(line)["sft/loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_first_loss_is_the_cross_entropy_of_all_completion_tokens(sft, tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    total, count = 0.0, 0
+    for prompt, answer in EXAMPLES:
+        start = tokenizer.encode(prompt)
+        end = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([start + end])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+        total -= float(logprobs[torch.arange(len(end)), torch.tensor(end)].sum())
+        count += len(end)
+    assert losses(sft[0])[0] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_it_ends_early_and_is_found_finished(sft):
+    output, run = sft
+    seen = losses(output)
+    assert 1 < len(seen) < 50 and seen[-1] <= 3.0 < seen[-2]
+    before = (output / "metrics.jsonl").read_text()
+    (checkpoint,) = (output / "checkpoints").glob("step-*")
+    assert checkpoint.name == f"step-{len(seen):06d}" and (output / "hf" / "config.json").is_file()
+    code, text = run()
+    assert code == 0
+    assert text.startswith(f"run: already finished at step {len(seen)}: sft/loss is ")
+    assert (output / "metrics.jsonl").read_text() == before
