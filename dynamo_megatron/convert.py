@@ -13,7 +13,7 @@ from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.output_dir import STATE_FILE, latest_checkpoint
-from dynamo_megatron.run import check_layout, describe_layout
+from dynamo_megatron.run import Job
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
@@ -41,23 +41,20 @@ def run_config(checkpoint: Path) -> Config:
         raise ConfigError(f"{file}: not the config of a run: {' '.join(str(error).split())}") from None
 
 
-class ConvertJob:
-    """See `run.Job`. One rank that loads a checkpoint, whatever layout saved it, and writes it whole."""
+class ConvertJob(Job):
+    """One rank that loads a checkpoint, whatever layout saved it, and writes it whole."""
 
     def __init__(self, checkpoint: Path, out: Path):
         config = run_config(checkpoint)
         one_rank = config.parallel.model_copy(update={"tp": 1, "pp": 1, "sequence_parallel": False})
         trainer = config.trainer.model_copy(update={"stop_when": None})
-        self.config = config.model_copy(update={"parallel": one_rank, "trainer": trainer})
+        super().__init__(config.model_copy(update={"parallel": one_rank, "trainer": trainer}))
         self.checkpoint, self.out = checkpoint, out
 
     def check(self, ranks: int) -> dict[str, Any]:
         if self.out.exists():
             raise ConfigError(f"{self.out}: is there already; name another folder")
-        return describe_layout(self.config, check_layout(self.config, ranks), ranks)
-
-    def nothing_left(self) -> str | None:
-        return None
+        return super().check(ranks)
 
     def prepare(self, spec: ModelSpec) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +70,3 @@ class ConvertJob:
 
         export_huggingface(self._policy, self.out)
         print(f"{self.out}: written from {self.checkpoint}", flush=True)
-
-    def clear_screen(self) -> None: ...
-
-    def close(self) -> None: ...

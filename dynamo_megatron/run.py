@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,34 +14,55 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
 
 
-class Job(Protocol):
+class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
-    config: Config
+    journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
+
+    def __init__(self, config: Config, output: OutputDir | None = None):
+        self.config, self.output = config, output
 
     def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. Raises ConfigError."""
+        if self.output is not None:
+            check_trackers(self.config)
+        return describe_layout(self.config, check_layout(self.config, ranks), ranks)
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
+        return self.output.finished() if self.output is not None else None
 
     def prepare(self, spec: ModelSpec) -> None:
         """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises ValueError for bad input."""
+        raise NotImplementedError
 
-    def set_up(self, policy: Any, coordinator: Coordinator) -> None:
+    def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
+        raise NotImplementedError
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Raises StopRequested where asked to stop, after saving."""
+        raise NotImplementedError
 
     def clear_screen(self) -> None:
         """Takes a live line away, whatever has happened: the next line may be the last one that the user sees."""
+        if self.journal is not None:
+            self.journal.progress.close()
 
     def close(self) -> None:
         """Ends what `prepare` started, whatever has happened."""
+        if self.journal is not None:
+            self.journal.close()
 
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:

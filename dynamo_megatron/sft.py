@@ -15,7 +15,6 @@ import numpy as np
 import torch.distributed as dist
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.stream import PromptStream
@@ -23,9 +22,8 @@ from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.records import Prompt, Sequences
-from dynamo_megatron.run import check_layout, describe_layout
+from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
@@ -33,23 +31,13 @@ if TYPE_CHECKING:
 LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
 
 
-class SFTJob:
-    """See `run.Job`."""
-
+class SFTJob(Job):
     def __init__(self, config: Config):
-        self.config, self.output = config, OutputDir(config)
-        self._stream = self._journal = None
+        super().__init__(config, OutputDir(config))
+        self._stream = None
 
     def check(self, ranks: int) -> dict[str, Any]:
-        try:
-            check_trackers(self.config)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        derived = describe_layout(self.config, check_layout(self.config, ranks), ranks)
-        return {**derived, "examples an update": self.config.data.batch_prompts}
-
-    def nothing_left(self) -> str | None:
-        return self.output.finished()
+        return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
@@ -61,25 +49,24 @@ class SFTJob:
         examples = load_prompts(config.data)
         self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)
         self.output.claim()
-        self._journal = Journal(config)
+        self.journal = Journal(config)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
 
         self._policy, self._coordinator = policy, coordinator
-        say = self._journal.say if self._leads else None
+        say = self.journal.say if self._leads else None
         self._checkpoints = Checkpoints(policy, self.config, {"stream": self._stream}, say)
         self._start = self._checkpoints.resume()
         if self._leads:
             self.output.take_over(self._start)
 
     def run(self) -> None:
-        """Raises StopRequested, after saving, where asked to stop."""
         from dynamo_megatron.resharding.push import export_huggingface
 
         config, steps = self.config, self.config.trainer.steps
         if self._leads:
-            self._journal.open(self._start)
+            self.journal.open(self._start)
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
             start = time.monotonic()
@@ -105,7 +92,7 @@ class SFTJob:
                     "time/step": time.monotonic() - start,
                 }
                 shown = step % max(1, steps // LINES) == 0 or step == steps
-                self._journal.step(metrics, _line(metrics, steps) if shown else None)
+                self.journal.step(metrics, _line(metrics, steps) if shown else None)
             self._checkpoints.reached(step)
             if step % config.checkpoint.every == 0 or step == steps:
                 self._checkpoints.save()
@@ -118,7 +105,7 @@ class SFTJob:
         if self._leads:
             try:
                 self._coordinator.check_stop()
-                box = [self._next(), self._journal.finished(), None]
+                box = [self._next(), self.journal.finished(), None]
             except StopRequested as stopped:
                 box[2] = str(stopped)
         dist.broadcast_object_list(box, src=0, group=self._policy.layout.host)
@@ -146,14 +133,6 @@ class SFTJob:
                 f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
             )
         return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
-
-    def clear_screen(self) -> None:
-        if self._journal is not None:
-            self._journal.progress.close()
-
-    def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
 
     @property
     def _leads(self) -> bool:

@@ -13,39 +13,32 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder
+from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.run import check_layout, describe_layout
+from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.trackers import check_trackers
 
 
-class TrainJob:
-    """See `run.Job`."""
-
+class TrainJob(Job):
     def __init__(self, config: Config):
-        self.config, self.output = config, OutputDir(config)
-        self._stream = self._rollout = self._evaluation = self._journal = None
+        super().__init__(config, OutputDir(config))
+        self._stream = self._rollout = self._evaluation = None
 
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
-        spec = check_layout(config, ranks)
+        derived = super().check(ranks)
         try:
-            limit = max_prompt_length(config, spec)
-            check_trackers(config)
+            limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {
-            **describe_layout(config, spec, ranks),
+            **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
-
-    def nothing_left(self) -> str | None:
-        return self.output.finished()
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
@@ -71,7 +64,7 @@ class TrainJob:
             held_out = load_problems(config, encode, longest, training=prompts)
             self._evaluation = PeriodicEvaluation(config, held_out, server)
         self.output.claim()
-        self._journal = Journal(config)
+        self.journal = Journal(config)
         self._rollout.start()
 
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
@@ -81,8 +74,8 @@ class TrainJob:
 
         config, leads = self.config, policy.layout.rank == 0
         if leads:
-            self._journal.say(f"optional packages: {Fusions.detect()}")
-            self._journal.progress.phase("starting server")
+            self.journal.say(f"optional packages: {Fusions.detect()}")
+            self.journal.progress.phase("starting server")
         coordinator.from_rank_0(
             "rollouts-ready",
             "the rollout server to start",
@@ -91,7 +84,7 @@ class TrainJob:
             timeout=config.rollout.start_timeout + config.trainer.timeout,
         )
         self._trainer = Trainer(
-            config, policy, coordinator, self._stream, self._rollout, self._evaluation, self._journal
+            config, policy, coordinator, self._stream, self._rollout, self._evaluation, self.journal
         )
         if leads:
             self.output.take_over(self._trainer.start)
@@ -99,12 +92,7 @@ class TrainJob:
     def run(self) -> None:
         self._trainer.run()
 
-    def clear_screen(self) -> None:
-        if self._journal is not None:
-            self._journal.progress.close()
-
     def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        super().close()
         if self._rollout is not None:
             self._rollout.close()

@@ -128,13 +128,14 @@ class Trainer:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""
 
         def judge() -> tuple[str | None, bool]:
-            evaluation, journal, best = self.evaluation, self.journal, False
+            evaluation, journal = self.evaluation, self.journal
             due = evaluation is not None and (journal.finished() or evaluation.due(step))
             if due and not journal.evaluated(step):
                 self._say_phase("evaluate", evaluation.responses)
                 summary = evaluation.run(step, self.coordinator.check_stop, journal.progress.count)
-                best = journal.evaluation(summary)
-            return journal.finished(), best
+                journal.evaluation(summary)
+            # Asked also of an evaluation from before a kill, which may have come between it and its export.
+            return journal.finished(), due and journal.best(step)
 
         finished, best = self._shared(f"look-{step}", f"the evaluation of step {step}", judge)
         if best and self.config.checkpoint.export_hf == "best":

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamo_megatron.algorithm.losses import policy_loss_terms
-from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulate, modulation_ranges
+from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels import reference
+from dynamo_megatron.kernels.terms import Terms, Tokens, loss_terms
 
 IGNORE = -100
-DAMPED, BOOSTED = 0.9, 1.1  # a token counts as damped where beta_stab is below, as boosted where beta_comp is above
 
 
 class TokenStats(NamedTuple):
@@ -43,32 +42,6 @@ class PolicyLossOutput(NamedTuple):
     stats: TokenStats  # of the current policy
     advantages: Tensor  # [T] after modulation, 0 where the label is IGNORE
     metrics: dict[str, Tensor]  # float32 scalars, sums over this call's labelled tokens
-
-
-class _Terms(NamedTuple):
-    """The policy loss per labelled token, [n] each; the gradients are of sum_t w_t loss_t."""
-
-    grad_logprobs: Tensor
-    grad_entropy: Tensor
-    advantages: Tensor
-    loss: Tensor
-    kl: Tensor
-    clipped: Tensor
-    clipped_dual: Tensor
-    damped: Tensor
-    boosted: Tensor
-
-
-class _Tokens(NamedTuple):
-    """The caller's constants per labelled token, [n] each."""
-
-    advantages: Tensor
-    weights: Tensor
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-
-    def at(self, chunk: slice) -> _Tokens:
-        return _Tokens(*(None if t is None else t[chunk] for t in self))
 
 
 class _Head:
@@ -238,56 +211,6 @@ def _sequence_mean(stats: reference.Statistics, head: _Head, cu_seqlens: Tensor)
     return torch.segment_reduce(pi_lambda, "mean", lengths=counts).repeat_interleave(counts)
 
 
-def _terms(
-    config: PolicyLossConfig,
-    stats: reference.Statistics,
-    tokens: _Tokens,
-    expected_pi_lambda: Tensor,
-    ranges: ModulationRanges | None,
-) -> _Terms:
-    """Modulation, loss and its derivatives for some labelled tokens; ranges None: over these tokens."""
-    advantages = tokens.advantages
-    old_logprobs = stats.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-    damped = boosted = torch.zeros_like(advantages)
-    if config.modulation is not None and len(advantages):
-        m = config.modulation
-        mask = torch.ones_like(advantages)
-        change = entropy_change(
-            advantages,
-            stats.logprobs,
-            stats.entropy,
-            old_logprobs,
-            mask,
-            config.clip_ratio_low,
-            config.clip_ratio_high,
-            expected_pi_lambda=expected_pi_lambda,
-        )
-        if ranges is None:
-            ranges = modulation_ranges(stats.entropy, change, mask)
-        modulated = modulate(
-            advantages, stats.entropy, change, ranges, alpha=m.alpha, lambda_min=m.lambda_min, gamma=m.gamma, tau=m.tau
-        )
-        advantages = modulated.advantages
-        damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
-    with torch.enable_grad():
-        logprobs = stats.logprobs.detach().requires_grad_()
-        entropy = stats.entropy.detach().requires_grad_()
-        loss = policy_loss_terms(logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config)
-        grads = torch.autograd.grad(
-            (tokens.weights * loss.loss).sum(), (logprobs, entropy), allow_unused=True, materialize_grads=True
-        )
-    return _Terms(
-        *grads,
-        advantages,
-        loss=loss.loss.detach(),
-        kl=torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach(),
-        clipped=loss.clipped,
-        clipped_dual=loss.clipped_dual,
-        damped=damped,
-        boosted=boosted,
-    )
-
-
 @torch.no_grad()
 def token_stats(
     hidden: Tensor,
@@ -380,13 +303,13 @@ def policy_loss(
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
     eager = gradient == "eager" and any(wanted)
     with torch.no_grad():
-        tokens = _Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
+        tokens = Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
         if eager and not sequence_mean:
             stats, terms, saved = _eager(head, config, hidden, weight, wanted, tokens, ranges)
         else:
             stats = head.statistics(hidden, weight)
             expected = _sequence_mean(stats, head, cu_seqlens) if sequence_mean else stats.expected_pi_lambda
-            terms = _terms(config, stats, tokens, expected, ranges)
+            terms = loss_terms(config, stats, tokens, expected, ranges)
             saved = (stats.maximum, stats.log_sum, stats.entropy, terms.grad_logprobs, terms.grad_entropy)
             if eager:
                 saved = _recompute(head, config, hidden, weight, wanted, terms.loss.new_ones(()), *saved)
@@ -403,15 +326,15 @@ def policy_loss(
 def _eager(head, config, hidden, weight, wanted, tokens, ranges):
     """One pass: a chunk's loss and gradient from the same logits. Returns (statistics, terms, (dX, dW))."""
     stats = hidden.new_empty(len(reference.Statistics._fields), len(head.rows), dtype=head.dtype)
-    terms = hidden.new_empty(len(_Terms._fields), len(head.rows), dtype=head.dtype)
+    terms = hidden.new_empty(len(Terms._fields), len(head.rows), dtype=head.dtype)
     gradients = _Gradients(head, hidden, weight, wanted)
     w = weight.to(head.dtype)
     for chunk in head.chunks():
         x, z = head.logits(hidden, w, chunk)
         merged, log_sum = head.statistics_(z, chunk)
-        t = _terms(config, merged, tokens.at(chunk), merged.expected_pi_lambda, ranges)
+        t = loss_terms(config, merged, tokens.at(chunk), merged.expected_pi_lambda, ranges)
         g_h = t.grad_entropy if config.entropy_coef else None
         gradients.add(chunk, x, w, z, log_sum, merged.entropy, t.grad_logprobs, g_h)
         stats[:, chunk] = torch.stack(merged)
         terms[:, chunk] = torch.stack([v.to(head.dtype) for v in t])
-    return reference.Statistics(*stats), _Terms(*terms), gradients.finish(weight.dtype)
+    return reference.Statistics(*stats), Terms(*terms), gradients.finish(weight.dtype)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
-CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+CHARACTERS = ["Ġ", *map(chr, range(33, 127)), "Ċ"]  # the byte-level alphabet's printable ASCII, space and newline
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -49,8 +49,9 @@ def make_tiny_model(
         raise ValueError(f"vocab: {vocab} rows for a tokenizer of {len(tokens)} tokens")
     ids = {token: i for i, token in enumerate(tokens)}
     characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    characters.decoder = decoders.Fuse()
+    # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters,
         eos_token="<|im_end|>",

@@ -52,10 +52,12 @@ class Journal:
     def evaluated(self, step: int) -> bool:
         return any(e["step"] == step for e in self._evaluations)
 
-    def evaluation(self, summary: Mapping[str, Any]) -> bool:
-        """Returns whether it is the best so far, by pass@k of the first `eval.k`."""
+    def best(self, step: int) -> bool:
+        """Whether the evaluation of `step` is the best so far, the first of equals, by pass@k of the first `eval.k`."""
         first = f"eval/pass@{self._config.eval.k[0]}"
-        best = all(summary[first] > e[first] for e in self._evaluations)
+        return max(self._evaluations, key=lambda e: e[first])["step"] == step
+
+    def evaluation(self, summary: Mapping[str, Any]) -> None:
         self._evaluations.append(summary)
         self._logs["evaluations"].write([summary])
         for tracker in self._trackers:
@@ -67,7 +69,6 @@ class Journal:
         )
         self.say(f"evaluation at step {summary['step']}: {scores}  ({summary['eval/problems']} problems)")
         self._judge(summary)
-        return best
 
     def finished(self) -> str | None:
         """Why `trainer.stop_when` ends the run now, or None."""

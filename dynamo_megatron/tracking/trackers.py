@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import to_plain
+from dynamo_megatron.config_files import ConfigError, to_plain
 
 
 class Tracker(Protocol):
@@ -68,16 +68,16 @@ class WandbTracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ValueError where a package that `tracking.backends` needs is not installed, or wandb has no API key."""
+    """Raises ConfigError where a package that `tracking.backends` needs is not installed, or wandb has no API key."""
     for name in config.tracking.backends:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
-            raise ValueError(f"tracking.backends: {name} is not installed; pip install {name}")
+            raise ConfigError(f"tracking.backends: {name} is not installed; pip install {name}")
     if "wandb" in config.tracking.backends:
         import wandb
 
         # wandb.init would ask for the key at the terminal, which stops a rank: it is in the background there.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise ValueError("tracking.backends: wandb has no API key; run `wandb login` or set WANDB_MODE=offline")
+            raise ConfigError("tracking.backends: wandb has no API key; run `wandb login` or set WANDB_MODE=offline")
 
 
 def open_trackers(config: Config, start: int) -> list[Tracker]:
