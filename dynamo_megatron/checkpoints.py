@@ -1,4 +1,4 @@
-"""When a run saves and what it resumes from. The format is `policy/checkpoint.py`'s."""
+"""When a run saves and exports, and what it resumes from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import latest_checkpoint
+from dynamo_megatron.output_dir import every_export, exported_step, latest_checkpoint
 from dynamo_megatron.policy.checkpoint import load_checkpoint, load_state, save_checkpoint
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.resharding.push import export_huggingface
 
 
 class HasState(Protocol):
@@ -30,9 +31,10 @@ class Checkpoints:
     ):
         self._policy, self._parts = policy, parts if policy.layout.rank == 0 else None
         self._say = say
-        self._root, self._config = Path(config.output_dir) / "checkpoints", config
+        self._output, self._config = Path(config.output_dir), config.checkpoint
+        self._root = self._output / "checkpoints"
         self._reached = self._saved = 0
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, Any] | None = None
 
     def resume(self) -> int:
         """Loads the newest complete checkpoint, if there is one; returns its step, else 0."""
@@ -56,18 +58,25 @@ class Checkpoints:
         if self._parts is not None:
             self._state = {name: part.state_dict() for name, part in self._parts.items()}
 
-    def save(self, finished: str | None = None) -> int | None:
-        """Saves the step reached and returns it; None where that is done already and there is nothing to add to it.
+    def save(self) -> None:
+        """Saves the step reached, where that is not done already. Raises OSError where the disk is full."""
+        if self._saved != self._reached:
+            save_checkpoint(self._policy, self._root, self._reached, self._state, self._config.keep_last)
+            self._saved = self._reached
+        if self._config.export_hf == "every" and self._saved:
+            self._export(every_export(self._output, self._saved))
 
-        `finished`: why the run ends here, before `trainer.steps`. Raises OSError where the disk is full.
-        """
-        if self._saved == self._reached and not finished:
-            return None
-        state = None
-        if self._parts is not None:
-            stop_when = self._config.trainer.stop_when
-            early = {"why": finished, "stop_when": stop_when.model_dump(mode="json")} if finished else None
-            state = {**self._state, "finished": early}
-        save_checkpoint(self._policy, self._root, self._reached, state, self._config.checkpoint.keep_last)
-        self._saved = self._reached
-        return self._saved
+    def export_best(self) -> None:
+        """What was reached is the best so far. Saved first, so that an export that fails loses no step."""
+        if self._config.export_hf == "best":
+            self.save()
+            self._export(self._output / "hf")
+
+    def export_final(self) -> None:
+        if self._config.export_hf == "final":
+            self._export(self._output / "hf")
+
+    def _export(self, folder: Path) -> None:
+        exported = self._policy.layout.gather(exported_step(folder) == self._reached)
+        if not exported[0]:  # rank 0 decides: the others may see the shared folder late
+            export_huggingface(self._policy, folder, self._reached)

@@ -117,7 +117,7 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
     from dynamo_megatron.convert import ConvertJob, find_checkpoint
     from dynamo_megatron.run import run_rank
 
-    job = ConvertJob(find_checkpoint(options.checkpoint), options.out)
+    job = ConvertJob(*find_checkpoint(options.checkpoint), options.out)
     if "RANK" in os.environ:
         return run_rank(job)
     job.check(1)

@@ -89,7 +89,9 @@ class RewardConfig(Section):
     functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function | http://
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
-    deadline: Annotated[float, Field(gt=0)] = 10.0  # seconds a sample; then reward 0, counted as a timeout
+    deadline: Annotated[float, Field(gt=0)] = (
+        10.0  # seconds a sample (http://: a request of up to 64); then reward 0, counted
+    )
     on_error: Literal["raise", "zero"] = "raise"
     workers: Positive = 2  # processes
 
@@ -312,6 +314,9 @@ class Config(Section):
         if self.parallel.sequence_parallel and self.parallel.tp == 1:
             raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
         stop = self.trainer.stop_when
+        passes = [f"eval/pass@{k}" for k in self.eval.k]
+        if stop and (stop.metric or "").startswith("eval/pass@") and stop.metric not in passes:
+            raise ValueError(f"trainer.stop_when.metric: eval.k gives {', '.join(passes)}, not {stop.metric}")
         if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
             raise ValueError(f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every")
         if self.checkpoint.export_hf == "best" and not self.eval.every:

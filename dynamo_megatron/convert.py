@@ -12,22 +12,26 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.output_dir import STATE_FILE, latest_checkpoint
+from dynamo_megatron.output_dir import complete_checkpoints, latest_checkpoint
 from dynamo_megatron.run import Job
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint folder that `path` is, or the newest complete one of the run that it is. Raises ConfigError."""
-    path = Path(path)
-    if (path / STATE_FILE).is_file():
-        return path
-    found = latest_checkpoint(path / "checkpoints")
+def find_checkpoint(path: str | Path) -> tuple[int, Path]:
+    """(step, folder) of the checkpoint that `path` is, or of the newest complete one of the run that it is.
+
+    Raises ConfigError.
+    """
+    path = Path(path).resolve()
+    if path.parent.name == "checkpoints":
+        found = next((c for c in complete_checkpoints(path.parent) if c[1] == path), None)
+    else:
+        found = latest_checkpoint(path / "checkpoints")
     if found is None:
         raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
-    return found[1]
+    return found
 
 
 def run_config(checkpoint: Path) -> Config:
@@ -44,12 +48,12 @@ def run_config(checkpoint: Path) -> Config:
 class ConvertJob(Job):
     """One rank that loads a checkpoint, whatever layout saved it, and writes it whole."""
 
-    def __init__(self, checkpoint: Path, out: Path):
+    def __init__(self, step: int, checkpoint: Path, out: Path):
         config = run_config(checkpoint)
         one_rank = config.parallel.model_copy(update={"tp": 1, "pp": 1, "sequence_parallel": False})
         trainer = config.trainer.model_copy(update={"stop_when": None})
         super().__init__(config.model_copy(update={"parallel": one_rank, "trainer": trainer}))
-        self.checkpoint, self.out = checkpoint, out
+        self.step, self.checkpoint, self.out = step, checkpoint, out
 
     def check(self, ranks: int) -> dict[str, Any]:
         if self.out.exists():
@@ -68,5 +72,5 @@ class ConvertJob(Job):
     def run(self) -> None:
         from dynamo_megatron.resharding.push import export_huggingface
 
-        export_huggingface(self._policy, self.out)
+        export_huggingface(self._policy, self.out, self.step)
         print(f"{self.out}: written from {self.checkpoint}", flush=True)

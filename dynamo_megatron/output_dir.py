@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import yaml
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
+from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.tracking.stopping import StopRule
 
 STATE_FILE = "state.json"  # written last: a checkpoint that has it is complete
+EXPORT_FILE = "export.json"  # in an exported Hugging Face folder: {"step": N}
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
 
@@ -28,19 +32,37 @@ class OutputDir:
         self._file = self.path / "config.yaml"
 
     def finished(self) -> str | None:
-        """Says so where this run has nothing left to do, its export included. Raises ConfigError as `check`."""
+        """Says so where this run has nothing left to do, evaluation and export included. Raises ConfigError: as
+        `check`, and for a stop_when.metric that the run has not."""
         self.check()
         last = latest_checkpoint(self.path / "checkpoints")
-        exported = self._config.checkpoint.export_hf != "final" or (self.path / "hf").is_dir()
-        if last is None or not exported:
+        if last is None:
             return None
-        (step, folder), trainer = last, self._config.trainer
+        step, trainer = last[0], self._config.trainer
+        metrics, evaluations = (
+            [row for row in read_rows(self.path / f"{name}.jsonl") if row["step"] <= step]
+            for name in ("metrics", "evaluations")
+        )
+        why = StopRule(trainer.stop_when).replay([*metrics, *evaluations]) if trainer.stop_when else None
+        if step < trainer.steps and why is None:
+            return None
+        if self._config.eval.every and all(e["step"] != step for e in evaluations):
+            return None
+        if not self._exported(step, evaluations):
+            return None
         if step >= trainer.steps:
             return f"{self.path}: already at step {step} of {trainer.steps}"
-        early = json.loads((folder / STATE_FILE).read_text(encoding="utf-8")).get("finished")
-        if early and trainer.stop_when and early["stop_when"] == trainer.stop_when.model_dump(mode="json"):
-            return f"{self.path}: already finished at step {step}: {early['why']}"
-        return None
+        return f"{self.path}: already finished at step {step}: {why}"
+
+    def _exported(self, step: int, evaluations: list[dict[str, Any]]) -> bool:
+        match self._config.checkpoint.export_hf:
+            case "final":
+                return exported_step(self.path / "hf") == step
+            case "every":
+                return exported_step(every_export(self.path, step)) == step
+            case "best":
+                return best_step(evaluations, self._config) != step or exported_step(self.path / "hf") == step
+        return True
 
     def claim(self) -> None:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
@@ -92,6 +114,22 @@ class OutputDir:
 
     def _saved(self) -> dict[str, Any]:
         return yaml.safe_load(self._file.read_text(encoding="utf-8"))
+
+
+def every_export(output: Path, step: int) -> Path:
+    """The folder of `checkpoint.export_hf: every`."""
+    return output / f"hf-step-{step:06d}"
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step whose weights an exported folder has; None where there is none."""
+    file = folder / EXPORT_FILE
+    return json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else None
+
+
+def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
+    """The step of the best evaluation, the first of equals, by pass@k of the first `eval.k`."""
+    return max(evaluations, key=lambda e: e[f"eval/pass@{config.eval.k[0]}"])["step"]
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:

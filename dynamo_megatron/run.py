@@ -16,11 +16,15 @@ from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, S
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
+
+FORESEEN = (RolloutError, RewardError, OSError)  # their message says it all; others come with a traceback
 
 
 class Job:
@@ -153,14 +157,14 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
     frames = list(traceback.walk_tb(error.__traceback__))
     ours = frames[-1][0].f_globals["__name__"].startswith("dynamo_megatron")
-    refused = isinstance(error, ValueError) and ours and not running
+    refused = isinstance(error, ConfigError) or (isinstance(error, ValueError) and ours and not running)
     message = str(error) if refused else f"{type(error).__name__}: {error}"
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
     if isinstance(error, RemoteFailure):
         first = str(error)
-    elif first == message and not refused:
+    elif first == message and not refused and not isinstance(error, FORESEEN):
         traceback.print_exception(error)
     if rank == 0 or coordinator is None:
         print(first, file=sys.stderr, flush=True)

@@ -8,13 +8,13 @@ the same weight.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.stream import PromptStream
@@ -37,6 +37,16 @@ class SFTJob(Job):
         self._stream = None
 
     def check(self, ranks: int) -> dict[str, Any]:
+        refused = {
+            "eval.every": self.config.eval.every,
+            "data.max_prompt_length": self.config.data.max_prompt_length,
+            "checkpoint.export_hf=best": self.config.checkpoint.export_hf == "best",
+        }
+        if asked := [key for key, value in refused.items() if value]:
+            raise ConfigError(
+                f"{asked[0]}: not for sft, which evaluates nothing and cuts prompt and completion together at "
+                "model.max_length"
+            )
         return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
 
     def prepare(self, spec: ModelSpec) -> None:
@@ -62,11 +72,10 @@ class SFTJob(Job):
             self.output.take_over(self._start)
 
     def run(self) -> None:
-        from dynamo_megatron.resharding.push import export_huggingface
-
         config, steps = self.config, self.config.trainer.steps
         if self._leads:
             self.journal.open(self._start)
+        self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
             start = time.monotonic()
@@ -76,7 +85,7 @@ class SFTJob(Job):
                 self._checkpoints.save()
                 raise
             if finished:
-                self._checkpoints.save(finished)
+                self._checkpoints.save()
                 break
             tokens = int(sequences.response_lengths.sum())
             weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)
@@ -96,8 +105,7 @@ class SFTJob(Job):
             self._checkpoints.reached(step)
             if step % config.checkpoint.every == 0 or step == steps:
                 self._checkpoints.save()
-        if config.checkpoint.export_hf != "never":
-            export_huggingface(self._policy, Path(config.output_dir) / "hf")
+        self._checkpoints.export_final()
 
     def _share(self) -> tuple[Sequences | None, str | None]:
         """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""

@@ -14,7 +14,7 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, export_huggingface, push_weights
+from dynamo_megatron.resharding.push import PushReport, push_weights
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -54,8 +54,11 @@ class Trainer:
             self._say_premises()
         self._push(version=self.start)
         try:
-            self._look(self.start)
+            self._save()  # makes up for an export that a kill cut off
+            finished = self._look(self.start)
             for step in range(self.start + 1, config.trainer.steps + 1):
+                if finished:
+                    break
                 self.coordinator.step = step
                 clock = Clock()
                 collect = functools.partial(self._collect, step, clock)
@@ -81,14 +84,11 @@ class Trainer:
                 self.checkpoints.reached(step)
                 finished = self._look(step)
                 if finished or step % config.checkpoint.every == 0 or step == config.trainer.steps:
-                    self._save(finished)
-                if finished:
-                    break
+                    self._save()
         except StopRequested:
             self._save()
             raise
-        if config.checkpoint.export_hf == "final":
-            export_huggingface(policy, self.output / "hf")
+        self.checkpoints.export_final()
 
     def _say_premises(self) -> None:
         allocation, advantage = self.config.algorithm.allocation, self.config.algorithm.advantage
@@ -138,16 +138,13 @@ class Trainer:
             return journal.finished(), due and journal.best(step)
 
         finished, best = self._shared(f"look-{step}", f"the evaluation of step {step}", judge)
-        if best and self.config.checkpoint.export_hf == "best":
-            self._save(finished)  # an export that fails loses no step
-            export_huggingface(self.policy, self.output / "hf")
+        if best:
+            self.checkpoints.export_best()
         return finished
 
-    def _save(self, finished: str | None = None) -> None:
+    def _save(self) -> None:
         self._say_phase("save")
-        saved = self.checkpoints.save(finished)
-        if saved is not None and self.config.checkpoint.export_hf == "every":
-            export_huggingface(self.policy, self.output / f"hf-step-{saved:06d}")
+        self.checkpoints.save()
 
     def _push(self, version: int) -> PushReport:
         self._say_phase("reshard")

@@ -39,8 +39,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
                 p.send_signal(number)
 
     processes: list[subprocess.Popen] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, pass_on)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,6 +76,8 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
                     p.kill()
         time.sleep(0.05)
     _end_orphans()
+    for number, handler in before.items():
+        signal.signal(number, handler)
     codes = [p.returncode for p in processes]
     if signal.SIGINT in received:
         return 130

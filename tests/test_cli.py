@@ -54,6 +54,7 @@ def refused(capsys, *arguments) -> str:
             "checkpoint.export_hf=best",
             "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every",
         ),
+        ("trainer.stop_when={metric: eval/pass@4, above: 1}", "eval.k gives eval/pass@1, not eval/pass@4"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
         ("tracking.backends=[mlflow]", "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'"),
         ("model.family=gpt5", "model.family 'gpt5' is not mapped; the families known are llama, qwen2, qwen3"),
@@ -64,6 +65,22 @@ def refused(capsys, *arguments) -> str:
 def test_refused_before_any_rank_starts(base, capsys, argument, says):
     assert says in refused(capsys, base / "config.yaml", argument)
     assert not (base / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "checkpoint.export_hf=best"])
+def test_sft_refuses_what_it_would_pass_over(base, capsys, key):
+    keys = [str(base / "config.yaml"), "eval.data=x.jsonl", "eval.every=1", key]
+    assert main(["sft", *(keys if "eval" not in key else [keys[0], keys[1], key])]) == 2
+    assert "not for sft" in capsys.readouterr().err
+
+
+def test_an_evaluation_does_not_go_into_a_run(base, tiny_model, capsys):
+    run = base / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("x: 1\n")
+    assert main(["eval", "--model", str(tiny_model), "--out", str(run), f"eval.data={base / 'problems.jsonl'}"]) == 2
+    assert capsys.readouterr().err == f"--out: {run} holds a run or an evaluation; name another folder\n"
+    assert [p.name for p in run.iterdir()] == ["config.yaml"] and (run / "config.yaml").read_text() == "x: 1\n"
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two"])

@@ -1,11 +1,14 @@
+import json
 from pathlib import Path
+
+import pytest
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import OutputDir
 
 
-def settings(folder: Path, **optimizer) -> Config:
-    return Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(folder), optimizer=optimizer)
+def settings(folder: Path, **sections) -> Config:
+    return Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(folder), **sections)
 
 
 def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path):
@@ -15,7 +18,62 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path):
     for step in (4, 5, 6):
         (rollouts / f"step-{step:06d}.jsonl").write_text("{}\n")
     for _ in range(2):
-        OutputDir(settings(tmp_path, lr=1e-3)).take_over(4)
+        OutputDir(settings(tmp_path, optimizer={"lr": 1e-3})).take_over(4)
         assert len(list(rollouts.iterdir())) == 3
-    OutputDir(settings(tmp_path, lr=2e-3)).take_over(4)
+    OutputDir(settings(tmp_path, optimizer={"lr": 2e-3})).take_over(4)
     assert sorted(p.name for p in rollouts.iterdir()) == ["step-000004.jsonl", "step-000005.jsonl"]
+
+
+EVALUATES = {"data": "held-out", "every": 2}
+ENDS = {"metric": "reward/mean", "above": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sections", "exports", "says"),
+    [
+        ({"steps": 4}, {}, {"hf": 4}, "already at step 4 of 4"),
+        ({"steps": 5}, {}, {"hf": 4}, None),
+        ({"steps": 4}, {}, {}, None),
+        ({"steps": 4}, {}, {"hf": 2}, None),  # of before `trainer.steps` was raised
+        ({"steps": 4}, {"checkpoint": {"export_hf": "never"}}, {}, "already at step 4 of 4"),
+        ({"steps": 4}, {"checkpoint": {"export_hf": "every"}}, {"hf-step-000002": 2}, None),
+        ({"steps": 4}, {"checkpoint": {"export_hf": "every"}}, {"hf-step-000004": 4}, "already at step 4 of 4"),
+        ({"steps": 4}, {"eval": EVALUATES}, {"hf": 4}, "already at step 4 of 4"),
+        ({"steps": 4}, {"eval": {**EVALUATES, "every": 3}}, {"hf": 4}, "already at step 4 of 4"),
+        ({"steps": 4}, {"eval": EVALUATES, "checkpoint": {"export_hf": "best"}}, {"hf": 2}, None),
+        ({"steps": 4}, {"eval": EVALUATES, "checkpoint": {"export_hf": "best"}}, {"hf": 4}, "already at step 4 of 4"),
+        ({"steps": 9, "stop_when": ENDS}, {}, {"hf": 4}, "already finished at step 4: reward/mean is 0.6"),
+        ({"steps": 9, "stop_when": {**ENDS, "above": 0.7}}, {}, {"hf": 4}, None),
+        ({"steps": 9, "stop_when": {**ENDS, "wall_time": 60}}, {}, {"hf": 4}, "already finished at step 4"),
+    ],
+)
+def test_a_run_is_finished_with_its_last_evaluation_and_export(tmp_path, trainer, sections, exports, says):
+    """The run stands at step 4; its reward was above .5 at step 2, and is again at step 4, its best evaluation."""
+    config = settings(tmp_path, trainer=trainer, **sections)
+    OutputDir(config).take_over(0)
+    for name, key, values in (
+        ("metrics", "reward/mean", {1: 0.1, 2: 0.6, 3: 0.1, 4: 0.6, 5: 0.1}),  # 5 came after the last checkpoint
+        ("evaluations", "eval/pass@1", {0: 0.1, 2: 0.3, 4: 0.4, 6: 0.9}),
+    ):
+        lines = [json.dumps({"step": step, key: value}) for step, value in values.items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    checkpoint = tmp_path / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    for name, step in exports.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "export.json").write_text(json.dumps({"step": step}))
+    said = OutputDir(config).finished()
+    assert said is None if says is None else says in said
+
+
+def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path):
+    config = settings(tmp_path, trainer={"steps": 4}, eval=EVALUATES, checkpoint={"export_hf": "never"})
+    checkpoint = tmp_path / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    OutputDir(config).take_over(0)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 2}\n')
+    assert OutputDir(config).finished() is None
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
+    assert "already at step 4" in OutputDir(config).finished()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -30,12 +31,12 @@ def sft(tiny_model, tmp_path_factory):
         "trainer.stop_when.below": 3.0,
         "output_dir": "run",
     }
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *(f"{k}={v}" for k, v in keys.items())]
 
-    def run() -> tuple[int, str]:
+    def run(*more: str, ranks: int = 2) -> tuple[int, str]:
+        command = ["sft", *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", str(ranks)]
         with open(folder / "console.log", "w") as log:
             done = subprocess.run(
-                [*command, "--ranks", "2"],
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *command],
                 cwd=folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -80,3 +81,46 @@ def test_it_ends_early_and_is_found_finished(sft):
     assert code == 0
     assert text.startswith(f"run: already finished at step {len(seen)}: sft/loss is ")
     assert (output / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.full
+def test_ranks_share_the_examples_and_not_the_result(sft):
+    output, run = sft
+    code, text = run("output_dir=alone", ranks=1)
+    assert code == 0, text[-3000:]
+    assert losses(output.parent / "alone") == pytest.approx(losses(output), abs=1e-5)
+
+
+@pytest.mark.full
+def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
+    output, run = sft
+    keys = (
+        "output_dir=every",
+        "trainer.steps=4",
+        "trainer.stop_when=null",
+        "checkpoint.every=2",
+        "checkpoint.export_hf=every",
+    )
+    assert run(*keys)[0] == 0
+    exports = sorted((output.parent / "every").glob("hf-step-*"))
+    assert [folder.name for folder in exports] == ["hf-step-000002", "hf-step-000004"]
+    weights = {file.name: file.read_bytes() for file in exports[1].iterdir()}
+    shutil.rmtree(exports[1])
+    code, text = run(*keys)
+    assert code == 0 and "resumed from" in text, text[-3000:]
+    assert {file.name: file.read_bytes() for file in exports[1].iterdir()} == weights
+    assert len(losses(output.parent / "every")) == 4
+
+
+@pytest.mark.full
+def test_an_export_onto_a_full_disk_is_one_line(sft):
+    """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
+    output, _ = sft
+    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    command = f"ulimit -f 64; exec {sys.executable} -P -m dynamo_megatron.cli convert run onto-a-full-disk"
+    with open(output.parent / "convert.err", "w") as err:
+        code = subprocess.run(["bash", "-c", command], cwd=output.parent, stderr=err, timeout=120).returncode
+    said = (output.parent / "convert.err").read_text().splitlines()
+    assert code == 1 and len(said) == 1 and "onto-a-full-disk" in said[0], said
+    assert not (output.parent / "onto-a-full-disk").exists()
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before

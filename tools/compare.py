@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
+from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap, t_interval
 from dynamo_megatron.evaluation.results import (
     align,
     in_percent,
@@ -31,10 +31,10 @@ from dynamo_megatron.evaluation.results import (
 from dynamo_megatron.tracking.picture import moving_average
 from dynamo_megatron.tracking.run_record import RunRecord, read_run
 
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one stands for more: a little too wide.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
 WINDOW = 10  # steps of the moving average
+# What arms must share to be compared at the same budget: keys of config.yaml.
+SHARED = ("model.path", "data.source", "data.batch_prompts", "algorithm.allocation.budget", "trainer.steps")
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,18 @@ class Arm:
     passes: dict[int, np.ndarray]  # k -> final pass@k, float64 [seeds, problems]
 
 
-def t_interval(values: np.ndarray) -> Interval | None:
-    """The mean of float64 [seeds] with its 95 % t interval; one seed has none."""
-    if len(values) == 1:
-        return None
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    half = quantile * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(values.mean(), values.mean() - half, values.mean() + half)
-
-
 def read_arms(arguments: Sequence[str]) -> list[Arm]:
     """Raises ValueError: arms that do not pair up, or runs that are not finished or have no evaluation in common."""
     named = _named_folders(arguments)
     runs = {name: [read_run(folder) for folder in folders] for name, folders in named.items()}
     every = [run for arm in runs.values() for run in arm]
+    for key in SHARED:
+        first, *others = (_value(run.config, key) for run in every)
+        if (different := next((i for i, value in enumerate(others, 1) if value != first), None)) is not None:
+            raise ValueError(
+                f"{every[different].folder}: {key} is {others[different - 1]}, in {every[0].folder} {first}; compare "
+                "runs of the same task and budget"
+            )
     results = align(*(read_results(results_file(run.folder, _final(run)["step"])) for run in every))
     common = set.intersection(*(set(summary_k(_final(run))) for run in every))
     if not common:
@@ -90,8 +88,16 @@ def _named_folders(arguments: Sequence[str]) -> dict[str, list[Path]]:
     return named
 
 
+def _value(config: dict, key: str) -> object:
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
 def _final(run: RunRecord) -> dict:
-    last = run.metrics[-1]["step"]
+    last, trainer = run.metrics[-1]["step"], run.config["trainer"]
+    if last < trainer["steps"] and not trainer["stop_when"]:
+        raise ValueError(f"{run.folder}: at step {last} of {trainer['steps']}; finish the run first")
     if not run.evaluations or run.evaluations[-1]["step"] != last:
         raise ValueError(f"{run.folder}: no evaluation at its last step, {last}; finish the run with eval.every set")
     return run.evaluations[-1]
@@ -113,7 +119,9 @@ def comparison(arms: Sequence[Arm]) -> str:
     for arm in arms:
         ends = sorted({run.metrics[-1]["step"] for run in arm.runs})
         cells = [_over_seeds(arm.passes[each].mean(axis=1)) for each in k]
-        lines.append(markdown_row([arm.name, " to ".join(str(end) for end in {*ends[:1], *ends[-1:]}), *cells]))
+        lines.append(
+            markdown_row([arm.name, " to ".join(str(end) for end in dict.fromkeys((ends[0], ends[-1]))), *cells])
+        )
     lines += [
         "",
         f"Difference to {first.name} in points, seed by seed. The interval over seeds says what training again might "

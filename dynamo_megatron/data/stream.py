@@ -18,7 +18,8 @@ class PromptStream:
     The order depends on `config.shuffle_seed`, the epoch and the number of prompts alone. Epochs flow into each other:
     a batch may span two, and then hold the same prompt twice. `encode` gives a prompt's tokens; it is called as prompts
     are drawn. A prompt of more than `max_prompt_length` tokens (None: any length) is skipped and counted, or is an
-    error at once (`config.on_long_prompt`). Raises ValueError for no prompts, or none that is short enough.
+    error at once (`config.on_long_prompt`). Raises ValueError for no prompts, or none that is short enough, and what
+    `encode` raises.
     """
 
     def __init__(
@@ -72,14 +73,11 @@ class PromptStream:
         return batch
 
     def _check_lengths(self) -> None:
-        """Before the run, not in its middle: every prompt where a long one is an error, else until one fits."""
-        if self._limit is None:
-            return
+        """Every prompt before the run: one that cannot be encoded would end it in its middle, and each resume again."""
         for index, prompt in enumerate(self._prompts):
-            if (length := len(self._encode(prompt))) > self._limit:
+            length = len(self._encode(prompt))
+            if self._limit is not None and length > self._limit:
                 self._refuse(index, length)
-            elif self._config.on_long_prompt == "skip":
-                break
         self._skipped.clear()
 
     def _refuse(self, index: int, length: int) -> None:

@@ -18,7 +18,7 @@ from dynamo_megatron.coordination import StopFlag, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.evaluation.results import markdown_table, summarise, write_results
+from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, summarise, write_results
 from dynamo_megatron.launcher.local import run_ranks
 from dynamo_megatron.models import SafetensorsFolder, load_model_config
 from dynamo_megatron.reward import RewardError
@@ -37,38 +37,53 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
     url = model if model is not None and model.startswith(("http://", "https://")) else None
     checkpoint = None
     if model is not None and url is None and not (Path(model) / "config.json").is_file():
-        checkpoint = find_checkpoint(model)
+        _, checkpoint = find_checkpoint(model)
     config = _config(files, overrides, model, checkpoint, out)
-    if (out / "summary.json").exists():
-        raise ConfigError(f"{out}: holds an evaluation; name another folder with --out")
+    if (out / "config.yaml").exists():
+        raise ConfigError(f"--out: {out} holds a run or an evaluation; name another folder")
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
-        if checkpoint is not None:
-            whole = Path(folder) / "hf"
-            if code := run_ranks(["convert", str(checkpoint), str(whole)], 1):
-                return code
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(whole)})})
-        try:
-            summary = _ask(config, url, out)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        except (RolloutError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("interrupted; nothing of the evaluation was kept", file=sys.stderr)
-            return 130
-        except StopRequested as stopped:
-            print(f"stopped by {stopped}; nothing of the evaluation was kept", file=sys.stderr)
-            return 1
+    try:
+        with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
+            served = config
+            if checkpoint is not None:
+                whole = Path(folder) / "hf"
+                if code := run_ranks(["convert", str(checkpoint), str(whole)], 1):
+                    return code
+                served = _with_model(config, whole)
+                config = _with_model(config, checkpoint)
+            results = _ask(served, url)
+        print(_write(results, config, model, out))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except (RolloutError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing of the evaluation was kept", file=sys.stderr)
+        return 130
+    except StopRequested as stopped:
+        print(f"stopped by {stopped}; nothing of the evaluation was kept", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _with_model(config: Config, path: str | Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+
+
+def _write(results: list[ProblemResult], config: Config, model: str | None, out: Path) -> str:
+    """Writes the evaluation, config.yaml as the mark that it is complete; returns what the user reads."""
+    summary = summarise(results, config.eval.k)
     table = markdown_table([(model or config.model.path, summary)], config.eval.k)
     source = config.eval.data or config.data.source
+    write_results(out / "problems.jsonl", results)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (out / "table.md").write_text(f"{source}\n\n{table}\n", encoding="utf-8")
-    print(f"{source}\n\n{table}\n\n{out}/problems.jsonl has every response")
-    return 0
+    (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
+    return f"{source}\n\n{table}\n\n{out}/problems.jsonl has every response"
 
 
 def _config(
@@ -78,18 +93,28 @@ def _config(
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(run_config(checkpoint))
-    elif model is not None and "://" not in model:
-        defaults["model"] = {"path": model}
+    elif model is not None and "://" in model:
+        defaults["model"] = {"path": ""}
+    elif model is not None:
+        defaults["model"] = {"path": model, "dtype": _dtype(Path(model))}
     config, _ = compose(files, overrides, defaults)
     if not (config.eval.data or config.data.source):
         raise ConfigError("eval.data: missing; name the problems with eval.data=...")
+    if not config.model.path:
+        raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
     if checkpoint is None and model is not None and "://" not in model:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+        config = _with_model(config, model)
     # The server's and the rollout process's logs go where the evaluation goes.
     return config.model_copy(update={"output_dir": str(out)})
 
 
-def _ask(config: Config, url: str | None, out: Path) -> dict[str, float]:
+def _dtype(folder: Path) -> str:
+    """What the folder's weights are used in, unless the config says otherwise."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+
+
+def _ask(config: Config, url: str | None) -> list[ProblemResult]:
     spec = load_model_config(config.model.path, config.model.family)
     if url is None:
         with SafetensorsFolder(config.model.path, spec):
@@ -108,14 +133,9 @@ def _ask(config: Config, url: str | None, out: Path) -> dict[str, float]:
         progress.phase("starting server")
         worker.wait_ready(stop.check)
         progress.phase("evaluate", len(problems) * config.eval.samples)
-        results = worker.evaluate(problems, stop.check, progress.count)
+        return worker.evaluate(problems, stop.check, progress.count)
     except RewardError as error:
         raise RolloutError(str(error)) from None
     finally:
         progress.close()
         worker.close()
-    summary = summarise(results, config.eval.k)
-    write_results(out / "problems.jsonl", results)
-    (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return summary

@@ -133,6 +133,7 @@ def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[
         "reward",
         "length, tokens",
         "truncated, %",
+        "failed, %",
     ]
     lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
     for name, s in rows:
@@ -151,6 +152,7 @@ def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[
             f"{s['eval/reward']:.3f}",
             f"{s['eval/length_mean']:.1f}",
             f"{100 * s['eval/truncated']:.1f}",
+            f"{100 * s['eval/failed']:.1f}",
         ]
         lines.append(markdown_row(cells))
     return "\n".join(lines)

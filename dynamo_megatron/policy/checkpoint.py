@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -95,7 +96,9 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     sharded, _ = _sharded_state(policy, loading=True)
     if not optimizer:
         del sharded["optimizer"]
-    loaded = dist_checkpointing.load(sharded, str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
+        loaded = dist_checkpointing.load(sharded, str(folder))
     policy.model.load_state_dict(loaded["model"])
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])

@@ -16,9 +16,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dynamo_megatron.models import named_huggingface_tensors
+from dynamo_megatron.output_dir import EXPORT_FILE
 from dynamo_megatron.policy.policy import Policy
 
 FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory stays bounded
@@ -53,17 +55,27 @@ def push_weights(
     return PushReport(time.monotonic() - start, pause, written)
 
 
-def export_huggingface(policy: Policy, folder: Path) -> None:
-    """The policy as a Hugging Face folder that appears when it is complete; collective over all ranks."""
-    aside = folder.with_name(f".{folder.name}.unfinished")
+def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
+    """The policy as a Hugging Face folder that appears, or takes the old one's place, when it is complete.
+
+    `export.json` in it says {"step": step}. Collective over all ranks. Raises OSError where the disk is full.
+    """
+    aside, old = (folder.with_name(f".{folder.name}.{name}") for name in ("unfinished", "old"))
     write_huggingface(policy, aside)
     if policy.layout.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        (aside / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
         aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_huggingface(policy: Policy, folder: Path) -> int:
-    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks."""
+    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks.
+
+    What is not weights comes from the model's folder, but config.json's dtype, which is the policy's. Raises OSError.
+    """
     layout, source = policy.layout, Path(policy.config.model.path)
     if layout.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +90,10 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         nonlocal held, files
         if bucket:
             name = f"model-stage{layout.pp.rank():02d}-{files:05d}.safetensors"
-            save_file(bucket, str(folder / name), metadata={"format": "pt"})
+            try:
+                save_file(bucket, str(folder / name), metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk comes as this
+                raise OSError(f"{folder / name}: not written: {error}") from None
             (folder / name).chmod(0o644)  # safetensors ignores the umask; the server may be another user's
             weight_map.update(dict.fromkeys(bucket, name))
             bucket.clear()
@@ -110,5 +125,8 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith("model") and file.suffix not in (".safetensors", ".bin"):
                 shutil.copy(file, folder / file.name)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = policy.config.model.dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     dist.barrier(group=layout.host)
     return total

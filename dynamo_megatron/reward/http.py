@@ -63,7 +63,8 @@ class HttpReward:
         except OSError as error:
             raise ValueError(f"reward.functions: {self._name}: cannot connect, is the service up? ({error})") from error
         self._thread.start()
-        self._ready.wait()
+        if not self._ready.wait(CONNECT_TIMEOUT):
+            raise RuntimeError(f"reward.functions: {self._name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
 
     async def score(self, prompt: Prompt, response: str) -> tuple | None:
         """("parts", {url: reward}), ("error", url, text), or None where no answer came within the deadline.
@@ -79,7 +80,9 @@ class HttpReward:
             "source": prompt.source,
             "meta": prompt.meta,
         }
-        encoded = json.dumps(sample, default=str).encode()
+        text = json.dumps(sample, default=str)
+        # NaN and Infinity, which Parquet columns have and JSON has not, go as null.
+        encoded = json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
         with self._lock:  # what comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")

@@ -80,6 +80,9 @@ class Generator:
             for name, prompt in wanted.items()
             if name not in rollouts
         )
+        for status in ("reward_timeout", "reward_error"):
+            if late := sum(r.status == status for r in rollouts.values()):
+                notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
         if errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
         if len(errors) == len(wanted):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.tracking.metrics import StepLog
+from dynamo_megatron.output_dir import best_step
+from dynamo_megatron.tracking.metrics import StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.trackers import Tracker, open_trackers
@@ -30,13 +30,10 @@ class Journal:
         names = ("metrics", "allocation", "evaluations")
         self._logs = {name: StepLog(self._folder / f"{name}.jsonl", keep_to=start) for name in names}
         self._trackers = open_trackers(self._config, start)
-        self._evaluations = self._read("evaluations")
+        self._evaluations = read_rows(self._folder / "evaluations.jsonl")
         self.progress.start(start)
-        # A resumed run decides as the straight one would: it sees what that one has seen.
-        seen = [*self._read("metrics"), *self._evaluations]
-        for metrics in sorted(seen, key=lambda m: m["step"]):
-            self._judge(metrics)
-        self._why = None
+        if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
+            self._why = self._rule.replay([*read_rows(self._folder / "metrics.jsonl"), *self._evaluations])
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""
@@ -53,9 +50,7 @@ class Journal:
         return any(e["step"] == step for e in self._evaluations)
 
     def best(self, step: int) -> bool:
-        """Whether the evaluation of `step` is the best so far, the first of equals, by pass@k of the first `eval.k`."""
-        first = f"eval/pass@{self._config.eval.k[0]}"
-        return max(self._evaluations, key=lambda e: e[first])["step"] == step
+        return best_step(self._evaluations, self._config) == step
 
     def evaluation(self, summary: Mapping[str, Any]) -> None:
         self._evaluations.append(summary)
@@ -67,7 +62,10 @@ class Journal:
             f"[{summary[f'eval/pass@{k}_low']:.3f}, {summary[f'eval/pass@{k}_high']:.3f}]"
             for k in self._config.eval.k
         )
-        self.say(f"evaluation at step {summary['step']}: {scores}  ({summary['eval/problems']} problems)")
+        failed = (
+            f", {summary['eval/failed']:.1%} of responses failed and count as wrong" if summary["eval/failed"] else ""
+        )
+        self.say(f"evaluation at step {summary['step']}: {scores}  ({summary['eval/problems']} problems{failed})")
         self._judge(summary)
 
     def finished(self) -> str | None:
@@ -90,7 +88,3 @@ class Journal:
     def _judge(self, metrics: Mapping[str, Any]) -> None:
         if self._rule is not None:
             self._why = self._rule.observe(metrics) or self._why
-
-    def _read(self, name: str) -> list[dict[str, Any]]:
-        lines = (self._folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]

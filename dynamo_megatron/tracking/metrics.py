@@ -12,11 +12,8 @@ class StepLog:
     """Append-only JSON lines, each with a `step`. Lines past `keep_to` (and a torn last one) are dropped at opening."""
 
     def __init__(self, path: Path, keep_to: int):
-        kept = []
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n") and json.loads(line)["step"] <= keep_to:
-                    kept.append(line)
+            kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= keep_to]
             aside = path.with_suffix(".tmp")
             aside.write_text("".join(kept), encoding="utf-8")
             aside.rename(path)
@@ -28,6 +25,22 @@ class StepLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none without a file. A last line without a newline was torn by a kill.
+
+    Raises ValueError (path:line) for any other line that is broken.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
+    return rows
 
 
 def fit_fields(fields: Sequence[str], width: int | None) -> str:

@@ -49,7 +49,11 @@ def _reward(axes: Axes, run: RunRecord) -> None:
         spread = [np.maximum(mean - low, 0), np.maximum(high - mean, 0)]
         label = f"held-out problems: pass@{run.k[0]} with 95 % interval"
         axes.errorbar(step, mean, spread, fmt="o", color=ORANGE, capsize=3, label=label)
-    axes.set(title="Reward: does the policy get better?", xlabel="training step", ylabel="reward, share solved")
+    axes.set(
+        title="Reward: does the policy get better?",
+        xlabel="training step",
+        ylabel="reward (line), share solved (points)",
+    )
     axes.set_ylim(min(0.0, values.min()) - 0.02, max(1.0, values.max()) + 0.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +13,7 @@ import yaml
 
 from dynamo_megatron.evaluation.results import summary_k
 from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.tracking.metrics import read_rows
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ def read_run(folder: Path) -> RunRecord:
     config = folder / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
-    metrics = _read_rows(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
+    if "reward/mean" not in metrics[-1]:
+        raise ValueError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
     return RunRecord(
         folder,
         yaml.safe_load(config.read_text(encoding="utf-8")),
         metrics,
-        _read_rows(folder / "evaluations.jsonl"),
+        read_rows(folder / "evaluations.jsonl"),
     )
 
 
@@ -78,7 +80,7 @@ def read_revisits(folder: Path) -> Revisits | None:
 
     Raises ValueError (path:line) for a line that is broken.
     """
-    rows = _read_rows(folder / "allocation.jsonl")
+    rows = read_rows(folder / "allocation.jsonl")
     files = {step: step_file(folder, step) for step in sorted({row["step"] for row in rows})}
     if not rows or not all(path.is_file() for path in files.values()):
         return None
@@ -101,16 +103,3 @@ def read_revisits(folder: Path) -> Revisits | None:
         first_visits=len(rows) - len(given),
         uniform=float(np.mean([row["n"] for row in rows])),
     )
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none without a file. A last line without a newline was torn by a kill."""
-    if not path.is_file():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-    return rows

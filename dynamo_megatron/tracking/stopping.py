@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dynamo_megatron.config import StopConfig
+from dynamo_megatron.config_files import ConfigError
 
 
 class StopRule:
@@ -26,7 +27,7 @@ class StopRule:
     def observe(self, metrics: Mapping[str, float]) -> str | None:
         """Takes one row of metrics (a step's, an evaluation's or both); why the run ends, in a user's words, or None.
 
-        A row without the metric is passed over. Raises ValueError where the metric has never come and the row holds
+        A row without the metric is passed over. Raises ConfigError where the metric has never come and the row holds
         others of its kind: an `eval/` metric is looked for in the first evaluation, any other one in the first step.
         """
         name = self._config.metric
@@ -42,6 +43,15 @@ class StopRule:
         if average is not None and (self._best is None or self._is_better(average)):
             self._best, self._best_step = average, self._step
         return self._reason()
+
+    def replay(self, rows: Iterable[Mapping[str, float]]) -> str | None:
+        """Takes all rows of a run so far; what those of its last step give as the reason to end, or None."""
+        why, last = None, None
+        for metrics in sorted(rows, key=lambda m: m["step"]):
+            if metrics["step"] != last:
+                why, last = None, metrics["step"]
+            why = self.observe(metrics) or why
+        return why
 
     def _reason(self) -> str | None:
         config, average = self._config, self._average()
@@ -71,4 +81,4 @@ class StopRule:
         kin = [key for key in metrics if key != "step" and key.startswith("eval/") == name.startswith("eval/")]
         if kin:
             nearest = difflib.get_close_matches(name, kin, 1, cutoff=0.0)[0]
-            raise ValueError(f"trainer.stop_when.metric: this run has no {name}; the nearest metric is {nearest}")
+            raise ConfigError(f"trainer.stop_when.metric: this run has no {name}; the nearest metric is {nearest}")

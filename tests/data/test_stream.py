@@ -92,3 +92,13 @@ def test_only_long_prompts_is_an_error_not_a_loop():
 
 def test_a_prompt_at_the_limit_is_kept():
     assert len(stream([Prompt("a", text="x" * 10)]).next(2)) == 2
+
+
+def test_a_prompt_that_cannot_be_encoded_is_found_before_the_run():
+    def encode(prompt):
+        if prompt.prompt_id == "p7":
+            raise ValueError("prompt 'p7': the chat template fails on it")
+        return [1]
+
+    with pytest.raises(ValueError, match="p7"):
+        PromptStream(prompts(9), DataConfig(source="a.jsonl"), encode, 10)

@@ -84,17 +84,20 @@ def evaluated(recorded, workspace, start_run):
     problems = [{"id": f"held-out-{a}", "problem": f"Say {a!r}.", "answer": a} for a in "bdo 3"]
     (workspace / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     asked = ["eval.data=held-out.jsonl", "eval.every=4", "eval.samples=6", "eval.k=[1,2,6]"]
+    asked += ["checkpoint.export_hf=best", "checkpoint.keep_last=9"]
     run = start_run(workspace, *recorded("evaluated"), *asked)
     assert run.wait() == 0, run.text[-3000:]
     return workspace / "evaluated"
 
 
+@pytest.mark.full
 def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps):
     same(outcome(evaluated), straight)
     rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))
 
 
+@pytest.mark.full
 def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
     rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
     seen = set()
@@ -113,12 +116,17 @@ def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
     assert len(seen) > 3
 
 
-def test_the_exported_folder_answers_as_the_evaluated_checkpoint(evaluated, workspace):
-    """Greedy: a checkpoint through `eval` and the server, against transformers on the run's export."""
+@pytest.mark.full
+def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_model):
+    """Greedy: the checkpoint through `eval` and the server, against transformers on the run's export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
+    best = max(rows, key=lambda row: row["eval/pass@1"])["step"]
+    assert json.loads((evaluated / "hf" / "export.json").read_text()) == {"step": best}
+    checkpoint = evaluated / "checkpoints" / f"step-{best:06d}" if best else tiny_model
     out = workspace / "greedy"
-    command = ["eval", "--model", evaluated, "--out", out, "eval.data=held-out.jsonl", "eval.temperature=0"]
+    command = ["eval", "--model", checkpoint, "--out", out, "eval.data=held-out.jsonl", "eval.temperature=0"]
     log = workspace / "greedy.log"
     with open(log, "w") as file:
         code = subprocess.run(
@@ -130,7 +138,7 @@ def test_the_exported_folder_answers_as_the_evaluated_checkpoint(evaluated, work
         ).returncode
     assert code == 0, log.read_text()[-3000:]
     assert "| pass@1, % (95 %) |" in (out / "table.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(evaluated / "hf", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(evaluated / "hf")  # in the dtype that its config names
     tokenizer = AutoTokenizer.from_pretrained(evaluated / "hf")
     assert tokenizer.chat_template and (evaluated / "hf" / "generation_config.json").is_file()
     for line in (out / "problems.jsonl").read_text().splitlines():

@@ -79,7 +79,7 @@ def test_markdown_table():
     summary = summarise([result("a", "11"), result("b", "11")], [1])
     lines = markdown_table([("start", summary)], [1, 2]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2] == "| start | 2 | 2 | 100.0 (100.0 to 100.0) | - | 1.000 | 10.0 | 0.0 |"
+    assert lines[2] == "| start | 2 | 2 | 100.0 (100.0 to 100.0) | - | 1.000 | 10.0 | 0.0 | 0.0 |"
 
 
 def test_compare_pairs_by_problem_not_by_position():

@@ -118,7 +118,11 @@ def test_what_the_service_is_sent(serve, pool):
     messages = [{"role": "user", "content": "é?"}]
     day = datetime.date(2026, 1, 2)
     p = pool(service)
-    scored(p, "r", prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta={"day": day, "n": None}))
+    scored(
+        p,
+        "r",
+        prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta={"day": day, "n": float("nan")}),
+    )
     scored(p, "r", prompt=Prompt("b", text="plain", answer="2"))
     chat, plain = (request[0] for request in service.requests)
     assert chat == {

@@ -198,6 +198,13 @@ def test_what_is_no_run_is_one_clear_line(tmp_path, missing):
     assert "\n" not in str(error.value)
 
 
+def test_a_run_of_sft_has_no_report(tmp_path):
+    write_config(tmp_path / "run")
+    append(tmp_path / "run" / "metrics.jsonl", {"step": 1, "sft/loss": 2.0})
+    with pytest.raises(ValueError, match="a run of sft"):
+        write_report(tmp_path / "run")
+
+
 def test_a_broken_line_is_named(tmp_path):
     folder = tmp_path / "run"
     write_config(folder)
