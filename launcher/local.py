@@ -87,7 +87,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 1
-    return code or max(codes)
+    return 2 if 2 in codes else code or max(codes)  # a refusal by one rank is a failure to the others
 
 
 def _end_orphans() -> None:

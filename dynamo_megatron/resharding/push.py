@@ -61,7 +61,11 @@ def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
     `export.json` in it says {"step": step}. Collective over all ranks. Raises OSError where the disk is full.
     """
     aside, old = (folder.with_name(f".{folder.name}.{name}") for name in ("unfinished", "old"))
-    write_huggingface(policy, aside)
+    try:
+        write_huggingface(policy, aside)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)  # what is left of it would keep a full disk full
+        raise
     if policy.layout.rank == 0:
         (aside / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
         shutil.rmtree(old, ignore_errors=True)
