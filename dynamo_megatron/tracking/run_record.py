@@ -59,18 +59,24 @@ class Revisits:
 
 def read_run(folder: Path) -> RunRecord:
     """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
-    metrics = _read_rows(folder / "metrics.jsonl")
+    config = read_config(folder)
+    metrics = read_rows(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
     return RunRecord(
         folder,
-        yaml.safe_load(config.read_text(encoding="utf-8")),
+        config,
         metrics,
-        _read_rows(folder / "evaluations.jsonl"),
+        read_rows(folder / "evaluations.jsonl"),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises ValueError where there is none."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def read_revisits(folder: Path) -> Revisits | None:
@@ -78,7 +84,7 @@ def read_revisits(folder: Path) -> Revisits | None:
 
     Raises ValueError (path:line) for a line that is broken.
     """
-    rows = _read_rows(folder / "allocation.jsonl")
+    rows = read_rows(folder / "allocation.jsonl")
     files = {step: step_file(folder, step) for step in sorted({row["step"] for row in rows})}
     if not rows or not all(path.is_file() for path in files.values()):
         return None
@@ -103,7 +109,7 @@ def read_revisits(folder: Path) -> Revisits | None:
     )
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; none without a file. A last line without a newline was torn by a kill."""
     if not path.is_file():
         return []
