@@ -40,7 +40,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def rate_bins(rate: np.ndarray) -> np.ndarray:
-    """The bin of each success rate, [V]; those of 0 and of 1 differ from all others in kind and are bins of their own."""
+    """The bin of each success rate, [V]. Never and always differ in kind from all else: they are bins of their own."""
     return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
 
 
