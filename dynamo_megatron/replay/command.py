@@ -100,12 +100,13 @@ def _measures(result: Outcomes) -> str:
     return (
         "## Allocators on the same rollouts\n\n"
         + "\n".join(lines)
-        + f"\n\nOf the groups that were sampled, {100 * result.degenerate_share:.1f} % have rewards that are all equal; "
+        + f"\n\nOf the groups that were sampled, {100 * result.degenerate_share:.1f} % have equal rewards throughout; "
         "more than expected means that success rates moved while the policy learned.\n\n"
         "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator "
-        "learned from are among those that it is judged by. Expected variance is sum p(1-p)/n, not the gradient's. The "
-        "oracle knows p and has the recorded bounds and budget. Every allocator saw what was sampled: what more rollouts "
-        "would have shown it, nobody knows. Difficulty is 1 - p."
+        "learned from are among those that it is judged by. Expected variance is sum p(1-p)/n, not the gradient's. "
+        f"The oracle knows p; it has the step's budget and {result.base.rollout_n_min} to {result.base.rollout_n_max} "
+        "rollouts for a prompt. Every allocator saw what was sampled: what more rollouts would have shown it, nobody "
+        "knows. Difficulty is 1 - p."
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,6 @@ import numpy as np
 
 from dynamo_megatron.replay.recording import RecordedStep, Recording
 from dynamo_megatron.tracking.run_record import read_rows
-
-# Other trainers have no bounds: ours move where a step's budget needs it.
-ALLOCATION = {"on_shortfall": "scale"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,8 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
 
 
 def _load(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not a file of torch.save, or cut short; remove it or copy it again")
     import torch  # seconds
 
     try:
@@ -90,8 +90,8 @@ def _load(path: Path) -> Any:
             f"{path}: holds more than plain data; if you trust it, load it with torch.load(..., weights_only=False) "
             "and save it again with only prompt, reward and group_index of its samples"
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path}: not a file of torch.save, or cut short ({str(error).splitlines()[0]})") from None
+    except RuntimeError as error:
+        raise ValueError(f"{path}: an archive that torch.load refuses ({str(error).splitlines()[0]})") from None
 
 
 def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float | None:
@@ -118,7 +118,18 @@ def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sam
         if not any(sample.reward is not None for sample in samples):
             raise ValueError(f"{path}: no rollout with a reward in it; remove the file or name the reward's key")
         recorded.append(_step(step, samples, threshold, texts))
-    return Recording(folder, trainer, recorded, dict(ALLOCATION), texts)
+    return Recording(folder, trainer, recorded, _allocation(recorded), texts)
+
+
+def _allocation(steps: list[RecordedStep]) -> dict[str, Any]:
+    """Other trainers have no bounds: ours (2 to 24, 8 to explore, at a mean of 8), in proportion to the mean."""
+    mean = max(1, round(np.concatenate([step.given for step in steps]).mean()))
+    return {
+        "rollout_n_min": max(1, mean // 4),
+        "rollout_n_max": 3 * mean,
+        "initial_budget": mean,
+        "on_shortfall": "scale",
+    }
 
 
 def _step(step: int, samples: list[Sample], threshold: float, texts: dict[str, str]) -> RecordedStep:

@@ -23,6 +23,7 @@ class Outcomes:
     """`counts`: a name -> rollouts of every visit, int64 [V]: as recorded, the allocators, the oracle."""
 
     recording: Recording
+    base: AllocationConfig  # the run's own, or for another trainer's dump the one that allocators start from
     counts: dict[str, np.ndarray]
     configs: dict[str, AllocationConfig]  # of the names that are allocators
     rates: np.ndarray  # float64 [V], success rate of the visit's prompt over the record
@@ -81,4 +82,4 @@ def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
             configs[text] = config
             counts[text] = what_if.replay(steps, config)
     counts["oracle"] = what_if.oracle(steps, rates, base)
-    return Outcomes(recording, counts, configs, rates, what_if.replay(steps, uniform), checked, difference)
+    return Outcomes(recording, base, counts, configs, rates, what_if.replay(steps, uniform), checked, difference)

@@ -19,13 +19,21 @@ WINDOW = 10  # steps of the moving average
 def draw_replay(result: Outcomes, path: Path) -> None:
     """Writes a PNG, readable at a width of 1000 pixels."""
     figure = Figure(figsize=(10, 8.6), dpi=150, layout="constrained")
-    figure.suptitle(f"What each allocator would have given ({result.recording.folder})", weight="bold")
     variance, degenerate, rollouts = figure.subplot_mosaic("VVVDD;RRRRR", height_ratios=(1, 1)).values()
     colours = dict(zip(result.counts, (COLOURS * len(result.counts))[: len(result.counts)], strict=True))
     colours |= {"oracle": ORACLE, "uniform": GREY}
     _variance(variance, result, colours)
     _degenerate(degenerate, result, colours)
     _rollouts(rollouts, result, colours)
+    figure.legend(
+        *rollouts.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=3,
+        fontsize=9,
+        frameon=False,
+        title=f"What each allocator would have given ({result.recording.folder})",
+        title_fontproperties={"weight": "bold", "size": 12},
+    )
     figure.supxlabel(
         "p is a problem's success rate over the whole record, known only afterwards; the oracle knows it in advance.\n"
         "sum p(1-p)/n is not the gradient's variance. An allocator saw the rollouts that were sampled, not those that "
@@ -41,18 +49,17 @@ def _variance(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     even = moving_average(result.variance(result.uniform), window)
     for name, counts in result.counts.items():
         ratio = np.divide(moving_average(result.variance(counts), window), even, out=np.ones(len(even)), where=even > 0)
-        style = {"linestyle": "--"} if name in ("oracle", "uniform") else {"marker": "." if len(steps) < 5 else None}
-        axes.plot(steps, ratio, color=colours[name], label=name, **style)
+        axes.plot(steps, ratio, _style(name), color=colours[name], markersize=3)
     known = [i for i, visits in enumerate(_later_visits(result)) if visits]
     if not known or known[0] > 0:
         last = steps[known[0]] if known else steps[-1]
-        axes.axvspan(steps[0], last, color=GREY, alpha=0.12, linewidth=0, label="first visits: nothing known yet")
+        axes.axvspan(steps[0], last, color=GREY, alpha=0.12, linewidth=0, label="first visits only: nothing is known")
+        axes.legend(fontsize=8)
     smooth = f", average of {window} steps" if window > 1 else ""
     axes.set(title="Expected variance from the same budget: lower is better")
     axes.set(xlabel="training step", ylabel=f"sum p(1-p)/n, uniform = 1{smooth}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
 
 
 def _later_visits(result: Outcomes) -> list[int]:
@@ -72,10 +79,9 @@ def _degenerate(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
     observed = 100 * result.degenerate_share
     axes.axvline(observed, color=ORACLE, linestyle=":", label=f"of the sampled groups: {observed:.1f} %")
-    axes.set(title="Groups that teach nothing", xlabel="all right or all wrong, % expected")
+    axes.set(title="Groups that teach nothing", xlabel="all right or all wrong, % expected", yticks=[])
     axes.set_xlim(0, 1.25 * max(*shares, observed, 1))
     axes.set_ylim(len(names) - 0.5, -1.1)  # the first on top, above it room for the legend
-    axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=8, loc="upper right")
 
 
@@ -87,7 +93,7 @@ def _rollouts(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     for name, counts in result.counts.items():
         means = [counts[its].mean() for its in members]
         highest = max(highest, *means)
-        axes.plot(middle, means, "--" if name in ("oracle", "uniform") else "o-", color=colours[name], label=name)
+        axes.plot(middle, means, _style(name), color=colours[name], label=name)
     for x, its in zip(middle, members, strict=True):
         axes.annotate(f"{its.sum()}", (x, 0), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
     axes.set(title="Rollouts: who would have got them?")
@@ -95,4 +101,7 @@ def _rollouts(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     axes.set_xlim(-0.05, 1.05)
     axes.set_ylim(0, 1.15 * highest)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+
+
+def _style(name: str) -> str:
+    return "--" if name in ("oracle", "uniform") else "o-"
