@@ -28,12 +28,11 @@ def parse_allocator(text: str, recording: Recording) -> AllocationConfig:
 
 
 def _allocation(recording: Recording, words: Sequence[str]) -> AllocationConfig:
-    first = recording.steps[0]
     tree = {
         "model": {"path": "none"},
-        "data": {"source": "none", "batch_prompts": len(first.prompt_ids)},
+        "data": {"source": "none", "batch_prompts": len(recording.steps[0].prompt_ids)},
         "output_dir": str(recording.folder),
-        "algorithm": {"allocation": {**recording.allocation, "budget": first.budget}},
+        "algorithm": {"allocation": recording.allocation},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
     return config.algorithm.allocation

@@ -58,14 +58,14 @@ def test_oracle():
 
 
 def test_a_replay_has_observed_the_earlier_steps_only():
-    steps = [recorded_step(1, ["a", "b"], [4, 4], [[1.0, 0.0] * 2, [1.0] * 4]), *[STEPS[0]] * 2]
-    counts = what_if.replay(steps, BOUNDS)
+    first = recorded_step(1, ["a", "b"], [4, 4], [[1.0] * 4, [1.0, 0.0] * 2])
+    counts = what_if.replay([first, recorded_step(2, ["a", "b"], [5, 5], [[0.0] * 5, [0.0] * 5])], BOUNDS)
     allocator = RolloutAllocator(BOUNDS)
-    assert counts[:2].tolist() == [4, 4]
-    assert allocator.allocate(["a", "b"], 8, step=1).tolist() == [4, 4]
-    allocator.observe(["a"] * 4 + ["b"] * 4, [1, 0, 1, 0, 1, 1, 1, 1], [1, 0, 1, 0, 1, 1, 1, 1], 1)
-    assert counts[2:4].tolist() == allocator.allocate(["a", "b"], 5, step=2).tolist() == [3, 2]
-    assert counts.sum() == sum(step.budget for step in steps)
+    assert counts[:2].tolist() == allocator.allocate(["a", "b"], 8, step=1).tolist() == [4, 4]
+    rights = [1, 1, 1, 1, 1, 0, 1, 0]
+    allocator.observe(["a"] * 4 + ["b"] * 4, rights, rights, 1)
+    assert counts[2:].tolist() == allocator.allocate(["a", "b"], 10, step=2).tolist()
+    assert counts[2] < counts[3] and counts[2:].sum() == 10
 
 
 def test_first_difference():
