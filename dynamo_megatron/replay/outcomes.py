@@ -31,10 +31,6 @@ class Outcomes:
     checked: bool  # the record names its allocator, which was replayed
     difference: Difference | None  # where that gave something else than what the record says
 
-    @property
-    def recorded(self) -> str:
-        return next(iter(self.counts))
-
     def variance(self, counts: np.ndarray) -> np.ndarray:
         """Expected variance of every step, float64 [steps]: sum of p(1-p)/n over its visits."""
         return np.bincount(self.recording.step_index, what_if.expected_variance(self.rates, counts))

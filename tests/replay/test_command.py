@@ -108,6 +108,14 @@ def test_dumps_of_other_trainers(tmp_path, capsys):
     assert found["reproduced"] is None and found["prompts"][2]["prompt"] == "q2"
 
 
+def test_a_record_in_which_nothing_is_ever_right(tmp_path, capsys):
+    (tmp_path / "1.jsonl").write_text('{"input": "q", "score": 0}\n' * 4)
+    assert main(["replay", str(tmp_path)]) == 0
+    rows = table(capsys.readouterr().out)
+    assert all(row[:4] == ["4", "-", "-", "100.0"] for row in rows.values())
+    assert (tmp_path / "replay.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -138,9 +146,7 @@ def test_a_folder_that_cannot_be_written_to(run, tmp_path, capsys):
     assert "name a folder to write to with --out" in refused(capsys, run, "--out", tmp_path / "file")
 
 
-def test_it_does_without_torch(run, tmp_path):
-    code = (
-        "import sys; from dynamo_megatron.cli import main; "
-        f"main(['replay', {str(run)!r}, '--out', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
+def test_it_does_without_torch():
+    """Which takes longer to import than a replay takes."""
+    code = "import sys; import dynamo_megatron.replay.command; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
