@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train | sft | eval | convert | report`."""
+"""The command line: `dynamo-megatron train | sft | eval | convert | report | replay`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXAMPLES = {
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
     "convert": "dynamo-megatron convert runs/first models/first",
     "report": "dynamo-megatron report runs/first",
+    "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
 
 
@@ -56,6 +57,25 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("out", type=Path, help="folder to write")
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
+    sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
+    sub.add_argument(
+        "run",
+        type=Path,
+        help="a run's output_dir, or a folder of rollouts of verl (trainer.rollout_data_dir) or slime "
+        "(--save-debug-rollout-data)",
+    )
+    sub.add_argument(
+        "--allocator",
+        action="append",
+        metavar="KIND[,key=value...]",
+        help="a kind with keys of algorithm.allocation, the others as the run has them; may be given several times "
+        "(default: uniform, waterfill and neyman)",
+    )
+    sub.add_argument("--out", type=Path, help="folder to write to (default: RUN)")
+    sub.add_argument(
+        "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default: 1.0)"
+    )
+    sub.add_argument("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward")
     return top
 
 
@@ -136,7 +156,24 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     return 0
 
 
-_COMMANDS = {"train": _train, "sft": _train, "eval": _eval, "convert": _convert, "report": _report}
+def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.replay.command import write_replay
+
+    try:
+        print(write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+_COMMANDS = {
+    "train": _train,
+    "sft": _train,
+    "eval": _eval,
+    "convert": _convert,
+    "report": _report,
+    "replay": _replay,
+}
 
 
 def _files_and_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:

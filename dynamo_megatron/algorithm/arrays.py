@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
+if TYPE_CHECKING:
+    import torch
+
+Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 
 def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
     """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming the argument for another rank."""
-    values = array.detach().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+    values = array.detach().numpy() if _is_tensor(array) else np.asarray(array)
     if values.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {values.shape}")
     return values
@@ -22,7 +25,11 @@ def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
 
 def like(result: np.ndarray, source: Any) -> Any:
     """`result` as a tensor where `source` is one, else as it is."""
-    return torch.from_numpy(result) if isinstance(source, torch.Tensor) else result
+    if not _is_tensor(source):
+        return result
+    import torch
+
+    return torch.from_numpy(result)
 
 
 def torch_function(function: Callable) -> Callable:
@@ -30,12 +37,14 @@ def torch_function(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
         seen = [value for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray)]
         if not seen:
             return function(*args, **kwargs)
         # order="C" copies: torch takes neither negative strides nor read-only memory
         enter = lambda v: torch.from_numpy(np.array(v, order="C")) if isinstance(v, np.ndarray) else v  # noqa: E731
-        leave = lambda v: v.detach().numpy() if isinstance(v, torch.Tensor) else v  # noqa: E731
+        leave = lambda v: v.detach().numpy() if _is_tensor(v) else v  # noqa: E731
         result = function(*(enter(v) for v in args), **{k: enter(v) for k, v in kwargs.items()})
         return type(result)(*(leave(v) for v in result)) if isinstance(result, tuple) else leave(result)
 
@@ -47,8 +56,14 @@ def group_index(group_ids: Sequence[Hashable], rollouts: int) -> tuple[np.ndarra
 
     Raises ValueError naming `group_ids` unless there is one id a rollout.
     """
-    ids = group_ids.tolist() if isinstance(group_ids, torch.Tensor | np.ndarray) else list(group_ids)
+    ids = group_ids.tolist() if _is_tensor(group_ids) or isinstance(group_ids, np.ndarray) else list(group_ids)
     if len(ids) != rollouts:
         raise ValueError(f"group_ids: {len(ids)} ids for {rollouts} rollouts; give one a rollout")
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(i, len(numbers)) for i in ids], np.int64), len(numbers)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Imports no torch, which takes seconds: where nobody has, there is no tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

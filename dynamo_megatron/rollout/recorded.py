@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
-from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 
@@ -57,7 +57,7 @@ class RecordedRollouts:
         path = step_file(self._folder, step)
         if not path.exists():
             raise ValueError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
-        groups = self._groups(path)
+        groups = read_groups(path)
         seen: dict[str, int] = defaultdict(int)
         rollouts: list[Rollout] = []
         for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
@@ -84,14 +84,3 @@ class RecordedRollouts:
                 name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
         return RolloutResult.of(rollouts, times={"generate": time.monotonic() - started}, notes=[])
-
-    @staticmethod
-    def _groups(path: Path) -> dict[str, list[list[Rollout]]]:
-        """prompt_id -> its groups by group id, each by rollout index."""
-        by_group: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
-        for rollout in read_rollouts(path):
-            by_group[rollout.group_id, rollout.prompt_id].append(rollout)
-        groups: dict[str, list[list[Rollout]]] = defaultdict(list)
-        for (_, prompt_id), rollouts in sorted(by_group.items()):
-            groups[prompt_id].append(sorted(rollouts, key=lambda r: int(r.rollout_id.rsplit("-", 1)[1])))
-        return groups

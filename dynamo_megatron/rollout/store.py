@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def read_rollouts(path: Path) -> list[Rollout]:
             raise ValueError(f"{path}:{number}: {error}") from None
         rollouts[rollout.rollout_id] = rollout
     return list(rollouts.values())
+
+
+def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
+    """prompt_id -> its groups by group id, each by rollout index. Raises ValueError as `read_rollouts`."""
+    by_group: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
+    for rollout in read_rollouts(path):
+        by_group[rollout.group_id, rollout.prompt_id].append(rollout)
+    groups: dict[str, list[list[Rollout]]] = defaultdict(list)
+    for (_, prompt_id), rollouts in sorted(by_group.items()):
+        groups[prompt_id].append(sorted(rollouts, key=lambda r: int(r.rollout_id.rsplit("-", 1)[1])))
+    return groups
 
 
 class RolloutStore:

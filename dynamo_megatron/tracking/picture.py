@@ -39,6 +39,11 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
+def rate_bins(rate: np.ndarray) -> np.ndarray:
+    """The bin of each success rate, [V]. Never and always differ in kind from all else: they are bins of their own."""
+    return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
+
+
 def _reward(axes: Axes, run: RunRecord) -> None:
     values, window = run.metric("reward/mean"), max(1, min(WINDOW, len(run.steps) // 4))
     axes.plot(run.steps, values, ".-", color=BLUE, alpha=0.3, linewidth=1, label="training reward, mean of a step")
@@ -77,8 +82,7 @@ def _allocation(axes: Axes, revisits: Revisits | None, kind: str) -> None:
         axes.text(0.5, 0.5, why, ha="center", va="center")
         return
     rate, given = revisits.success_rates, revisits.rollouts
-    # Problems never or always solved are bins of their own: they differ from all others in kind.
-    bins = np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
+    bins = rate_bins(rate)
     middle, mean, low, high, visits = np.array(
         [
             (rate[its].mean(), given[its].mean(), *np.quantile(given[its], (0.25, 0.75)), its.sum())

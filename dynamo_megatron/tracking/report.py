@@ -35,6 +35,17 @@ def write_report(run: Path) -> str:
     return f"{text}\n\nThis text is in {run / 'report.md'}, the picture in {picture}."
 
 
+def rate_classes(rate: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows of a table by success rate, float [V]: name -> its members, bool [V]."""
+    return {
+        "never solved (0)": rate == 0,
+        "rarely (below .2)": (rate > 0) & (rate < 0.2),
+        "sometimes (.2 to .8)": (rate >= 0.2) & (rate <= 0.8),
+        "mostly (above .8)": (rate > 0.8) & (rate < 1),
+        "always solved (1)": rate == 1,
+    }
+
+
 def _heading(run: RunRecord) -> str:
     config, last = run.config, run.metrics[-1]
     return (
@@ -78,13 +89,7 @@ def _allocation(revisits: Revisits | None) -> str:
     if not len(revisits.rollouts):
         return f"{title}\n\nNo problem has been visited a second time yet."
     rate, given = revisits.success_rates, revisits.rollouts
-    classes = {
-        "never solved (0)": rate == 0,
-        "rarely (below .2)": (rate > 0) & (rate < 0.2),
-        "sometimes (.2 to .8)": (rate >= 0.2) & (rate <= 0.8),
-        "mostly (above .8)": (rate > 0.8) & (rate < 1),
-        "always solved (1)": rate == 1,
-    }
+    classes = rate_classes(rate)
     lines = [
         markdown_row(["success rate over all earlier visits", "visits", "mean rollouts given"]),
         markdown_row(["---", "---:", "---:"]),

@@ -59,9 +59,7 @@ class Revisits:
 
 def read_run(folder: Path) -> RunRecord:
     """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+    config = read_config(folder)
     metrics = read_rows(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
@@ -69,10 +67,18 @@ def read_run(folder: Path) -> RunRecord:
         raise ValueError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
     return RunRecord(
         folder,
-        yaml.safe_load(config.read_text(encoding="utf-8")),
+        config,
         metrics,
         read_rows(folder / "evaluations.jsonl"),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises ValueError where there is none."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def read_revisits(folder: Path) -> Revisits | None:

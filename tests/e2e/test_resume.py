@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dynamo_megatron.replay.allocators import base_allocator
+from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.what_if import first_difference, replay
+
 KILL_AFTER = 8  # steps
 
 
@@ -60,6 +64,9 @@ def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspac
     assert "resumed from" in again.text
     assert [row["step"] for row in step_lines(output)] == list(range(1, steps + 1))
     same(outcome(output), straight)
+    record = read_run(output)
+    assert len(record.steps) == steps
+    assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
 
 
 def test_the_live_run_that_was_killed_equals_its_replay(live, straight):

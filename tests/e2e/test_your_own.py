@@ -29,5 +29,6 @@ def test_the_walk_through_works(tmp_path):
     assert done.returncode == 0, text[-3000:]
     assert "\x1b" not in text and "\r" not in text, "control characters where there is no terminal"
     assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 1
+    assert "Replaying the run's own allocator gives all 24 counts of allocation.jsonl exactly." in text
     assert (tmp_path / "runs/mine/report.png").stat().st_size > 10_000
     assert text.splitlines()[-1].count("<|im_start|>assistant") == 1, "the export's answer to a chat prompt"

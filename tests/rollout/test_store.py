@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
 
 
 def rollout(name: str, step: int = 3, reward: float = 1.0) -> Rollout:
@@ -63,6 +63,18 @@ def test_the_later_of_two_lines_of_a_rollout_counts(tmp_path):
     for reward in (0.0, 1.0):
         store.append(rollout("000003-0000-000", reward=reward))
     assert [r.reward for r in store.finished(3)] == [1.0]
+
+
+def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
+    store = RolloutStore(tmp_path)
+    for name in ("000003-0002-001", "000003-0000-010", "000003-0002-000", "000003-0000-009"):
+        store.append(rollout(name))
+    store.append(dataclasses.replace(rollout("000003-0001-000"), prompt_id="another"))
+    groups = read_groups(step_file(tmp_path, 3))
+    assert {i: [[r.rollout_id[7:] for r in group] for group in its] for i, its in groups.items()} == {
+        "é 1": [["0000-009", "0000-010"], ["0002-000", "0002-001"]],
+        "another": [["0001-000"]],
+    }
 
 
 def test_replace_and_append(tmp_path):

@@ -1,0 +1,1 @@
+"""What each allocator would have given each prompt of a recorded run."""

@@ -1,0 +1,153 @@
+"""Rollout dumps of other trainers: verl's `trainer.rollout_data_dir`, slime's `--save-debug-rollout-data`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.replay.recording import RecordedStep, Recording
+from dynamo_megatron.tracking.metrics import read_rows
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    group: Hashable  # of one dispatch
+    reward: float | None  # None: no response, or none that was scored
+
+
+def verl_files(folder: Path) -> dict[int, Path]:
+    """step -> STEP.jsonl."""
+    return {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+
+
+def slime_files(folder: Path) -> list[Path]:
+    """Those of training: of an evaluation the name that slime fills in is `eval_ID`."""
+    return sorted(path for path in folder.glob("*.pt") if not re.search(r"eval_\d+$", path.stem))
+
+
+def read_verl(folder: Path, threshold: float, reward_key: str | None) -> Recording:
+    """A line is a response: `input`, `score` (or `reward_key`). Lines of one input in a step are one group.
+
+    A rollout succeeds where its reward is at least `threshold`. Raises ValueError (path:line) for what is broken.
+    """
+    key = reward_key or "score"
+    steps = {}
+    for step, path in verl_files(folder).items():
+        samples = []
+        for number, row in enumerate(read_rows(path), 1):
+            where = f"{path}:{number}"
+            if "input" not in row:
+                raise ValueError(f"{where}: no 'input'; expected a line of verl's trainer.rollout_data_dir")
+            samples.append(Sample(row["input"], row["input"], _reward(row, key, where)))
+        steps[step] = path, samples
+    return _recording(folder, "verl", steps, threshold)
+
+
+def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Recording:
+    """A file holds `rollout_id` and `samples`: `prompt`, `group_index`, `reward` (`reward_key` names one of several).
+
+    Raises ValueError as `read_verl`.
+    """
+    steps = {}
+    for path in slime_files(folder):
+        dump = _load(path)
+        if not isinstance(dump, dict) or not {"rollout_id", "samples"} <= dump.keys():
+            raise ValueError(
+                f"{path}: no 'rollout_id' and 'samples'; expected a file of slime's save-debug-rollout-data"
+            )
+        if dump["rollout_id"] in steps:
+            raise ValueError(f"{path}: rollout_id {dump['rollout_id']} is in another file, too; keep one of them")
+        samples = []
+        for number, sample in enumerate(dump["samples"]):
+            where, prompt = f"{path}: sample {number}", sample.get("prompt")
+            text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+            group = sample.get("group_index")
+            reward = _slime_reward(sample, reward_key, where)
+            samples.append(Sample(text, text if group is None else group, reward))
+        steps[dump["rollout_id"]] = path, samples
+    return _recording(folder, "slime", steps, threshold)
+
+
+def _load(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not a file of torch.save, or cut short; remove it or copy it again")
+    import torch  # seconds
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path}: holds more than plain data; if you trust it, load it with torch.load(..., weights_only=False) "
+            "and save it again with only prompt, reward and group_index of its samples"
+        ) from None
+    except RuntimeError as error:
+        raise ValueError(f"{path}: an archive that torch.load refuses ({str(error).splitlines()[0]})") from None
+
+
+def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float | None:
+    reward = sample.get("reward")
+    if reward is None:
+        return None
+    if isinstance(reward, dict):
+        if key is None:
+            raise ValueError(f"{where}: its reward is {sorted(reward)}; name one of them with --reward-key")
+        return _reward(reward, key, where)
+    return _reward(sample, "reward", where)
+
+
+def _reward(row: dict[str, Any], key: str, where: str) -> float:
+    if not isinstance(row.get(key), int | float):
+        raise ValueError(f"{where}: {key!r} is {row.get(key)!r}, not a number; name the reward with --reward-key")
+    return float(row[key])
+
+
+def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sample]]], threshold: float) -> Recording:
+    texts: dict[str, str] = {}
+    recorded = []
+    for step, (path, samples) in sorted(steps.items()):
+        if not any(sample.reward is not None for sample in samples):
+            raise ValueError(f"{path}: no rollout with a reward in it; remove the file or name the reward's key")
+        recorded.append(_step(step, samples, threshold, texts))
+    return Recording(folder, trainer, recorded, _allocation(recorded), texts)
+
+
+def _allocation(steps: list[RecordedStep]) -> dict[str, Any]:
+    """Other trainers have no bounds: ours (2 to 24, 8 to explore, at a mean of 8), in proportion to the mean."""
+    mean = max(1, round(np.concatenate([step.given for step in steps]).mean()))
+    return {
+        "rollout_n_min": max(1, mean // 4),
+        "rollout_n_max": 3 * mean,
+        "initial_budget": mean,
+        "on_shortfall": "scale",
+    }
+
+
+def _step(step: int, samples: list[Sample], threshold: float, texts: dict[str, str]) -> RecordedStep:
+    places: dict[tuple[str, Hashable], int] = {}
+    for sample in samples:
+        places.setdefault((sample.prompt, sample.group), len(places))
+    of = np.array([places[sample.prompt, sample.group] for sample in samples], np.int64)
+    scored = np.array([sample.reward is not None for sample in samples])
+    rewards = np.array([sample.reward for sample in samples if sample.reward is not None], np.float64)
+    ids = []
+    for prompt, _ in places:
+        ids.append(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16])
+        texts[ids[-1]] = prompt
+    return RecordedStep(
+        step=step,
+        prompt_ids=ids,
+        given=np.bincount(of, minlength=len(places)).astype(np.int64),
+        dispatch=of[scored],
+        rewards=rewards,
+        successes=rewards >= threshold,
+    )

@@ -1,0 +1,81 @@
+"""A record under every allocator: the numbers that table, JSON and picture show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.config import AllocationConfig
+from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay.allocators import base_allocator, parse_allocator
+from dynamo_megatron.replay.recording import Recording
+from dynamo_megatron.replay.what_if import Difference
+
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman")
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """`counts`: a name -> rollouts of every visit, int64 [V]: as recorded, the allocators, the oracle."""
+
+    recording: Recording
+    base: AllocationConfig  # the run's own, or for another trainer's dump the one that allocators start from
+    counts: dict[str, np.ndarray]
+    configs: dict[str, AllocationConfig]  # of the names that are allocators
+    rates: np.ndarray  # float64 [V], success rate of the visit's prompt over the record
+    uniform: np.ndarray  # int64 [V]
+    checked: bool  # the record names its allocator, which was replayed
+    difference: Difference | None  # where that gave something else than what the record says
+
+    def variance(self, counts: np.ndarray) -> np.ndarray:
+        """Expected variance of every step, float64 [steps]: sum of p(1-p)/n over its visits."""
+        return np.bincount(self.recording.step_index, what_if.expected_variance(self.rates, counts))
+
+    @cached_property
+    def degenerate_share(self) -> float:
+        """Of the groups that were sampled."""
+        return what_if.degenerate_share(self.recording.steps)
+
+    @cached_property
+    def measures(self) -> dict[str, dict[str, Any]]:
+        """name -> plain numbers; None where there is nothing to compare."""
+        least = self.variance(self.counts["oracle"]).sum()
+        even = self.variance(self.uniform).sum()
+        found = {}
+        for name, counts in self.counts.items():
+            variance = self.variance(counts)
+            found[name] = {
+                "rollouts": int(counts.sum()),
+                "expected_variance": float(variance.mean()),
+                "to_uniform": float(variance.sum() / even) if even else None,
+                "to_oracle": float(variance.sum() / least) if least else None,
+                "degenerate_expected": float(what_if.degenerate_chance(self.rates, counts).mean()),
+                "rank_correlation": what_if.rank_correlation(counts, 1 - self.rates),
+            }
+        return found
+
+
+def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
+    """Replays the allocators `asked` for (None: the usual ones) beside what was recorded and the oracle.
+
+    Raises ValueError for an allocator that is not understood or does not fit the budget.
+    """
+    steps, base = recording.steps, base_allocator(recording)
+    checked = recording.trainer == "dynamo-megatron"
+    rates, recorded = what_if.success_rates(steps), what_if.given(steps)
+    difference = what_if.first_difference(steps, what_if.replay(steps, base)) if checked else None
+    uniform = parse_allocator("uniform", recording)
+    counts = {f"as recorded ({base.kind})" if checked else "as recorded": recorded}
+    configs: dict[str, AllocationConfig] = {}
+    for text in asked if asked else DEFAULT_ALLOCATORS:
+        config = parse_allocator(text, recording)
+        same_as_recorded = checked and difference is None and config == base
+        if not same_as_recorded and config not in configs.values():
+            configs[text] = config
+            counts[text] = what_if.replay(steps, config)
+    counts["oracle"] = what_if.oracle(steps, rates, base)
+    return Outcomes(recording, base, counts, configs, rates, what_if.replay(steps, uniform), checked, difference)

@@ -1,0 +1,99 @@
+"""What was sampled, step by step, whoever trained: the record that allocators are replayed on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.rollout.store import read_groups, step_file
+from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.tracking.run_record import read_config
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step's N dispatches (a prompt drawn twice is two) and those S rollouts of theirs that have a reward."""
+
+    step: int
+    prompt_ids: list[str]  # [N], in the order of the batch
+    given: np.ndarray  # int64 [N], rollouts asked for
+    dispatch: np.ndarray  # int64 [S], which of the N a rollout belongs to
+    rewards: np.ndarray  # float64 [S]
+    successes: np.ndarray  # bool [S]
+
+    @property
+    def budget(self) -> int:
+        return int(self.given.sum())
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`steps`: at least one, in the order of training."""
+
+    folder: Path
+    trainer: str  # "dynamo-megatron", "verl" or "slime"
+    steps: list[RecordedStep]
+    allocation: dict[str, Any]  # the section algorithm.allocation that allocators start from; a run's own
+    texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
+    notes: list[str] = field(default_factory=list)  # what was left out, one line each
+
+    @property
+    def prompt_ids(self) -> list[str]:
+        """[V], of all dispatches of all steps."""
+        return [prompt_id for step in self.steps for prompt_id in step.prompt_ids]
+
+    @property
+    def step_index(self) -> np.ndarray:
+        """int64 [V]: the place in `steps` of every dispatch."""
+        return np.repeat(np.arange(len(self.steps)), [len(step.prompt_ids) for step in self.steps])
+
+
+def read_run(folder: Path) -> Recording:
+    """The record of a run of ours. Rollouts that failed were never observed and are left out.
+
+    A run on recorded rollouts (`rollout.engine=recorded`) has them in the folder that it names. A last step whose
+    allocation was torn by a kill is left out. Raises ValueError for what is missing or broken.
+    """
+    config, notes = read_config(folder), []
+    rows = read_rows(folder / "allocation.jsonl")
+    by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
+    if by_step and len(by_step[-1]) < config["data"]["batch_prompts"]:
+        notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
+    if not by_step:
+        raise ValueError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
+    source = Path(config["rollout"]["recorded"] or folder)
+    steps = [_read_step(source, rows) for rows in by_step]
+    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes=notes)
+
+
+def _read_step(source: Path, rows: list[dict[str, Any]]) -> RecordedStep:
+    """The k-th dispatch of a prompt is its k-th group, of which it has the first n rollouts (as `RecordedRollouts`)."""
+    step = rows[0]["step"]
+    path = step_file(source, step)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl")
+    groups, drawn, observed = read_groups(path), Counter(), []
+    for index, row in enumerate(rows):
+        prompt_id, n = row["prompt_id"], row["n"]
+        occurrence = drawn[prompt_id]
+        drawn[prompt_id] += 1
+        group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
+        if len(group) < n:
+            raise ValueError(
+                f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
+                "copy the whole folder of the run"
+            )
+        observed.extend((index, r.reward, r.success) for r in group[:n] if r.status != "failed")
+    return RecordedStep(
+        step=step,
+        prompt_ids=[row["prompt_id"] for row in rows],
+        given=np.array([row["n"] for row in rows], np.int64),
+        dispatch=np.array([index for index, _, _ in observed], np.int64),
+        rewards=np.array([reward for _, reward, _ in observed], np.float64),
+        successes=np.array([success for _, _, success in observed], bool),
+    )

@@ -1,0 +1,117 @@
+"""The dumps of verl and slime, written as their trainers write them."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.replay.dumps import read_slime, read_verl
+
+
+def write_verl(folder: Path, step: int, rows: list[tuple[str, float]], **columns) -> None:
+    """As `RayPPOTrainer._dump_generations`: a row a response, in the order of the balanced batch."""
+    folder.mkdir(exist_ok=True)
+    lines = [
+        json.dumps({"input": x, "output": "y", "gts": "z", "score": score, "step": step, **columns})
+        for x, score in rows
+    ]
+    (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_slime(folder: Path, number: int, samples: list[dict], name: str = "data_{rollout_id}.pt") -> Path:
+    """As `save_debug_rollout_data`, of `Sample.to_dict`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name.format(rollout_id=number)
+    usual = {"response": "y", "label": "z", "tokens": [1, 2], "status": "completed", "metadata": {}, "loss_mask": None}
+    torch.save({"rollout_id": number, "samples": [{**usual, "index": i, **s} for i, s in enumerate(samples)]}, path)
+    return path
+
+
+def test_verl(tmp_path):
+    write_verl(tmp_path, 10, [("user\nq2", 1.0), ("user\nq1", 0.0), ("user\nq2", -1.0), ("user\nq2", 0.5)])
+    write_verl(tmp_path, 9, [("user\nq1", 1), ("user\nq1", 2.0)])
+    record = read_verl(tmp_path, 1.0, None)
+    assert [step.step for step in record.steps] == [9, 10]
+    first, second = record.steps
+    assert first.given.tolist() == [2] and first.successes.all()
+    assert second.given.tolist() == [3, 1] and second.dispatch.tolist() == [0, 1, 0, 0]
+    assert second.rewards.tolist() == [1, 0, -1, 0.5] and second.successes.tolist() == [True, False, False, False]
+    assert second.prompt_ids[1] == first.prompt_ids[0]
+    assert [record.texts[i] for i in second.prompt_ids] == ["user\nq2", "user\nq1"]
+    assert read_verl(tmp_path, 0.5, None).steps[1].successes.tolist() == [True, False, False, True]
+
+
+def test_another_column_of_verl(tmp_path):
+    write_verl(tmp_path, 1, [("q", -1.0)], acc=True)
+    assert read_verl(tmp_path, 1.0, "acc").steps[0].rewards.tolist() == [1.0]
+
+
+def test_slime(tmp_path):
+    chat = [{"role": "user", "content": "q1"}]
+    write_slime(
+        tmp_path,
+        3,
+        [
+            {"prompt": "q2", "group_index": 7, "reward": 1.0},
+            {"prompt": chat, "group_index": 5, "reward": 0},
+            {"prompt": "q2", "group_index": 6, "reward": 0.0},  # drawn twice
+            {"prompt": "q2", "group_index": 7, "reward": None, "status": "aborted"},
+        ],
+    )
+    write_slime(tmp_path, 2, [{"prompt": chat, "group_index": None, "reward": 1.0}] * 2)
+    write_slime(
+        tmp_path, 3, [{"prompt": "held out", "group_index": 0, "reward": 1.0}], name="data_eval_{rollout_id}.pt"
+    )
+    record = read_slime(tmp_path, 1.0, None)
+    assert [step.step for step in record.steps] == [2, 3]
+    first, second = record.steps
+    assert first.given.tolist() == [2]
+    assert second.given.tolist() == [2, 1, 1]
+    assert second.dispatch.tolist() == [0, 1, 2] and second.rewards.tolist() == [1, 0, 0]
+    assert second.prompt_ids[0] == second.prompt_ids[2] and second.prompt_ids[1] == first.prompt_ids[0]
+    assert record.texts[second.prompt_ids[1]] == json.dumps(chat)
+
+
+def test_rewards_of_slime_that_are_several(tmp_path):
+    write_slime(tmp_path, 0, [{"prompt": "q", "reward": {"acc": True, "score": -1.0}}])
+    with pytest.raises(ValueError, match=r"sample 0: its reward is \['acc', 'score'\]; name one .* --reward-key$"):
+        read_slime(tmp_path, 1.0, None)
+    assert read_slime(tmp_path, 1.0, "score").steps[0].rewards.tolist() == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"input": "q"}', r"7.jsonl:1: 'score' is None, not a number; name the reward with --reward-key"),
+        ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'; expected a line of verl's trainer.rollout_data_dir"),
+        ("nonsense", r"7.jsonl:1: not JSON"),
+        ("", r"7.jsonl: no rollout with a reward"),
+    ],
+)
+def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
+    (tmp_path / "7.jsonl").write_text(line and line + "\n")
+    with pytest.raises(ValueError, match=says) as error:
+        read_verl(tmp_path, 1.0, None)
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_file_of_slime_is_named(tmp_path):
+    path = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
+    with pytest.raises(ValueError, match=r"data_0.pt: holds more than plain data; if you trust it") as error:
+        read_slime(tmp_path, 1.0, None)
+    assert "\n" not in str(error.value)
+    whole = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0}]).read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"data_0.pt: not a file of torch.save, or cut short"):
+            read_slime(tmp_path, 1.0, None)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data_0/notes.txt", "no tensors")
+    with pytest.raises(ValueError, match=r"data_0.pt: an archive that torch.load refuses \(.*\)$"):
+        read_slime(tmp_path, 1.0, None)
+    torch.save({"weights": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"data_0.pt: no 'rollout_id' and 'samples'"):
+        read_slime(tmp_path, 1.0, None)
