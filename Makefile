@@ -34,8 +34,9 @@ $(MODEL)/config.json: | $(INSTALLED)
 
 demo: runs/demo/warmup/hf
 	@echo
-	@echo "2. DynaMO: 512 problems, each visited four times. Nothing is known of a problem on the first visit, so that all"
-	@echo "   get the same; from the second one on, rollouts go to those that are solved sometimes."
+	@echo "2. DynaMO: 512 problems, each visited four times. Nothing is known of a"
+	@echo "   problem on the first visit, so that all get the same; from the second one"
+	@echo "   on, rollouts go to those that are solved sometimes."
 	@.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml
 	@echo
 	@echo "3. What came of it"
@@ -44,8 +45,8 @@ demo: runs/demo/warmup/hf
 runs/demo/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/demo/task
 	@echo
-	@echo "1. Warm-up: a small model learns sums of two numbers, from answers that are wrong on some kinds of problem. The"
-	@echo "   rewards will have to find out which."
+	@echo "1. Warm-up: a small model learns sums of two numbers, from answers that are"
+	@echo "   wrong on some kinds of problem. The rewards will have to find out which."
 	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
 
 ARMS := grpo dynamo

@@ -113,6 +113,41 @@ class RolloutBatch(Sequences):
     weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
 
     @classmethod
+    def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The rollouts of all of `batches`, at least one, in order."""
+        starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
+        offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
+        return cls(
+            **{
+                name: [x for b in batches for x in getattr(b, name)]
+                for name in ("prompt_ids", "rollout_ids", "group_ids")
+            },
+            **{
+                name: np.concatenate([getattr(b, name) for b in batches])
+                for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions")
+            },
+            offsets=np.concatenate([*offsets, starts[-1:]]),
+        )
+
+    def take(self, members: np.ndarray) -> RolloutBatch:
+        """The rollouts `members`, int64, ascending."""
+        kept = np.zeros(len(self.prompt_ids), bool)
+        kept[members] = True
+        lengths = np.diff(self.offsets)
+        return RolloutBatch(
+            prompt_ids=[self.prompt_ids[s] for s in members],
+            rollout_ids=[self.rollout_ids[s] for s in members],
+            group_ids=[self.group_ids[s] for s in members],
+            tokens=self.tokens[np.repeat(kept, lengths)],
+            offsets=np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64),
+            prompt_lengths=self.prompt_lengths[members],
+            engine_logprobs=self.engine_logprobs[self.per_token(kept)],
+            rewards=self.rewards[members],
+            successes=self.successes[members],
+            weight_versions=self.weight_versions[members],
+        )
+
+    @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """Packs rollouts in the order given. Raises ValueError where masks, logprobs and tokens disagree in length."""
         prompt_lengths, versions = [], []

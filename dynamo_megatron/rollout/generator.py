@@ -15,7 +15,7 @@ from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, position_of, rollout_id
 from dynamo_megatron.rollout.server import SGLangServer
 from dynamo_megatron.rollout.store import RolloutStore
 
@@ -64,14 +64,14 @@ class Generator:
         self._version = version
         return time.monotonic() - started
 
-    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> RolloutResult:
+    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         started = time.monotonic()
         wanted = {
             rollout_id(group_id(step, position), k): prompt
-            for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True))
+            for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
             for k in range(n)
         }
-        rollouts, notes = self._reusable(step, wanted)
+        rollouts, notes = self._reusable(step, wanted, range(first, first + len(prompts)))
         reused = len(rollouts)
         errors: list[str] = []
         self._last_response, self.done = time.monotonic(), reused
@@ -180,11 +180,12 @@ class Generator:
         rollouts[name] = rollout
         self._finished(response)
 
-    def _reusable(self, step: int, wanted: dict[str, Prompt]) -> tuple[dict[str, Rollout], list[str]]:
-        """What an interrupted run left of this step; the file keeps nothing else."""
+    def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> tuple[dict[str, Rollout], list[str]]:
+        """What an interrupted run left of these positions of the step; the file keeps nothing else of them."""
         found = self._store.finished(step)
+        here = [r for r in found if position_of(r.group_id) in positions]
         kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
-        for rollout in found:
+        for rollout in here:
             prompt = wanted.get(rollout.rollout_id)
             if rollout.status == "failed":
                 why["failed"] += 1
@@ -201,5 +202,6 @@ class Generator:
         reasons = [f"{count} {reason}" for reason, count in why.items() if count]
         if not reasons:
             return kept, []
-        self._store.replace(step, list(kept.values()))
+        dropped = {r.rollout_id for r in here} - kept.keys()
+        self._store.replace(step, [r for r in found if r.rollout_id not in dropped])
         return kept, [f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
-from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, position_of, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -50,6 +50,7 @@ class RecordedRollouts:
         counts: Sequence[int],
         on_poll: Callable[[], None] | None = None,
         on_count: Callable[[int, int], None] | None = None,
+        first: int = 0,
     ) -> RolloutResult:
         """Raises ValueError naming the step, prompt or group that was not recorded or is too small."""
         started = time.monotonic()
@@ -57,10 +58,13 @@ class RecordedRollouts:
         path = step_file(self._folder, step)
         if not path.exists():
             raise ValueError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
-        groups = read_groups(path)
+        groups = {
+            prompt_id: [g for g in groups if position_of(g[0].group_id) >= first]
+            for prompt_id, groups in read_groups(path).items()
+        }
         seen: dict[str, int] = defaultdict(int)
         rollouts: list[Rollout] = []
-        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True)):
+        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
             recorded = groups.get(prompt.prompt_id, [])
             occurrence = seen[prompt.prompt_id]
             seen[prompt.prompt_id] += 1

@@ -46,10 +46,24 @@ class RolloutResult:
         batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])
         return cls(batch, counts, times, notes)
 
+    @classmethod
+    def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:
+        """The parts of one step, at least one, in order."""
+        counts, times = Counter(), Counter()
+        for result in results:
+            counts.update(result.counts)
+            times.update(result.times)
+        notes = [note for result in results for note in result.notes]
+        return cls(RolloutBatch.join([r.batch for r in results]), dict(counts), dict(times), notes)
+
 
 def group_id(step: int, position: int) -> str:
     """Names a dispatch: the prompt at `position` of step `step`'s batch."""
     return f"{step:06d}-{position:04d}"
+
+
+def position_of(group: str) -> int:
+    return int(group.rpartition("-")[2])
 
 
 def rollout_id(group: str, index: int) -> str:

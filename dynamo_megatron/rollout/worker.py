@@ -75,14 +75,16 @@ class RolloutWorker:
         counts: Sequence[int],
         on_poll: Callable[[], None] | None = None,
         on_count: Callable[[int, int], None] | None = None,
+        first: int = 0,
     ) -> RolloutResult:
-        """`counts[i]` responses to `prompts[i]` (tokenized), scored and on disk.
+        """`counts[i]` responses to `prompts[i]` (tokenized), scored and on disk; `first` is the first one's position in
+        the step's batch, of which this may be a later part.
 
         Finished rollouts of this step that are on disk already are reused where prompt and weight version are the
         same. Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
         """
         check_request(prompts, counts)
-        return self._call("generate", (step, list(prompts), [int(n) for n in counts]), on_poll, on_count)
+        return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)
 
     def evaluate(
         self,
