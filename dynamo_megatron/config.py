@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from dynamo_megatron.user_code import SPEC
+
 Positive = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -96,17 +98,28 @@ class RewardConfig(Section):
     workers: Positive = 2  # processes
 
 
+ALLOCATORS = ("uniform", "waterfill", "neyman")
+
+
 class AllocationConfig(Section):
-    kind: Literal["uniform", "waterfill", "neyman"] = "neyman"
+    kind: str = "neyman"  # one of ALLOCATORS, or module:Class
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
-    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"
+    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
+    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ALLOCATORS and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is unknown; give {', '.join(ALLOCATORS)} or module:Class")
+        return value
 
     @model_validator(mode="after")
     def _bounds(self) -> AllocationConfig:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.strata import prompt_strata
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
@@ -24,7 +26,7 @@ from dynamo_megatron.tracking.journal import Journal
 class TrainJob(Job):
     def __init__(self, config: Config):
         super().__init__(config, OutputDir(config))
-        self._stream = self._rollout = self._evaluation = None
+        self._stream = self._allocator = self._rollout = self._evaluation = None
 
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
@@ -52,6 +54,8 @@ class TrainJob(Job):
         prompts = load_prompts(config.data)
         limit = max_prompt_length(config, spec)
         self._stream = PromptStream(prompts, config.data, encode, limit)
+        allocation = config.algorithm.allocation
+        self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         evaluates = config.eval.every is not None
         server = None
         if config.rollout.engine == "sglang" or evaluates:
@@ -84,7 +88,14 @@ class TrainJob(Job):
             timeout=config.rollout.start_timeout + config.trainer.timeout,
         )
         self._trainer = Trainer(
-            config, policy, coordinator, self._stream, self._rollout, self._evaluation, self.journal
+            config,
+            policy,
+            coordinator,
+            self._stream,
+            self._allocator,
+            self._rollout,
+            self._evaluation,
+            self.journal,
         )
         if leads:
             self.output.take_over(self._trainer.start)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
@@ -25,7 +26,7 @@ from dynamo_megatron.tracking.step_metrics import Clock, Collected, step_metrics
 
 
 class Trainer:
-    """`stream`, `rollout`, `evaluation` (None: never) and `journal` are rank 0's, None elsewhere."""
+    """`stream`, `allocator`, `rollout`, `evaluation` (None: never) and `journal` are rank 0's, None elsewhere."""
 
     def __init__(
         self,
@@ -33,17 +34,18 @@ class Trainer:
         policy: Policy,
         coordinator: Coordinator,
         stream: PromptStream | None,
+        allocator: RolloutAllocator | None,
         rollout: RolloutWorker | RecordedRollouts | None,
         evaluation: PeriodicEvaluation | None,
         journal: Journal | None,
     ):
         self.config, self.policy, self.coordinator = config, policy, coordinator
-        self.stream, self.rollout, self.evaluation, self.journal = stream, rollout, evaluation, journal
+        self.stream, self.allocator, self.rollout = stream, allocator, rollout
+        self.evaluation, self.journal = evaluation, journal
         self.layout, self.output = policy.layout, Path(config.output_dir)
-        self.allocator = RolloutAllocator(config.algorithm.allocation)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
-        self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": self.allocator}, say)
+        self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
         self.start = self.checkpoints.resume()
 
     def run(self) -> None:
@@ -91,17 +93,12 @@ class Trainer:
         self.checkpoints.export_final()
 
     def _say_premises(self) -> None:
-        allocation, advantage = self.config.algorithm.allocation, self.config.algorithm.advantage
-        if allocation.kind == "uniform":
-            return
-        self.journal.say(
-            "allocation: a prompt without history gets what the pool's average prompt gets: a first pass is uniform"
-        )
-        if allocation.kind == "neyman" and advantage.kind == "grpo":
+        if self.config.algorithm.allocation.kind != "uniform":
             self.journal.say(
-                "warning: neyman allocation assumes that a mixed group's variance falls with its size, which grpo's "
-                "division by the group's standard deviation undoes; set algorithm.advantage.kind=rloo"
+                "allocation: a prompt without history gets what the pool's average prompt gets: a first pass is uniform"
             )
+        for warning in premise_warnings(self.config):
+            self.journal.say(f"warning: {warning}")
 
     def _collect(self, step: int, clock: Clock) -> TrainBatch:
         """Rank 0: one batch of prompts, its rollouts by the allocator's counts, their advantages."""

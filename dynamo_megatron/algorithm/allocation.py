@@ -1,25 +1,21 @@
-"""Which prompt gets how many rollouts: the stateful allocator, and the door to the pure functions behind it."""
+"""Which prompt gets how many rollouts: the door to the allocators and to what they go by."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm import success
-from dynamo_megatron.algorithm.apportion import neyman, spread, waterfill
-from dynamo_megatron.algorithm.arrays import to_numpy
+from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
+from dynamo_megatron.algorithm.allocators.neyman import neyman
+from dynamo_megatron.algorithm.allocators.waterfill import waterfill
+from dynamo_megatron.algorithm.history import History
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
 
 __all__ = ["Allocation", "RolloutAllocator", "neyman", "success_variance", "waterfill"]
-
-# The published code's priority for prompts that are solved: this variance, from this success rate on.
-SOLVED_RATE = 0.85
-SOLVED_VARIANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,9 @@ class Allocation:
     step: int
     prompt_ids: list[str]
     counts: np.ndarray  # int64 [N]
-    variance: np.ndarray  # float64 [N]; waterfill: the priority; neyman: with its floor
+    variance: np.ndarray  # float64 [N], what the allocator went by; waterfill: the priority; neyman: with its floor
     history: np.ndarray  # bool [N], the prompt was observed before
+    strata: list[Hashable] | None = None  # [N], what prior_by says of each
 
     @property
     def history_share(self) -> float:
@@ -38,87 +35,77 @@ class Allocation:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The lines of allocation.jsonl."""
-        for prompt_id, n, variance, history in zip(
-            self.prompt_ids, self.counts, self.variance, self.history, strict=True
-        ):
-            yield {
+        for j, prompt_id in enumerate(self.prompt_ids):
+            row = {
                 "step": self.step,
                 "prompt_id": prompt_id,
-                "n": int(n),
-                "variance": float(variance),
-                "history": bool(history),
+                "n": int(self.counts[j]),
+                "variance": float(self.variance[j]),
+                "history": bool(self.history[j]),
             }
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A prompt's rollouts so far; under forgetting the counts are weights and need not be whole."""
-
-    trials: float = 0.0
-    successes: float = 0.0
-    reward_mean: float = 0.0
-    reward_squares: float = 0.0  # sum of squared deviations from reward_mean
-
-    def check(self, prompt_id: str) -> None:
-        numbers = (self.trials, self.successes, self.reward_mean, self.reward_squares)
-        if not (
-            all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
-            and 0 <= self.successes <= self.trials
-            and self.trials > 0
-            and self.reward_squares >= 0
-        ):
-            raise ValueError(f"prompt {prompt_id!r}: its statistics contradict each other: {self}")
-
-    def after(self, rewards: Sequence[float], successes: int, keep: float) -> _Seen:
-        """With one visit more; what was seen before counts `keep` times. Exact sums: the order does not matter."""
-        n = len(rewards)
-        mean = math.fsum(rewards) / n
-        squares = math.fsum((r - mean) * (r - mean) for r in rewards)
-        old = keep * self.trials
-        shift = mean - self.reward_mean
-        return _Seen(
-            trials=old + n,
-            successes=keep * self.successes + successes,
-            reward_mean=self.reward_mean + shift * n / (old + n),
-            reward_squares=keep * self.reward_squares + squares + shift * shift * (old * n / (old + n)),
-        )
+            yield row if self.strata is None else {**row, "stratum": self.strata[j]}
 
 
 class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
-    `config` is an AllocationConfig or a mapping of its keys. `uniform` spreads evenly; `waterfill` is the published
-    procedure; `neyman` minimises sum_i v_i / n_i exactly, with v_i by `config.variance`. For `neyman` the statistics
-    forget (half-life in visits; a visit is one `observe` that contains the prompt), and a Beta prior fitted to all
-    prompts seen so far stands in for what a prompt has not shown. Deterministic: the same calls give the same counts.
+    `config` is an AllocationConfig or a mapping of its keys, whose `kind` names one of `allocators/` or the user's own.
+    `strata`: prompt_id -> label; prompts of one label share a prior. What is observed is forgotten by half-life in
+    visits (a visit is one `observe` that contains the prompt), except by allocators that never forget. Deterministic:
+    the same calls give the same counts.
     """
 
-    def __init__(self, config: AllocationConfig | Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: AllocationConfig | Mapping[str, Any], strata: Mapping[str, Hashable] | None = None
+    ) -> None:
         self.config = AllocationConfig.model_validate(config)
         self.last: Allocation | None = None
-        self._seen: dict[str, _Seen] = {}
+        self._allocator = load_allocator(self.config.kind)(self.config)
+        self._strata = strata
+        self._history = History(strata)
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
         """Rollouts of each prompt, int64 [N], aligned with `prompt_ids`, in which a prompt may occur twice.
 
         Their sum is `budget` and each is within the configured bounds; `on_shortfall` says what happens to a budget
-        that does not fit them (ValueError by default). `last` keeps what was decided and from what.
+        that does not fit them (ValueError by default). `last` keeps what was decided and from what. Raises ValueError
+        naming a user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
-        seen = [self._seen.get(i, _Seen()) for i in ids]
-        trials, successes, squares = _columns(seen)
-        if self.config.kind == "waterfill":
-            variance = self._priority(trials, successes)
-            counts = waterfill(trials, variance, budget, low, high, self.config.initial_budget)
-        else:
-            variance = self._variance(trials, successes, squares)
-            counts = spread(len(ids), budget)
-            if self.config.kind == "neyman" and len(ids):
-                variance = variance + self.config.variance_floor * variance.mean()
-                counts = neyman(variance if variance.any() else np.ones(len(ids)), budget, low, high)
-        self.last = Allocation(step, ids, counts, variance, trials > 0)
+        prompts = self._history.of(ids)
+        variance, counts = np.zeros(0), np.zeros(0, np.int64)
+        if ids:
+            variance = self._allocator.variance(prompts, self._history.pool())
+            self._check_variance(ids, variance)
+            counts = self._allocator.counts(prompts, variance, budget, low, high)
+            self._check_counts(ids, counts, budget, low, high)
+            if self.config.kind not in BUILT_IN:
+                again = self._allocator.counts(prompts, variance, budget, low, high)
+                self._hold(np.array_equal(counts, again), "gave other counts when asked twice the same")
+        strata = None if self._strata is None else [self._strata.get(i) for i in ids]
+        self.last = Allocation(step, ids, counts, variance, prompts.trials > 0, strata)
         return counts
+
+    def _check_variance(self, ids: list[str], variance: Any) -> None:
+        self._check_array("variance", variance, np.float64, len(ids))
+        if (bad := np.flatnonzero(~(np.isfinite(variance) & (variance >= 0)))).size:
+            self._hold(False, f"variance of prompt {ids[bad[0]]!r} is {variance[bad[0]]}, not finite and 0 or above")
+
+    def _check_counts(self, ids: list[str], counts: Any, budget: int, low: int, high: int) -> None:
+        self._check_array("counts", counts, np.int64, len(ids))
+        if (bad := np.flatnonzero((counts < low) | (counts > high))).size:
+            self._hold(False, f"gave prompt {ids[bad[0]]!r} {counts[bad[0]]} rollouts, outside [{low}, {high}]")
+        self._hold(counts.sum() == budget, f"gave {counts.sum()} rollouts in all for a budget of {budget}")
+
+    def _check_array(self, name: str, value: Any, dtype: type, length: int) -> None:
+        fits = isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (length,)
+        given = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+        self._hold(fits, f"{name} returned {given}, not a numpy array of {dtype.__name__} ({length},)")
+
+    def _hold(self, kept: bool, broken: str) -> None:
+        if not kept:
+            raise ValueError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
 
     def observe(
         self, prompt_ids: Sequence[str], rewards: Sequence[float], successes: Sequence[bool], step: int
@@ -127,64 +114,13 @@ class RolloutAllocator:
 
         Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
         """
-        ids = list(prompt_ids)
-        reward, success_ = to_numpy(rewards, "rewards").tolist(), to_numpy(successes, "successes").tolist()
-        if not len(ids) == len(reward) == len(success_):
-            raise ValueError(
-                f"prompt_ids: {len(ids)} ids, {len(reward)} rewards and {len(success_)} successes at step {step}; "
-                "give one of each a rollout"
-            )
-        visits: dict[str, tuple[list[float], list[bool]]] = {}
-        for i, r, s in zip(ids, reward, success_, strict=True):
-            if not math.isfinite(r):
-                raise ValueError(f"rewards: prompt {i!r} has reward {r} at step {step}; rewards must be finite")
-            if s not in (0, 1):
-                raise ValueError(f"successes: prompt {i!r} has success {s} at step {step}; expected 0 or 1")
-            visit = visits.setdefault(i, ([], []))
-            visit[0].append(r)
-            visit[1].append(s)
-        # The published statistics never forget.
-        keep = 1.0 if self.config.kind == "waterfill" else 0.5 ** (1 / self.config.half_life)
-        updated = {i: self._seen.get(i, _Seen()).after(r, int(sum(s)), keep) for i, (r, s) in visits.items()}
-        for i, seen in updated.items():
-            seen.check(i)
-        self._seen.update(updated)
-
-    def _variance(self, trials: np.ndarray, successes: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        all_trials, all_successes, all_squares = _columns(list(self._seen.values()))
-        if self.config.variance == "empirical":
-            return success.empirical(squares, trials, all_squares, all_trials)
-        a, b = success.beta_prior(all_successes, all_trials)
-        model = success.bernoulli if self.config.variance == "bernoulli" else success.surprise
-        return model(a + successes, b + trials - successes)
-
-    def _priority(self, trials: np.ndarray, successes: np.ndarray) -> np.ndarray:
-        variance = np.nan_to_num(success_variance(successes, trials))  # fewer than two rollouts: none, exploring is due
-        solved = successes / np.maximum(trials, 1) >= SOLVED_RATE
-        priority = np.where(solved, SOLVED_VARIANCE, variance)
-        return np.sqrt(priority) if self.config.power == "sigma" else priority
+        keep = 0.5 ** (1 / self.config.half_life) if self._allocator.forgets else 1.0
+        self._history.observe(prompt_ids, rewards, successes, step, keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that survives JSON: prompt_id -> [trials, successes, reward mean, sum of squared deviations]."""
-        return {"prompts": {i: [s.trials, s.successes, s.reward_mean, s.reward_squares] for i, s in self._seen.items()}}
+        """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares."""
+        return self._history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what was seen. Raises ValueError naming the prompt whose statistics contradict each other."""
-        if "prompts" not in state:
-            raise ValueError(f"state: no allocator statistics in it, only {sorted(state)}")
-        seen = {}
-        for prompt_id, numbers in state["prompts"].items():
-            if len(numbers) != 4:
-                raise ValueError(f"prompt {prompt_id!r}: expected 4 numbers in its statistics, got {numbers}")
-            seen[prompt_id] = _Seen(*numbers)
-            seen[prompt_id].check(prompt_id)
-        self._seen = seen
-
-
-def _columns(seen: Sequence[_Seen]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(trials, successes, reward_squares), float64 [N] each."""
-    return (
-        np.array([s.trials for s in seen], np.float64),
-        np.array([s.successes for s in seen], np.float64),
-        np.array([s.reward_squares for s in seen], np.float64),
-    )
+        self._history.load_state_dict(state)

@@ -21,8 +21,8 @@ from dynamo_megatron.data.readers import (
     query_options,
     yaml_value,
 )
-from dynamo_megatron.data.user_code import SPEC, load_callable
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.user_code import SPEC, load_callable
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[P
     return [prompt for _, prompt in first.values()]
 
 
-def _look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
+def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
     """(found, value); a key that stands in the row as it is comes before its reading as a path."""
     if key in row:
         return True, row[key]
@@ -118,7 +118,7 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
     """(key, value) of what data.`name` stands for in this row."""
     keys = USUAL_KEYS[name] if configured is None else (configured,)
     for key in keys:
-        found, value = _look_up(row, key)
+        found, value = look_up(row, key)
         if found:
             return key, value
     looked_for = " or ".join(map(repr, keys))
@@ -135,7 +135,7 @@ def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
         raise ValueError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
     if isinstance(content, list):
         content = [_without_nulls(message) for message in content]
-    has_id, row_id = _look_up(row, config.id_key)
+    has_id, row_id = look_up(row, config.id_key)
     if not has_id:
         row_id = _digest(content, answer)
     elif isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.data.user_code import load_callable
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.user_code import load_callable
 
 # Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
 BUILT_IN = {

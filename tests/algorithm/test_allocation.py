@@ -1,10 +1,13 @@
 import json
+import time
 
 import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm import success
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, success_variance, waterfill
+from dynamo_megatron.algorithm.history import COLUMNS
+from dynamo_megatron.algorithm.success import STRATUM_LEAST
 from dynamo_megatron.config import AllocationConfig
 
 CONFIGS = [
@@ -23,6 +26,12 @@ def observe(allocator, outcomes, step=1):
     ids = [i for i, (_, g) in outcomes.items() for _ in range(g)]
     flags = np.array([j < k for k, g in outcomes.values() for j in range(g)])
     allocator.observe(ids, flags.astype(float), flags, step)
+
+
+def numbers(allocator, prompt_id):
+    """[trials, successes, reward mean, sum of squared deviations] of a prompt."""
+    state = allocator.state_dict()
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in COLUMNS]
 
 
 @every_config
@@ -127,10 +136,10 @@ def test_forgetting_halves_an_observation_after_its_half_life():
     observe(allocator, {"a": (8, 8), "b": (1, 4)})
     for step in range(3):
         observe(allocator, {"a": (0, 2)}, step)
-    trials, successes, mean, _ = allocator.state_dict()["prompts"]["a"]
+    trials, successes, mean, _ = numbers(allocator, "a")
     assert successes == pytest.approx(4) and trials == pytest.approx(4 + 2 * (1 + 0.5 ** (1 / 3) + 0.5 ** (2 / 3)))
     assert mean == pytest.approx(successes / trials)
-    assert allocator.state_dict()["prompts"]["b"][:2] == [4, 1]  # its visits count, not the others'
+    assert numbers(allocator, "b")[:2] == [4, 1]  # its visits count, not the others'
 
 
 def test_waterfill_uses_the_published_priority():
@@ -145,32 +154,6 @@ def test_waterfill_uses_the_published_priority():
         priority[0] = 0.01
         assert n.tolist() == waterfill(np.insert(g, 1, 0), priority**exponent, 40, 4, 24, 8).tolist()
         assert n[1] == 8
-
-
-def test_beta_prior_recovers_the_truth_and_falls_back():
-    rng = np.random.default_rng(0)
-    trials = rng.integers(2, 25, 20_000).astype(float)
-    for a, b in ((0.3, 0.3), (0.4, 1.2), (3.0, 3.0)):
-        k = rng.binomial(trials.astype(int), rng.beta(a, b, len(trials))).astype(float)
-        np.testing.assert_allclose(success.beta_prior(k, trials), (a, b), rtol=0.1)
-    none = np.zeros(0)
-    assert success.beta_prior(none, none) == (0.5, 0.5)
-    assert sum(success.beta_prior(np.array([1.0]), np.array([4.0]))) == pytest.approx(1)  # one prompt: no spread
-    assert sum(success.beta_prior(np.ones(5), np.ones(5))) == pytest.approx(1)  # single trials: no spread
-    a, b = success.beta_prior(np.full(50, 4.0), np.full(50, 8.0))  # less spread than chance: all alike
-    assert a == pytest.approx(b) and a + b == 1000
-    a, b = success.beta_prior(np.repeat([0.0, 8.0], 50), np.full(100, 8.0))
-    assert 0 < a + b < 0.3
-
-
-def test_variance_models_are_the_posterior_expectations():
-    rng = np.random.default_rng(0)
-    a, b = np.array([0.5, 3.0, 9.0]), np.array([2.0, 3.0, 0.7])
-    p = rng.beta(a, b, (400_000, 3))
-    mean = a / (a + b)
-    np.testing.assert_allclose(success.bernoulli(a, b), (p * (1 - p)).mean(0), rtol=0.01)
-    want = (p * (1 - p) ** 2).mean(0) * (0.5 - np.log(mean)) + (p**2 * (1 - p)).mean(0) * (0.5 - np.log(1 - mean))
-    np.testing.assert_allclose(success.surprise(a, b), want, rtol=0.01)
 
 
 def test_empirical_variance_is_shrunk_to_the_pool():
@@ -191,19 +174,95 @@ def test_visits_merge_to_the_variance_of_all_rewards():
     rewards = np.random.default_rng(0).normal(100, 1, 30)
     for part in np.split(rewards, [3, 11]):
         allocator.observe(["a"] * len(part), part, np.zeros(len(part), bool), 1)
-    assert allocator.state_dict()["prompts"]["a"] == pytest.approx([30, 0, rewards.mean(), 30 * rewards.var()])
+    assert numbers(allocator, "a") == pytest.approx([30, 0, rewards.mean(), 30 * rewards.var()])
 
 
-def test_neyman_beats_uniform_where_success_is_spread_and_costs_little_where_it_is_not():
-    """Sum p(1-p)/n against uniform's after one visit of 16 each; the optimum with p known is .75 and .99."""
-    for (a, b), bar in (((0.3, 0.3), 0.81), ((3.0, 3.0), 1.005)):
-        rng = np.random.default_rng(0)
-        p = rng.beta(a, b, 4096)
-        ids = [f"p{i}" for i in range(len(p))]
-        allocator = RolloutAllocator({"kind": "neyman", "variance_floor": 0.0, "rollout_n_min": 8})
-        observe(allocator, dict(zip(ids, ((k, 16) for k in rng.binomial(16, p)), strict=True)))
-        n = allocator.allocate(ids, 16 * len(p), step=2)
-        assert (p * (1 - p) / n).sum() / (p * (1 - p) / 16).sum() < bar
+def test_where_success_is_not_spread_neyman_costs_little():
+    """Sum p(1-p)/n against uniform's after one visit of 16 each, where the optimum is .99."""
+    rng = np.random.default_rng(0)
+    p = rng.beta(3.0, 3.0, 4096)
+    ids = [f"p{i}" for i in range(len(p))]
+    allocator = RolloutAllocator({"kind": "neyman", "variance_floor": 0.0, "rollout_n_min": 8})
+    observe(allocator, dict(zip(ids, ((k, 16) for k in rng.binomial(16, p)), strict=True)))
+    n = allocator.allocate(ids, 16 * len(p), step=2)
+    assert (p * (1 - p) / n).sum() / (p * (1 - p) / 16).sum() < 1.005
+
+
+def test_strata_have_priors_of_their_own_once_they_are_large_enough():
+    strata = {**{f"easy{i}": "easy" for i in range(30)}, **{f"odd{i}": "odd" for i in range(30)}, "lone": "lone"}
+    allocator = RolloutAllocator({"variance_floor": 0.0}, strata)
+    observe(allocator, {"lone": (2, 4), **{f"easy{i}": (7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)}})
+    observe(allocator, {f"odd{i}": (3 + i % 3, 8) for i in range(STRATUM_LEAST)})
+    allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=1)
+    easy, odd, _, gone = allocator.last.variance
+    assert easy == gone < odd, "too few easy ones: the pool's prior"
+    observe(allocator, {"easy20": (8, 8)})
+    n = allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2)
+    easy, odd, _, gone = allocator.last.variance
+    assert easy < gone < odd and n[0] == n.min()
+    assert easy == pytest.approx(unseen([(7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)] + [(8, 8)]), rel=1e-12)
+    assert odd == pytest.approx(unseen([(3 + i % 3, 8) for i in range(STRATUM_LEAST)]), rel=1e-12)
+    rows = list(allocator.last.rows())
+    assert [row["stratum"] for row in rows] == ["easy", "odd", "lone", None]
+    resumed = RolloutAllocator({"variance_floor": 0.0}, strata)
+    resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
+    assert resumed.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2).tolist() == n.tolist()
+
+
+def unseen(outcomes):
+    """The variance expected of a prompt without history, from its peers'."""
+    k, g = np.array(outcomes, float).T
+    return success.bernoulli(*success.beta_prior(k, g))
+
+
+@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "empirical"])
+def test_strata_that_are_all_the_same_change_nothing(variance):
+    rng = np.random.default_rng(0)
+    ids = [f"p{i}" for i in range(40)]
+    outcomes = dict(zip(ids, ((int(k), 8) for k in rng.integers(0, 9, 40)), strict=True))
+    counts = []
+    for strata in (None, dict.fromkeys([*ids, "new"], "all")):
+        allocator = RolloutAllocator({"variance": variance}, strata)
+        observe(allocator, outcomes)
+        counts.append(allocator.allocate([*ids, "new"], 41 * 8, step=1).tolist())
+    assert counts[0] == counts[1]
+
+
+def test_prompts_may_vanish_and_appear_on_resume():
+    allocator = RolloutAllocator({}, {"a": 1, "b": 1})
+    observe(allocator, {"a": (1, 4), "b": (2, 4)})
+    resumed = RolloutAllocator({}, {"b": 2, "c": 3})
+    resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
+    resumed.allocate(["b", "c"], 16, step=2)
+    assert resumed.last.history.tolist() == [True, False]
+    observe(resumed, {"c": (1, 4)})
+    assert resumed.state_dict()["prompt_ids"] == ["a", "b", "c"]
+
+
+@pytest.mark.full
+def test_a_million_prompts():
+    """Every call of a step over a pool of a million, in seconds of this process."""
+    ids = [f"prompt-{i}" for i in range(10**6)]
+    rng = np.random.default_rng(0)
+    trials = rng.integers(1, 40, len(ids))
+    won = rng.binomial(trials, rng.beta(0.3, 0.3, len(ids)))
+    squares = won * (1 - won / trials)
+    columns = zip(COLUMNS, (trials, won, won / trials, squares), strict=True)
+    allocator = RolloutAllocator({"rollout_n_min": 1}, {i: n % 1000 for n, i in enumerate(ids)})
+    allocator.load_state_dict({"prompt_ids": ids, **{name: x.tolist() for name, x in columns}})
+
+    def seconds(call):
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    assert seconds(lambda: allocator.allocate(ids, 8 * len(ids), step=1)) < 6
+    assert allocator.last.counts.sum() == 8 * len(ids)
+    assert seconds(lambda: allocator.allocate(ids[:512], 8 * 512, step=2)) < 2
+    who = [i for i in ids[:512] for _ in range(16)]
+    assert seconds(lambda: allocator.observe(who, np.ones(len(who)), np.ones(len(who)), 2)) < 0.5
+    assert seconds(lambda: allocator.observe(ids, won > 0, won > 0, 3)) < 5
+    assert seconds(allocator.state_dict) < 1
 
 
 def test_shortfall():
@@ -228,16 +287,38 @@ def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message)
     allocator = RolloutAllocator({})
     with pytest.raises(ValueError, match=message):
         allocator.observe(*arguments)
-    assert allocator.state_dict() == {"prompts": {}}
+    assert allocator.state_dict() == RolloutAllocator({}).state_dict()
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [[2, 3, 0.5, 1], [float("nan"), 0, 0, 0], [2, -1, 0, 0], [2, 1, 0, -1], [0, 0, 0, 0], [2, 1, 0], ["2", 1, 0, 0]],
+    "bad",
+    [
+        [2, 3, 0.5, 1],
+        [float("nan"), 0, 0, 0],
+        [2, -1, 0, 0],
+        [2, 1, 0, -1],
+        [0, 0, 0, 0],
+        [2, 1, 0, None],
+        ["2", 1, 0, 0],
+    ],
 )
-def test_a_contradictory_state_names_the_prompt(numbers):
+def test_a_contradictory_state_names_the_prompt_and_changes_nothing(bad):
+    allocator = RolloutAllocator({})
+    observe(allocator, {"known": (1, 4)})
+    before = allocator.state_dict()
+    columns = zip([2, 1, 0.5, 0.5], bad, strict=True)
+    state = {"prompt_ids": ["fine", "bad"], **{n: list(x) for n, x in zip(COLUMNS, columns, strict=True)}}
     with pytest.raises(ValueError, match="'bad'"):
-        RolloutAllocator({}).load_state_dict({"prompts": {"fine": [2, 1, 0.5, 0.5], "bad": numbers}})
+        allocator.load_state_dict(state)
+    assert allocator.state_dict() == before
+
+
+@pytest.mark.parametrize("change", [{"trials": [2]}, {"prompt_ids": ["a", "a"]}])
+def test_a_state_that_does_not_fit_together_is_refused(change):
+    allocator = RolloutAllocator({})
+    observe(allocator, {"a": (1, 4), "b": (2, 4)})
+    with pytest.raises(ValueError, match="state"):
+        allocator.load_state_dict({**allocator.state_dict(), **change})
 
 
 def test_a_state_of_something_else_is_refused():

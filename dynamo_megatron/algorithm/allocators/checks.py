@@ -1,0 +1,19 @@
+"""What the allocations' arguments have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, to_numpy
+
+
+def checked(values: Array, name: str, least: int, low: int, high: int) -> np.ndarray:
+    """`values` as float64 [N]. Raises ValueError naming the bounds or the entry that is negative or not finite."""
+    if not least <= low <= high:
+        raise ValueError(
+            f"rollout_n_min: {low}, rollout_n_max: {high}; expected {least} <= rollout_n_min <= rollout_n_max"
+        )
+    result = to_numpy(values, name).astype(np.float64)
+    if (bad := np.flatnonzero(~(np.isfinite(result) & (result >= 0)))).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {result[bad[0]]}; expected a finite number, 0 or above")
+    return result

@@ -1,0 +1,111 @@
+"""The allocation of the published code (GithubX-F/DynaMO-RL)."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from dynamo_megatron.algorithm.allocators.base import Allocator
+from dynamo_megatron.algorithm.allocators.checks import checked
+from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.history import Statistics
+from dynamo_megatron.algorithm.success import success_variance
+
+LEAST_PRIORITY = 1e-8  # at or below it a prompt takes no part in the published proportional share
+# The published priority of prompts that are solved: this variance, from this success rate on.
+SOLVED_RATE = 0.85
+SOLVED_VARIANCE = 0.01
+
+
+class Waterfill(Allocator):
+    """Shares the budget in proportion to sigma or, as published, sigma^2 (`power`)."""
+
+    forgets = False
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """The priority."""
+        # Fewer than two rollouts have no variance; exploring is due then.
+        variance = np.nan_to_num(success_variance(prompts.successes, prompts.trials))
+        solved = prompts.successes / np.maximum(prompts.trials, 1) >= SOLVED_RATE
+        priority = np.where(solved, SOLVED_VARIANCE, variance)
+        return np.sqrt(priority) if self.config.power == "sigma" else priority
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return waterfill(prompts.trials, variance, budget, low, high, self.config.initial_budget)
+
+
+def waterfill(
+    sample_counts: Array,
+    priority: Array,
+    total_rollout_n: int,
+    rollout_n_min: int,
+    rollout_n_max: int,
+    initial_budget: int,
+) -> Array:
+    """The allocation of the published code (GithubX-F/DynaMO-RL), kept within its bounds; int64 [N].
+
+    `sample_counts` are the rollouts seen of each prompt so far, `priority` >= 0 what the share is proportional to.
+    sum n = total_rollout_n clipped to [N rollout_n_min, N rollout_n_max]. First every prompt is brought to
+    max(rollout_n_min, initial_budget) samples, then to the lower bound, then the rest is shared by priority, and what
+    is left, or too much, goes or comes one by one in index order (the published code breaks the bounds there).
+
+    Raises ValueError for bounds or lengths that contradict each other and for entries that are negative or not finite.
+    """
+    share = checked(priority, "priority", 0, rollout_n_min, rollout_n_max)
+    seen = to_numpy(sample_counts, "sample_counts")
+    if seen.shape != share.shape:
+        raise ValueError(f"sample_counts: {len(seen)} entries for {len(share)} priorities")
+    if (bad := np.flatnonzero(~(np.isfinite(seen) & (seen >= 0)))).size:
+        raise ValueError(f"sample_counts: entry {bad[0]} is {seen[bad[0]]}; expected a count")
+    low, high = rollout_n_min, rollout_n_max
+    budget = min(max(total_rollout_n, len(share) * low), len(share) * high)
+
+    need = np.clip(max(low, initial_budget) - np.floor(seen).astype(np.int64), 0, high)
+    n = need if need.sum() <= budget else _scale_down(need, budget, low)
+    short = np.maximum(0, low - n)
+    rest = budget - int(n.sum())
+    if short.any():
+        n = n + (short if short.sum() <= rest else short * rest // short.sum())
+    n = _share_by_priority(n, share, budget, high)
+    return like(_settle(n, budget, low, high), priority)
+
+
+def _scale_down(need: np.ndarray, budget: int, low: int) -> np.ndarray:
+    """`need` in proportion to the budget, at least `low`, then one off the largest until the budget holds."""
+    n = np.maximum(need * budget // need.sum(), low)
+    largest = [(-int(count), i) for i, count in enumerate(n) if count > low]
+    heapq.heapify(largest)
+    for _ in range(int(n.sum()) - budget):
+        count, i = largest[0]
+        n[i] -= 1
+        if n[i] > low:
+            heapq.heapreplace(largest, (count + 1, i))
+        else:
+            heapq.heappop(largest)
+    return n
+
+
+def _share_by_priority(n: np.ndarray, priority: np.ndarray, budget: int, high: int) -> np.ndarray:
+    """Shares the rest in proportion to priority by largest remainders, capped at `high`, until nobody has room."""
+    n = n.copy()
+    while (rest := budget - int(n.sum())) > 0:
+        open_ = np.flatnonzero((n < high) & (priority > LEAST_PRIORITY))
+        if not len(open_):
+            break
+        exact = rest * (priority[open_] / priority[open_].sum())
+        whole = np.floor(exact).astype(np.int64)
+        largest = np.argsort(-(exact - whole), kind="stable")[: max(0, rest - int(whole.sum()))]
+        whole[largest] += 1
+        n[open_] = np.minimum(n[open_] + whole, high)
+    return n
+
+
+def _settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """Into the bounds and onto the budget: one by one in index order, round after round."""
+    n = np.clip(n, low, high)
+    while missing := budget - int(n.sum()):
+        step = 1 if missing > 0 else -1
+        room = np.flatnonzero(n < high if step > 0 else n > low)
+        n[room[: abs(missing)]] += step
+    return n

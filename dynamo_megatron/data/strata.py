@@ -1,0 +1,30 @@
+"""What `algorithm.allocation.prior_by` says of every prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo_megatron.data.sources import look_up
+from dynamo_megatron.records import Prompt
+
+
+def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:
+    """prompt_id -> the value of the prompt's column `prior_by`; None without one.
+
+    `source` is `Prompt.source` where the prompt has no column of that name. Raises ValueError naming the prompt that
+    has no such column, or something other than a text or a number in it.
+    """
+    if prior_by is None:
+        return None
+    strata = {}
+    for prompt in prompts:
+        found, value = look_up(prompt.meta, prior_by)
+        if not found and prior_by == "source":
+            found, value = True, prompt.source
+        where = f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r}"
+        if not found:
+            raise ValueError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
+        if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
+            raise ValueError(f"{where} has {value!r:.80} in {prior_by!r}; expected a text or a number")
+        strata[prompt.prompt_id] = value
+    return strata

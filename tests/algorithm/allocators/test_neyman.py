@@ -1,0 +1,140 @@
+import functools
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
+
+
+def greedy(variance, budget, low, high):
+    """One rollout at a time to the largest gain, ties to the lower index."""
+    n = [low] * len(variance)
+    for _ in range(min(max(budget, low * len(n)), high * len(n)) - sum(n)):
+        gains = [v / (k * (k + 1)) if k < high else -1 for v, k in zip(variance, n, strict=True)]
+        n[gains.index(max(gains))] += 1
+    return n
+
+
+def random_variance(rng, size):
+    kind = rng.integers(5)
+    if kind == 0:
+        return rng.uniform(size=size)
+    if kind == 1:
+        return rng.choice([0.0, 0.1, 0.2], size)  # ties and zeros
+    if kind == 2:
+        return 10.0 ** rng.uniform(-300, 0, size)
+    if kind == 3:
+        return rng.integers(0, 7, size).astype(float)  # ties between different counts: 1/2 = 3/6
+    return np.full(size, rng.choice([0.0, 0.25, 1e-320]))
+
+
+@functools.cache
+def every_allocation(size, total, low, high):
+    """int64 [allocations, size]: all there are."""
+    if size == 1:
+        return np.array([[total]] if low <= total <= high else [], np.int64).reshape(-1, 1)
+    rest = [every_allocation(size - 1, total - first, low, high) for first in range(low, high + 1)]
+    return np.concatenate([np.insert(r, 0, low + k, axis=1) for k, r in enumerate(rest)])
+
+
+def test_is_the_minimum_over_every_allocation():
+    rng = np.random.default_rng(0)
+    for _ in range(2500):
+        size, low = int(rng.integers(1, 6)), int(rng.integers(1, 4))
+        high = low + int(rng.integers(0, 18))
+        budget = int(rng.integers(0, 21))
+        variance = random_variance(rng, size)
+        n = neyman(variance, budget, low, high)
+        total = min(max(budget, size * low), size * high)
+        assert n.dtype == np.int64 and n.sum() == total and n.min() >= low and n.max() <= high
+        best = (variance / every_allocation(size, total, low, high)).sum(1).min()
+        assert (variance / n).sum() <= best * (1 + 1e-12)
+
+
+def continuous_optimum(variance, budget, low, high):
+    """The same without whole numbers: n ~ sigma, clipped to the bounds."""
+    sigma, below, above = np.sqrt(variance), 0.0, 1e9
+    for _ in range(200):
+        scale = (below + above) / 2
+        below, above = (below, scale) if np.clip(scale * sigma, low, high).sum() > budget else (scale, above)
+    return np.clip(below * sigma, low, high)
+
+
+@pytest.mark.parametrize(("low", "high"), [(8, 24), (2, 64)])
+@pytest.mark.parametrize("a", [0.1, 0.3, 1.0])
+def test_whole_numbers_cost_less_than_a_thousandth(a, low, high):
+    p = np.random.default_rng(0).beta(a, 1.0, 10**5)
+    v = p * (1 - p)
+    whole, continuous = (f(v, 16 * 10**5, low, high) for f in (neyman, continuous_optimum))
+    assert 1 <= (v / whole).sum() / (v / continuous).sum() < 1.001
+
+
+def variance_ratio(p, counts):
+    """sum p(1-p)/n against the same budget spread evenly: what the premise promises, not the gradient's variance."""
+    v = p * (1 - p)
+    return (v / counts).sum() / (v / (counts.sum() / len(p))).sum()
+
+
+@pytest.mark.parametrize(("beta", "want"), [((0.3, 0.3), 0.750), ((0.1, 1.0), 0.668)])
+def test_gain_over_uniform_where_success_rates_are_known(beta, want):
+    for seed in range(5):
+        p = np.random.default_rng(seed).beta(*beta, 5000)
+        assert variance_ratio(p, neyman(p * (1 - p), 16 * len(p), 8, 24)) == pytest.approx(want, abs=0.01)
+
+
+@pytest.mark.parametrize(("visits", "bar"), [(1, 0.80), (3, 0.77)])
+def test_gain_over_uniform_where_success_rates_are_estimated(visits, bar):
+    """From visits of 16 rollouts. Nothing can do better than the posterior under the true prior: .801 and .766."""
+    rng = np.random.default_rng(0)
+    p = rng.beta(0.3, 0.3, 50_000)
+    ids = [f"p{i}" for i in range(len(p))]
+    allocator = RolloutAllocator({"kind": "neyman", "variance_floor": 0.0, "rollout_n_min": 8})
+    won = np.zeros(len(p))
+    for step in range(visits):
+        success = rng.uniform(size=(len(p), 16)) < p[:, None]
+        allocator.observe(np.repeat(ids, 16).tolist(), success.ravel().astype(float), success.ravel(), step)
+        won += success.sum(1)
+    ratio = variance_ratio(p, allocator.allocate(ids, 16 * len(p), step=9))
+    a, b = 0.3 + won, 0.3 + 16 * visits - won
+    limit = variance_ratio(p, neyman(a * b / ((a + b) * (a + b + 1)), 16 * len(p), 8, 24))
+    assert round(ratio, 2) <= bar and ratio == pytest.approx(limit, abs=0.001)
+
+
+def test_gives_ties_to_the_lower_index():
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        size, low = int(rng.integers(1, 40)), int(rng.integers(1, 4))
+        high = low + int(rng.integers(0, 30))
+        budget = int(rng.integers(size * low, size * high + 1))
+        variance = random_variance(rng, size)
+        assert neyman(variance, budget, low, high).tolist() == greedy(variance, budget, low, high)
+
+
+def test_a_million_prompts_in_two_seconds():
+    rng = np.random.default_rng(0)
+    for variance in (rng.beta(0.3, 0.3, 10**6), np.ones(10**6), rng.choice([0.0, 0.1, 0.2], 10**6)):
+        start = time.process_time()
+        n = neyman(variance, 16 * 10**6, 2, 64)
+        assert time.process_time() - start < 2, "seconds"
+        assert n.sum() == 16 * 10**6 and n.min() >= 2 and n.max() <= 64
+
+
+def test_torch_in_torch_out_and_no_prompts():
+    assert torch.equal(neyman(torch.tensor([1.0, 4.0]), 6, 1, 5), torch.tensor([2, 4]))
+    assert neyman(np.zeros(0), 5, 1, 4).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: neyman(np.array([1.0, np.nan]), 4, 1, 4), "variance: entry 1"),
+        (lambda: neyman(np.array([1.0, -1.0]), 4, 1, 4), "variance: entry 1"),
+        (lambda: neyman(np.ones(2), 4, 0, 4), "rollout_n_min"),
+        (lambda: neyman(np.ones(2), 4, 5, 4), "rollout_n_min"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm import success
+from dynamo_megatron.algorithm.allocation import success_variance
+
+
+def test_success_variance():
+    got = success_variance(np.array([0, 1, 4, 1, 0]), np.array([8, 2, 8, 1, 0]))
+    np.testing.assert_allclose(got, [0, 0.5, 16 / 56, np.nan, np.nan])
+    rng = np.random.default_rng(0)
+    assert success_variance(rng.binomial(5, 0.3, 200_000), np.full(200_000, 5)).mean() == pytest.approx(0.21, abs=1e-3)
+
+
+def test_success_variance_of_bad_input_and_of_tensors():
+    assert success_variance(torch.tensor([1]), torch.tensor([2])).item() == 0.5
+    with pytest.raises(ValueError, match="successes: entry 0"):
+        success_variance(np.array([3]), np.array([2]))
+
+
+def test_beta_prior_recovers_the_truth_and_falls_back():
+    rng = np.random.default_rng(0)
+    trials = rng.integers(2, 25, 20_000).astype(float)
+    for a, b in ((0.3, 0.3), (0.4, 1.2), (3.0, 3.0)):
+        k = rng.binomial(trials.astype(int), rng.beta(a, b, len(trials))).astype(float)
+        np.testing.assert_allclose(success.beta_prior(k, trials), (a, b), rtol=0.1)
+    none = np.zeros(0)
+    assert success.beta_prior(none, none) == (0.5, 0.5)
+    assert sum(success.beta_prior(np.array([1.0]), np.array([4.0]))) == pytest.approx(1)  # one prompt: no spread
+    assert sum(success.beta_prior(np.ones(5), np.ones(5))) == pytest.approx(1)  # single trials: no spread
+    a, b = success.beta_prior(np.full(50, 4.0), np.full(50, 8.0))  # less spread than chance: all alike
+    assert a == pytest.approx(b) and a + b == 1000
+    a, b = success.beta_prior(np.repeat([0.0, 8.0], 50), np.full(100, 8.0))
+    assert 0 < a + b < 0.3
+
+
+def test_variance_models_are_the_posterior_expectations():
+    rng = np.random.default_rng(0)
+    a, b = np.array([0.5, 3.0, 9.0]), np.array([2.0, 3.0, 0.7])
+    p = rng.beta(a, b, (400_000, 3))
+    mean = a / (a + b)
+    np.testing.assert_allclose(success.bernoulli(a, b), (p * (1 - p)).mean(0), rtol=0.01)
+    want = (p * (1 - p) ** 2).mean(0) * (0.5 - np.log(mean)) + (p**2 * (1 - p)).mean(0) * (0.5 - np.log(1 - mean))
+    np.testing.assert_allclose(success.surprise(a, b), want, rtol=0.01)
