@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
+from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
@@ -180,42 +181,53 @@ class Policy:
     ) -> dict[str, float]:
         """One optimizer step on the rollouts `mini_batch`. Returns this update's sums and gradient norm.
 
+        `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
         terms are on. Raises NonFiniteError on every rank, before the optimizer step.
         """
         loss, device = self.loss_config, self.layout.device
-        every_token_counts = bool(loss.kl_coef or loss.entropy_coef)
-        if not every_token_counts and not batch.advantages[mini_batch].any():
+        shaped = shape_tokens(
+            batch.rollouts,
+            mini_batch,
+            batch.advantages,
+            batch.weights,
+            stats.logprobs,
+            stats.entropy,
+            self.config.algorithm,
+        )
+        every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
+        if not every_token_counts and not trained.any():
             return {"skipped": 1.0}
-        ranges = self._ranges(batch, mini_batch, stats)
+        ranges = self._ranges(batch, mini_batch, stats, shaped.advantages)
         whole_sequences = loss.modulation is not None and (
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
-        advantages, weights = batch.per_token(batch.advantages), batch.per_token(batch.weights)
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
             slots = micro_batch.slots.cpu()
             take = slice(None)
             if not every_token_counts and not whole_sequences:
-                take = advantages[slots] != 0  # tokens without gradient never reach the head's GEMM
+                take = trained[slots]  # tokens without gradient never reach the head's GEMM
                 hidden = hidden[take.to(device)]
             here = slots[take]
             return here, kernels.policy_loss(
                 hidden,
                 self.model.head_weight,
                 micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
-                advantages[here].to(device),
+                shaped.advantages[here].to(device),
                 stats.logprobs[here].to(device),
-                weights[here].to(device),
+                shaped.weights[here].to(device),
                 loss,
                 ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
+                old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
                 ranges=ranges,
                 cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
 
-        return self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
+        result = self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
+        return {**result, "selected": float(shaped.selected.sum())}
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
@@ -278,7 +290,9 @@ class Policy:
         self.optimizer.step()
         return result
 
-    def _ranges(self, batch: TrainBatch, mini_batch: np.ndarray, stats: ResponseStats) -> ModulationRanges | None:
+    def _ranges(
+        self, batch: TrainBatch, mini_batch: np.ndarray, stats: ResponseStats, advantages: torch.Tensor
+    ) -> ModulationRanges | None:
         """The modulation's ranges over all response tokens of the mini-batch, from the log-prob pass (there r = 1)."""
         loss = self.loss_config
         if loss.modulation is None or loss.modulation.scope == "micro_batch":
@@ -290,7 +304,7 @@ class Policy:
         if loss.modulation.expectation == "sequence_mean":
             expected = _sequence_means(stats.logprobs.exp() * (stats.logprobs + stats.entropy), batch)
         change = entropy_change(
-            batch.per_token(batch.advantages),
+            advantages,
             stats.logprobs,
             stats.entropy,
             stats.logprobs,
@@ -299,7 +313,8 @@ class Policy:
             loss.clip_ratio_high,
             expected_pi_lambda=expected,
         )
-        return modulation_ranges(stats.entropy, change, mask)
+        quantile = loss.modulation.quantile if loss.modulation.stabiliser == "quantile" else None
+        return modulation_ranges(stats.entropy, change, mask, quantile=quantile)
 
     def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
         gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
