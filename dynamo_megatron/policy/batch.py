@@ -65,10 +65,6 @@ class TrainBatch:
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
         return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
 
-    def per_token(self, per_rollout: np.ndarray) -> torch.Tensor:
-        """float32 [R] from one value a rollout."""
-        return torch.from_numpy(self.rollouts.per_token(per_rollout)).float()
-
 
 def _check_engine_logprobs(rollouts: RolloutBatch) -> None:
     if (bad := np.flatnonzero(~np.isfinite(rollouts.engine_logprobs))).size:

@@ -20,7 +20,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
@@ -193,12 +192,12 @@ class Policy:
             batch.weights,
             stats.logprobs,
             stats.entropy,
+            stats.expected_pi_lambda,
             self.config.algorithm,
         )
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():
             return {"skipped": 1.0}
-        ranges = self._ranges(batch, mini_batch, stats, shaped.advantages)
         whole_sequences = loss.modulation is not None and (
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
@@ -220,7 +219,7 @@ class Policy:
                 loss,
                 ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
                 old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
-                ranges=ranges,
+                ranges=shaped.ranges,
                 cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
                 gradient=self.config.kernels.gradient,
                 **self._head,
@@ -290,32 +289,6 @@ class Policy:
         self.optimizer.step()
         return result
 
-    def _ranges(
-        self, batch: TrainBatch, mini_batch: np.ndarray, stats: ResponseStats, advantages: torch.Tensor
-    ) -> ModulationRanges | None:
-        """The modulation's ranges over all response tokens of the mini-batch, from the log-prob pass (there r = 1)."""
-        loss = self.loss_config
-        if loss.modulation is None or loss.modulation.scope == "micro_batch":
-            return None
-        member = np.zeros(len(batch.mini_batch), bool)
-        member[mini_batch] = True
-        mask = batch.per_token(member)
-        expected = stats.expected_pi_lambda
-        if loss.modulation.expectation == "sequence_mean":
-            expected = _sequence_means(stats.logprobs.exp() * (stats.logprobs + stats.entropy), batch)
-        change = entropy_change(
-            advantages,
-            stats.logprobs,
-            stats.entropy,
-            stats.logprobs,
-            mask,
-            loss.clip_ratio_low,
-            loss.clip_ratio_high,
-            expected_pi_lambda=expected,
-        )
-        quantile = loss.modulation.quantile if loss.modulation.stabiliser == "quantile" else None
-        return modulation_ranges(stats.entropy, change, mask, quantile=quantile)
-
     def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
         gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
         trained = {source.prompt_ids[s] for m in self._micro_batches(source, members) for s in m.sequences}
@@ -327,11 +300,3 @@ class Policy:
         raise NonFiniteError(
             f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step: {where}"
         )
-
-
-def _sequence_means(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """float32 [R]: each rollout's mean over its response tokens, at every one of them."""
-    lengths = batch.rollouts.response_lengths
-    owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    sums = torch.zeros(len(lengths), dtype=values.dtype).index_add_(0, owner, values)
-    return (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner].to(values.dtype)
