@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic import Field, field_validator, model_validator
 
+from dynamo_megatron.config_method import (
+    AdvantageConfig,
+    KLConfig,
+    LossConfig,
+    ModulationConfig,
+    PolicyLossConfig,
+    Positive,
+    RolloutCorrectionConfig,
+    Section,
+)
 from dynamo_megatron.user_code import SPEC
 
-Positive = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -146,61 +150,13 @@ class AllocationConfig(Section):
         )
 
 
-class AdvantageConfig(Section):
-    kind: Literal["grpo", "dr_grpo", "rloo"] = "rloo"
-    singleton: Literal["zero", "raw"] = "zero"
-    eps: Annotated[float, Field(ge=0)] = 1e-6
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class ModulationConfig:
-    """Token-level advantage modulation (arXiv 2602.19208); the defaults are the published `decay6`."""
-
-    alpha: Annotated[float, Field(ge=0)] = 0.2
-    lambda_min: Annotated[float, Field(ge=0, le=1)] = 0.6
-    gamma: Annotated[float, Field(ge=0)] = 50.0
-    tau: float = 0.99
-    expectation: Literal["exact", "sequence_mean"] = "exact"
-    scope: Literal["mini_batch", "micro_batch"] = "mini_batch"
-
-
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean", "prompt_token_mean")
-
-
-class LossConfig(Section):
-    clip_ratio_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
-    aggregation: Literal[AGGREGATIONS] = "prompt_mean"
-    mini_batches: Positive = 1  # optimizer updates a step, cut on prompt boundaries
-    entropy_coef: float = 0.0
-
-
-class KLConfig(Section):
-    coef: Annotated[float, Field(ge=0)] = 0.0
-    kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    where: Literal["loss"] = "loss"
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
-class PolicyLossConfig:
-    """What the policy head needs to know of the loss (DESIGN: losses, modulation, KL and entropy terms)."""
-
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = None
-    modulation: ModulationConfig | None = None
-    kl_coef: float = 0.0
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    entropy_coef: float = 0.0
-
-
 class AlgorithmConfig(Section):
     allocation: AllocationConfig = AllocationConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     modulation: ModulationConfig | None = ModulationConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig | None = None
 
 
 class OptimizerConfig(Section):

@@ -78,7 +78,7 @@ class Trainer:
                 if self._leads:
                     kl = reference is not None
                     metrics = step_metrics(
-                        step, self.collected, batch, stats, updates, lr, pushed, clock, measures_kl=kl
+                        step, self.collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
                     )
                     metrics |= resource_metrics(resources, self.output)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)

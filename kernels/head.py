@@ -246,6 +246,7 @@ def policy_loss(
     config: PolicyLossConfig,
     *,
     ref_logprobs: Tensor | None = None,
+    old_kl_coef: Tensor | None = None,
     ranges: ModulationRanges | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
@@ -260,8 +261,9 @@ def policy_loss(
     hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens: as in `token_stats`.
     advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; what stands in rows
     labelled -100 is never read. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
-    advantage of 1 the gradient is that of the cross-entropy. config.modulation None: advantages are used as they are.
-    ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
+    advantage of 1 the gradient is that of the cross-entropy. old_kl_coef: floating point [T], the coefficient of each
+    token's |logprob - old logprob| (KL-Cov); None: no such term. config.modulation None: advantages are used as they
+    are. ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
     micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], for expectation "sequence_mean", whose
     mean goes over a sequence's labelled tokens.
 
@@ -281,9 +283,10 @@ def policy_loss(
         "token_weights": token_weights,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "old_kl_coef": old_kl_coef,
     }
     for name, value in per_token.items():
-        if value is None and name in ("old_logprobs", "ref_logprobs"):
+        if value is None and name not in ("advantages", "token_weights"):
             continue
         if value.shape != labels.shape or not value.is_floating_point():
             raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")

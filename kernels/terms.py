@@ -36,6 +36,7 @@ class Tokens(NamedTuple):
     weights: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    old_kl_coef: Tensor | None
 
     def at(self, chunk: slice) -> Tokens:
         return Tokens(*(None if t is None else t[chunk] for t in self))
@@ -75,7 +76,9 @@ def loss_terms(
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropy = stats.entropy.detach().requires_grad_()
-        loss = policy_loss_terms(logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config)
+        loss = policy_loss_terms(
+            logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config, tokens.old_kl_coef
+        )
         grads = torch.autograd.grad(
             (tokens.weights * loss.loss).sum(), (logprobs, entropy), allow_unused=True, materialize_grads=True
         )

@@ -6,10 +6,11 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 
-from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy
+from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 
 
 def group_advantages(
@@ -26,9 +27,12 @@ def group_advantages(
     `grpo` (arXiv 2402.03300): (r - mean) / (std + eps), ddof 1. `dr_grpo` (arXiv 2503.20783): r - mean.
     `rloo` (arXiv 2402.14740): r - mean of the group's other rollouts. A group of equal rewards gets exactly 0.
     A group of one gets 0, or with `singleton="raw"` what the published trainer gives it: the reward (mean 0, std 1).
-    `positive_weight` multiplies the positive advantages (W-REINFORCE, arXiv 2506.01347: 0.1).
+    `reinforce`: 2 r - 1 whatever the group, for rewards from 0 (wrong: -1) to 1 (right: 1).
+    `positive_weight` multiplies the positive advantages. W-REINFORCE (arXiv 2506.01347: loss = lambda PSR + NSR) is
+    `reinforce` with 0.1.
 
-    Raises ValueError for an unknown kind, a reward that is not finite, or ids that do not fit the rewards.
+    Raises ValueError for an unknown kind, a reward that is not finite, for `reinforce` one outside [0, 1], or ids that
+    do not fit the rewards.
     """
     if kind not in get_args(AdvantageKind):
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(get_args(AdvantageKind))}")
@@ -40,6 +44,10 @@ def group_advantages(
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
         raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
+    if kind == "reinforce":
+        if (bad := np.flatnonzero((values < 0) | (values > 1))).size:
+            raise ValueError(f"rewards: entry {bad[0]} is {values[bad[0]]}; reinforce takes rewards from 0 to 1")
+        return _weighted(2 * values - 1, positive_weight, given, rewards)
 
     size = np.bincount(index, minlength=groups)
     # Measured from the group's lowest reward, equal rewards are exactly 0 and leave no rounding error behind.
@@ -60,5 +68,19 @@ def group_advantages(
     alone = size[index] == 1
     raw = values / (1 + eps) if kind == "grpo" else values
     result = np.where(alone, raw if singleton == "raw" else 0.0, result)
-    result = np.where(result > 0, positive_weight * result, result)
+    return _weighted(result, positive_weight, given, rewards)
+
+
+def _weighted(advantages: np.ndarray, positive_weight: float, given: np.ndarray, rewards: Array) -> Array:
+    """With the positive ones times `positive_weight`, in the rewards' dtype and library."""
+    result = np.where(advantages > 0, positive_weight * advantages, advantages)
     return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)
+
+
+@torch_function
+def entropy_advantages(advantages: Array, entropy: Array, alpha: float, kappa: float) -> Array:
+    """A + min(alpha H, |A| / kappa) per token, no gradient: entropy-shaped advantages (arXiv 2506.14758, section 3).
+
+    Arrays of one shape, entropy in nats. With kappa above 1 no advantage changes its sign; one of 0 stays 0.
+    """
+    return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)

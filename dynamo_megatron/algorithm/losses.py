@@ -21,6 +21,8 @@ __all__ = [
 # The published loss bounds log-ratios and the k3 estimate so; a bound that acts stops the gradient.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
+# |d| has the slope 1 down to d = 0, where it would follow the sign of a rounding error; below this (nats) it is round.
+ABS_ROUNDING = 1e-3
 
 
 class PolicyLoss(NamedTuple):
@@ -94,10 +96,13 @@ def policy_loss_terms(
     advantages: torch.Tensor,
     ref_logprobs: torch.Tensor | None,
     config: PolicyLossConfig,
+    old_kl_coef: torch.Tensor | None = None,
 ) -> PolicyLossTerms:
     """The whole loss per token from advantages that are modulated already; differentiable in `logprobs` and `entropy`.
 
-    Float tensors of one shape, nats. A term with coefficient 0 is left out, so that it cannot bring in a NaN.
+    Float tensors of one shape, nats. `old_kl_coef`: the coefficient of each token's |d|, d = logprobs - old_logprobs,
+    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). A term with coefficient 0 is left out, so that it
+    cannot bring in a NaN.
     Raises ValueError where kl_coef is set and reference logprobs are missing.
     """
     loss, clipped, clipped_dual = clipped_policy_loss(
@@ -115,4 +120,7 @@ def policy_loss_terms(
         loss = loss + config.kl_coef * kl
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
+    if old_kl_coef is not None:
+        drift = (logprobs - old_logprobs).square() + ABS_ROUNDING**2
+        loss = loss + old_kl_coef * (drift.sqrt() - ABS_ROUNDING)
     return PolicyLossTerms(loss, clipped, clipped_dual, kl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ EPS = 1e-8
 
 class ModulationRanges(NamedTuple):
     """Scalars over the response tokens of whatever scope the caller reduced; nats.
+
+    `entropy_change_max` is what counts as the largest change: the largest, or a quantile (`modulation_ranges`).
 
     Without a token they are inf, -inf, -inf: what reducing by min, max, max over the ranks leaves unchanged.
     """
@@ -64,16 +67,27 @@ def entropy_change(
 
 
 @torch_function
-def modulation_ranges(entropy: Array, entropy_change: Array, mask: Array) -> ModulationRanges:
-    """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats)."""
+def modulation_ranges(
+    entropy: Array, entropy_change: Array, mask: Array, *, quantile: float | None = None
+) -> ModulationRanges:
+    """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats).
+
+    `quantile` q in (0, 1]: of the m tokens whose change is above 0, the ceil(q m)-th smallest change in place of the
+    largest (0 where m is 0); larger ones count as it. Tokens without a change say nothing of the others' size.
+    """
     if entropy.numel() == 0:
         infinite = entropy.new_tensor(float("inf"))
         return ModulationRanges(infinite, -infinite, -infinite)
     live = mask != 0
+    change_max = torch.where(live, entropy_change, float("-inf")).amax()
+    if quantile is not None:
+        changed = entropy_change[live & (entropy_change > 0)]
+        rank = math.ceil(quantile * len(changed) - 1e-9)
+        change_max = changed.kthvalue(max(1, rank)).values if len(changed) else torch.zeros_like(change_max)
     return ModulationRanges(
         torch.where(live, entropy, float("inf")).amin(),
         torch.where(live, entropy, float("-inf")).amax(),
-        torch.where(live, entropy_change, float("-inf")).amax(),
+        change_max,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import RolloutBatch, Sequences
 
@@ -24,12 +25,25 @@ class TrainBatch:
 
     @classmethod
     def build(cls, rollouts: RolloutBatch, config: Config) -> TrainBatch:
-        """Advantages by group; mini-batches of (nearly) equally many groups, in order, cut on group boundaries."""
+        """Advantages by group; mini-batches of (nearly) equally many groups, in order, cut on group boundaries.
+
+        Raises ValueError naming the rollout where an engine logprob that the rollout correction needs is not finite.
+        """
+        if config.algorithm.rollout_correction is not None:
+            _check_engine_logprobs(rollouts)
         groups = {g: i for i, g in enumerate(dict.fromkeys(rollouts.group_ids))}
         group = np.asarray([groups[g] for g in rollouts.group_ids], np.int64)
         advantage, loss = config.algorithm.advantage, config.algorithm.loss
+        rewards, max_length = rollouts.rewards, config.rollout.max_new_tokens
+        if advantage.overlong_buffer is not None:
+            rewards = rewards + overlong_penalty(rollouts.response_lengths, max_length, advantage.overlong_buffer)
         advantages = group_advantages(
-            rollouts.rewards, rollouts.group_ids, advantage.kind, singleton=advantage.singleton, eps=advantage.eps
+            rewards,
+            rollouts.group_ids,
+            advantage.kind,
+            singleton=advantage.singleton,
+            eps=advantage.eps,
+            positive_weight=advantage.positive_weight,
         )
         parts = np.array_split(np.arange(len(groups)), min(loss.mini_batches, max(1, len(groups))))
         part_of_group = np.concatenate([np.full(len(p), i) for i, p in enumerate(parts)]).astype(np.int64)
@@ -41,7 +55,7 @@ class TrainBatch:
                 loss.aggregation,
                 rollouts.response_lengths[here],
                 group[here],
-                max_length=config.rollout.max_new_tokens,
+                max_length=max_length,
             )
         return cls(rollouts, advantages, mini_batch, weights)
 
@@ -51,9 +65,14 @@ class TrainBatch:
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
         return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
 
-    def per_token(self, per_rollout: np.ndarray) -> torch.Tensor:
-        """float32 [R] from one value a rollout."""
-        return torch.from_numpy(self.rollouts.per_token(per_rollout)).float()
+
+def _check_engine_logprobs(rollouts: RolloutBatch) -> None:
+    if (bad := np.flatnonzero(~np.isfinite(rollouts.engine_logprobs))).size:
+        owner = np.searchsorted(rollouts.response_offsets, bad[0], side="right") - 1
+        raise ValueError(
+            f"rollout {rollouts.rollout_ids[owner]}: the engine gave the logprob {rollouts.engine_logprobs[bad[0]]}, "
+            "which rollout_correction cannot weigh by; mend the engine or set algorithm.rollout_correction=null"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
+from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
@@ -180,42 +180,53 @@ class Policy:
     ) -> dict[str, float]:
         """One optimizer step on the rollouts `mini_batch`. Returns this update's sums and gradient norm.
 
+        `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
         terms are on. Raises NonFiniteError on every rank, before the optimizer step.
         """
         loss, device = self.loss_config, self.layout.device
-        every_token_counts = bool(loss.kl_coef or loss.entropy_coef)
-        if not every_token_counts and not batch.advantages[mini_batch].any():
+        shaped = shape_tokens(
+            batch.rollouts,
+            mini_batch,
+            batch.advantages,
+            batch.weights,
+            stats.logprobs,
+            stats.entropy,
+            stats.expected_pi_lambda,
+            self.config.algorithm,
+        )
+        every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
+        if not every_token_counts and not trained.any():
             return {"skipped": 1.0}
-        ranges = self._ranges(batch, mini_batch, stats)
         whole_sequences = loss.modulation is not None and (
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
-        advantages, weights = batch.per_token(batch.advantages), batch.per_token(batch.weights)
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
             slots = micro_batch.slots.cpu()
             take = slice(None)
             if not every_token_counts and not whole_sequences:
-                take = advantages[slots] != 0  # tokens without gradient never reach the head's GEMM
+                take = trained[slots]  # tokens without gradient never reach the head's GEMM
                 hidden = hidden[take.to(device)]
             here = slots[take]
             return here, kernels.policy_loss(
                 hidden,
                 self.model.head_weight,
                 micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
-                advantages[here].to(device),
+                shaped.advantages[here].to(device),
                 stats.logprobs[here].to(device),
-                weights[here].to(device),
+                shaped.weights[here].to(device),
                 loss,
                 ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
-                ranges=ranges,
+                old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
+                ranges=shaped.ranges,
                 cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
 
-        return self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
+        result = self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
+        return {**result, "selected": float(shaped.selected.sum())}
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
@@ -278,29 +289,6 @@ class Policy:
         self.optimizer.step()
         return result
 
-    def _ranges(self, batch: TrainBatch, mini_batch: np.ndarray, stats: ResponseStats) -> ModulationRanges | None:
-        """The modulation's ranges over all response tokens of the mini-batch, from the log-prob pass (there r = 1)."""
-        loss = self.loss_config
-        if loss.modulation is None or loss.modulation.scope == "micro_batch":
-            return None
-        member = np.zeros(len(batch.mini_batch), bool)
-        member[mini_batch] = True
-        mask = batch.per_token(member)
-        expected = stats.expected_pi_lambda
-        if loss.modulation.expectation == "sequence_mean":
-            expected = _sequence_means(stats.logprobs.exp() * (stats.logprobs + stats.entropy), batch)
-        change = entropy_change(
-            batch.per_token(batch.advantages),
-            stats.logprobs,
-            stats.entropy,
-            stats.logprobs,
-            mask,
-            loss.clip_ratio_low,
-            loss.clip_ratio_high,
-            expected_pi_lambda=expected,
-        )
-        return modulation_ranges(stats.entropy, change, mask)
-
     def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
         gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
         trained = {source.prompt_ids[s] for m in self._micro_batches(source, members) for s in m.sequences}
@@ -312,11 +300,3 @@ class Policy:
         raise NonFiniteError(
             f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step: {where}"
         )
-
-
-def _sequence_means(values: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """float32 [R]: each rollout's mean over its response tokens, at every one of them."""
-    lengths = batch.rollouts.response_lengths
-    owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    sums = torch.zeros(len(lengths), dtype=values.dtype).index_add_(0, owner, values)
-    return (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner].to(values.dtype)

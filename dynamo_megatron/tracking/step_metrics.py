@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dynamo_megatron.algorithm.overlong import overlong_penalty
+from dynamo_megatron.algorithm.rollout_correction import mismatch
+from dynamo_megatron.config import Config
+
 if TYPE_CHECKING:  # names only: this room does not depend on the others
     from dynamo_megatron.algorithm.allocation import Allocation
     from dynamo_megatron.policy.batch import TrainBatch
@@ -58,10 +62,14 @@ def step_metrics(
     learning_rate: float,
     pushed: PushReport,
     clock: Clock,
+    config: Config,
     *,
     measures_kl: bool,
 ) -> dict[str, float]:
-    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against."""
+    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
+
+    Likewise what an option brings: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`.
+    """
     rollouts, allocation, result = batch.rollouts, collected.allocation, collected.result
     by_group: dict[str, list[float]] = {}
     for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
@@ -69,8 +77,18 @@ def step_metrics(
     gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
     tokens = len(gap)
     total = {
-        name: sum(u.get(name, 0.0) for u in updates) for name in ("kl", "clipped", "clipped_dual", "damped", "boosted")
+        name: sum(u.get(name, 0.0) for u in updates)
+        for name in ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
     }
+    algorithm, lengths = config.algorithm, rollouts.response_lengths
+    apart = mismatch(stats.logprobs.numpy() - rollouts.engine_logprobs, lengths, algorithm.rollout_correction)
+    options = {}
+    if algorithm.loss.selects:
+        options["policy/selected_share"] = total["selected"] / max(1, tokens)
+    if (buffer := algorithm.advantage.overlong_buffer) is not None:
+        options["reward/overlong_penalty"] = _mean(overlong_penalty(lengths, config.rollout.max_new_tokens, buffer))
+    if measures_kl:
+        options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
     requested = max(1, result.counts["requested"])
     seconds = {name: clock.seconds.get(name, 0.0) for name in ("generate", "logprobs", "update")}
@@ -81,7 +99,7 @@ def step_metrics(
         "reward/success": _mean(rollouts.successes),
         "reward/timeouts": result.counts["reward_timeouts"] / requested,
         "reward/errors": result.counts["reward_errors"] / requested,
-        "rollout/response_length_mean": _mean(rollouts.response_lengths),
+        "rollout/response_length_mean": _mean(lengths),
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,
         "rollout/failed": result.counts["failed"] / requested,
@@ -91,6 +109,7 @@ def step_metrics(
         "rollout/weight_version_max": int(rollouts.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
         "rollout/logprob_gap_mean": _mean(gap),
+        **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/n_min": int(allocation.counts.min()),
         "allocation/n_max": int(allocation.counts.max()),
         "allocation/history_share": allocation.history_share,
@@ -112,5 +131,5 @@ def step_metrics(
         "time/reshard": pushed.seconds,
         "time/reshard_pause": pushed.pause_seconds,
         "throughput/tokens_per_second": len(rollouts.tokens) / elapsed,
-        **({"policy/kl": total["kl"] / max(1, tokens)} if measures_kl else {}),
+        **options,
     }

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.algorithm.advantages import entropy_advantages, group_advantages
 
 KINDS = ("grpo", "dr_grpo", "rloo")
 
@@ -50,6 +50,24 @@ def test_positive_weight_scales_only_what_is_above_zero():
     np.testing.assert_allclose(got, [0.1, -1.0])
 
 
+def test_w_reinforce_weighs_right_answers_by_a_tenth_and_wrong_ones_in_full_whatever_the_group():
+    """lambda PSR + NSR with rewards of +1 and -1 (arXiv 2506.01347)."""
+    right = np.array([True, False, False, True, True, False])
+    got = group_advantages(right.astype(float), ["a", "a", "b", "b", "c", "d"], "reinforce", positive_weight=0.1)
+    assert got.tolist() == [0.1, -1.0, -1.0, 0.1, 0.1, -1.0]
+    assert group_advantages(np.array([0.5]), [0], "reinforce").tolist() == [0.0]
+
+
+def test_entropy_advantages_against_a_loop():
+    rng = np.random.default_rng(0)
+    advantages, entropy = rng.normal(size=300), rng.exponential(2.0, 300)
+    advantages[:30] = 0
+    want = [a + min(0.4 * h, abs(a) / 2) for a, h in zip(advantages, entropy, strict=True)]
+    got = entropy_advantages(advantages, entropy, 0.4, 2.0)
+    np.testing.assert_allclose(got, want, rtol=1e-14)
+    assert (np.sign(got) == np.sign(advantages)).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kind_and_dtype_stay(dtype):
     rewards = torch.tensor([0.0, 1.0, 1.0], dtype=getattr(torch, dtype))
@@ -65,6 +83,7 @@ def test_kind_and_dtype_stay(dtype):
         ((np.array([0.0]), ["a"], "ppo"), "kind"),
         ((np.array([0.0, np.nan]), ["a", "a"], "grpo"), "rewards: entry 1"),
         ((np.array([0.0, 1.0]), ["a"], "grpo"), "group_ids"),
+        ((np.array([0.0, -1.0]), ["a", "a"], "reinforce"), "rewards: entry 1 is -1.0; reinforce takes"),
     ],
 )
 def test_bad_input_is_named(arguments, message):

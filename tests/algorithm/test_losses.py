@@ -104,3 +104,14 @@ def test_numpy_keeps_its_dtype():
         result = clipped_policy_loss(x, x, x, clip_ratio_low=0.2, clip_ratio_high=0.2)
         assert isinstance(result.loss, np.ndarray) and result.loss.dtype == dtype
         assert kl_estimate(x, x, "k3").dtype == dtype
+
+
+def test_the_kl_cov_term_pulls_back_to_the_old_policy_and_ignores_rounding():
+    drift = np.array([0.0, 1e-7, -1e-7, 0.3, -0.3, 0.3])
+    coef = torch.tensor([2.0, 2.0, 2.0, 2.0, 2.0, 0.0], dtype=torch.float64)
+    logprobs = torch.tensor(drift - 1, requires_grad=True)
+    zero, old = torch.zeros(6).double(), torch.full((6,), -1.0).double()
+    terms = policy_loss_terms(logprobs, zero, old, zero, None, PolicyLossConfig(), coef)
+    terms.loss.sum().backward()
+    np.testing.assert_allclose(terms.loss.detach(), 2 * np.abs(drift) * (coef.numpy() > 0), atol=2.1e-3)
+    np.testing.assert_allclose(logprobs.grad, [0, 0, 0, 2, -2, 0], atol=3e-4)

@@ -1,17 +1,48 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, compose, identity, to_plain
 
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
+ROOT = Path(__file__).parents[2]
+METHODS = ROOT / "configs" / "methods"
+ALL = sorted(path.stem for path in METHODS.glob("*.yaml"))
+DEMO = str(ROOT / "configs" / "demo" / "rl.yaml")
+
+# What a method sets otherwise than GRPO. `dynamo*`: the whole algorithm section is its own.
+DIFFERENCES = {
+    "clip_higher": {"loss.clip_ratio_high": 0.28},
+    "entropy_loss": {"loss.entropy_coef": 0.001},
+    "fork_tokens": {"loss.entropy_top_ratio": 0.2},
+    "entropy_advantages": {"advantage.entropy_shaping.alpha": 0.4, "advantage.entropy_shaping.kappa": 2.0},
+    "clip_cov": {
+        "loss.clip_ratio_low": 1.0,
+        "loss.clip_ratio_high": 1.0,
+        "loss.clip_cov.ratio": 0.0002,
+        "loss.clip_cov.low": 1.0,
+        "loss.clip_cov.high": 5.0,
+    },
+    "kl_cov": {
+        "loss.clip_ratio_low": 1.0,
+        "loss.clip_ratio_high": 1e9,
+        "loss.kl_cov.ratio": 0.002,
+        "loss.kl_cov.coef": 1.0,
+    },
+    "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1},
+    "dapo": {"loss.clip_ratio_high": 0.28, "advantage.overlong_buffer": 0.2},
+    "dr_grpo": {"advantage.kind": "dr_grpo", "loss.aggregation": "constant_length"},
+    "rloo": {"advantage.kind": "rloo", "loss.aggregation": "sequence_sum"},
+}
 
 
-def load(name: str) -> Config:
-    tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
-    tree["data"] = {"source": "train.jsonl", **tree.get("data", {})}
-    return Config.model_validate({"model": {"path": "model"}, "output_dir": "out", **tree})
+def load(name: str, *overrides: str) -> Config:
+    wanted = ["model.path=model", "data.source=train.jsonl", "output_dir=out", *overrides]
+    return compose([str(METHODS / f"{name}.yaml")], wanted)[0]
+
+
+def flat(name: str) -> dict:
+    return identity(to_plain(load(name)), ["algorithm"])
 
 
 def test_presets_are_valid_and_what_they_say():
@@ -34,6 +65,35 @@ def test_theory_preset_is_the_default():
     assert load("dynamo").algorithm == Config.model_fields["algorithm"].default
 
 
-@pytest.mark.parametrize("name", [path.stem for path in METHODS.glob("*.yaml")])
-def test_every_method_file_loads(name):
-    load(name)
+@pytest.mark.parametrize("name", [n for n in ALL if n != "grpo" and not n.startswith("dynamo")])
+def test_a_method_differs_from_grpo_in_its_own_keys_alone(name):
+    base, own = flat("grpo"), flat(name)
+    changed = {key.removeprefix("algorithm."): value for key, value in own.items() if base.get(key) != value}
+    assert changed == DIFFERENCES[name]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_method_composes_over_the_demo(name):
+    sizes = []
+    if name == "dynamo_published":  # it brings the paper's batch
+        sizes = ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
+    config, origins = compose([DEMO, str(METHODS / f"{name}.yaml")], sizes)
+    assert config.rollout_budget == (512 if sizes else 256)
+    assert origins["algorithm.advantage.kind"].endswith(f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss.clip_cov.low=7", "clip_cov: low: 7.0 is not below high 5.0"),
+        ("algorithm.rollout_correction={low: 3}", "rollout_correction: low: 3.0 is not below high 2.0"),
+        ("algorithm.advantage={kind: reinforce, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
+        ("algorithm.modulation={scope: micro_batch, stabiliser: quantile}", "modulation: stabiliser: quantile goes"),
+        ("algorithm.loss.entropy_top_ratio=1.5", "entropy_top_ratio: Input should be less than or equal to 1, got 1.5"),
+        ("algorithm.advantage.entropy_shaping.alfa=1", "did you mean algorithm.advantage.entropy_shaping.alpha?"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(override, message):
+    with pytest.raises(ConfigError) as refusal:
+        load("clip_cov", override)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)

@@ -37,6 +37,7 @@ def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2
     if tokens > 4:
         c.labels[[1, 4]] = IGNORE
         c.hidden[1] = c.advantages[1] = c.old[4] = c.weights[1] = c.ref[4] = torch.nan
+    c.old_kl_coef = None
     c.cu_seqlens = torch.tensor([0, tokens // 3, tokens // 3, tokens])
     return c
 
@@ -83,6 +84,8 @@ def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
     loss = loss - config.entropy_coef * H
     if config.kl_coef:
         loss = loss + config.kl_coef * ((ref - logp).exp() - (ref - logp) - 1)
+    if c.old_kl_coef is not None:
+        loss = loss + c.old_kl_coef[keep] * (((logp - old) ** 2 + 1e-6).sqrt() - 1e-3)
     out.loss = (w * loss).sum()
     (upstream * out.loss).backward()
     out.loss = out.loss.detach()

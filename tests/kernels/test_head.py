@@ -36,6 +36,7 @@ def run(c, config, upstream=1.0, **kw):
         c.weights,
         config,
         ref_logprobs=c.ref if config.kl_coef else None,
+        old_kl_coef=c.old_kl_coef,
         cu_seqlens=c.cu_seqlens,
         **kw,
     )
@@ -85,6 +86,17 @@ def test_matches_autograd(config, ranges, gradient, chunk):
             gradient=gradient,
             chunk_tokens=chunk,
         )
+
+
+@pytest.mark.parametrize("chunk", [7, None])
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_a_coefficient_per_token_holds_it_to_the_old_policy(gradient, chunk):
+    c = plain.case()
+    without, _ = check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk)
+    c.old_kl_coef = torch.linspace(-3, 2, len(c.labels)).double().clamp(min=0)
+    c.old_kl_coef[1] = torch.nan  # a row that takes no part
+    held, _ = check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk)
+    assert held.loss > without.loss
 
 
 @pytest.mark.parametrize("config", [FULL, SEQUENCE_MEAN], ids=["exact", "sequence_mean"])

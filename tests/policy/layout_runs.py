@@ -28,17 +28,20 @@ from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
 
 def rollouts(vocabulary: int, order_seed: int | None) -> RolloutBatch:
     """Groups of 2, 7 and 15 rollouts, one prompt twice, of any length; optionally in another order."""
-    generator = np.random.default_rng(7)
+    generator, engine = np.random.default_rng(7), np.random.default_rng(8)
     rows = []
     for group, (prompt, count) in enumerate([("a", 2), ("b", 7), ("c", 15), ("a", 5)]):
         length = int(generator.integers(3, 12))
         start = generator.integers(0, vocabulary, length)
         for k in range(count):
             response = generator.integers(0, vocabulary, int(generator.integers(1, 30)))
-            rows.append((f"{group}-{k}", f"g{group}", prompt, start, response, float(generator.random() < 0.5)))
+            logprobs = engine.normal(-np.log(vocabulary), 0.3, len(response)).astype(np.float32)
+            rows.append(
+                (f"{group}-{k}", f"g{group}", prompt, start, response, float(generator.random() < 0.5), logprobs)
+            )
     order = np.arange(len(rows)) if order_seed is None else np.random.default_rng(order_seed).permutation(len(rows))
     rows = [rows[i] for i in order]
-    ids, groups, prompts, starts, responses, rewards = zip(*rows, strict=True)
+    ids, groups, prompts, starts, responses, rewards, logprobs = zip(*rows, strict=True)
     return RolloutBatch(
         rollout_ids=list(ids),
         group_ids=list(groups),
@@ -46,7 +49,7 @@ def rollouts(vocabulary: int, order_seed: int | None) -> RolloutBatch:
         tokens=np.concatenate([np.concatenate(pair) for pair in zip(starts, responses, strict=True)]),
         offsets=np.concatenate([[0], np.cumsum([len(s) + len(r) for s, r in zip(starts, responses, strict=True)])]),
         prompt_lengths=np.asarray([len(s) for s in starts]),
-        engine_logprobs=np.zeros(sum(len(r) for r in responses), np.float32),
+        engine_logprobs=np.concatenate(logprobs),
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
         weight_versions=np.zeros((len(rows), 2), np.int64),

@@ -77,7 +77,7 @@ def differences(reference: Path, other: Path) -> dict[str, float]:
         "loss": max(abs(x["loss"] - y["loss"]) for x, y in zip(*updates, strict=True)),
         "grad_norm": max(abs(x["grad_norm"] / y["grad_norm"] - 1) for x, y in zip(*updates, strict=True)),
         "weights": max(float((w - weights[1][n]).norm() / w.norm()) for n, w in weights[0].items()),
-        "damped": max(abs(x["damped"] - y["damped"]) for x, y in zip(*updates, strict=True)),
+        **{name: max(abs(x[name] - y[name]) for x, y in zip(*updates, strict=True)) for name in ("damped", "selected")},
     }
 
 
@@ -102,6 +102,18 @@ def runs(models, tmp_path_factory) -> Path:
             "modulation": {"expectation": "sequence_mean", "tau": 0.5},
             "advantage": {"kind": "grpo"},
         },
+        # All that selects or weighs tokens, at once; test_method_layouts.py has each method by itself.
+        "selecting": {
+            "advantage": {"entropy_shaping": {}, "overlong_buffer": 0.5},
+            "loss": {
+                "mini_batches": 2,
+                "entropy_top_ratio": 0.5,
+                "clip_cov": {"ratio": 0.05, "low": 0.0},
+                "kl_cov": {"ratio": 0.05, "coef": 0.1},
+            },
+            "modulation": {"stabiliser": "quantile", "quantile": 0.9, "gamma": 10.0},
+            "rollout_correction": {"kind": "mask", "low": 0.2, "high": 1.5},
+        },
     }
 
     def case(name, family, parallel, budget, method, **extra):
@@ -115,6 +127,10 @@ def runs(models, tmp_path_factory) -> Path:
             two.append(case(f"{family}-{name}", family, parallel, 100, method))
     one.append(case("qwen3-budget", "qwen3", {}, 100, "full"))
     one.append(case("qwen3-order", "qwen3", {}, 100, "full", order_seed=3))
+    for name, budget in (("one", 400), ("budget", 100)):
+        one.append(case(f"selecting-{name}", "qwen2", {}, budget, "selecting"))
+    for name in ("tp2", "dp2"):
+        two.append(case(f"selecting-{name}", "qwen2", LAYOUTS[name], 100, "selecting"))
     one.append(case("qwen2-fault", "qwen2", {}, 100, "dynamo", seeded_fault="micro_batch_mean"))
     two.append(case("nan", "qwen2", {}, 100, "dynamo", seeded_fault="nan"))
     two.append(case("no-signal", "qwen2", {}, 100, "dynamo", seeded_fault="no_signal"))
@@ -136,6 +152,15 @@ def test_packing_and_order_do_not_matter(runs, variant):
     found = differences(runs / "qwen3-one", runs / f"qwen3-{variant}")
     print(variant, found)
     assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("other", ["budget", "tp2", "dp2"])
+def test_selections_are_over_the_whole_mini_batch(runs, other):
+    found = differences(runs / "selecting-one", runs / f"selecting-{other}")
+    print(other, found)
+    assert max(found.values()) <= TOLERANCE, found
+    updates = json.loads((runs / "selecting-one" / "result.json").read_text())["updates"]
+    assert all(u["selected"] > 50 for step in updates for u in step)
 
 
 def test_a_mean_per_micro_batch_is_caught(runs):

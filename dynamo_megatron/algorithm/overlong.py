@@ -1,0 +1,18 @@
+"""A penalty on responses that come near the length limit, before advantages are formed (DAPO, arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+
+
+def overlong_penalty(lengths: Array, max_length: int, buffer: float) -> Array:
+    """What to add to each reward, float64 [S]: 0 up to the buffer, falling linearly to -1 at `max_length` (Eq. 13).
+
+    lengths: int [S], response tokens. The buffer is the last `buffer` (0 to 1) of `max_length` tokens. A truncated
+    response has max_length tokens, so it gets -1.
+    """
+    tokens = buffer * max_length
+    excess = to_numpy(lengths, "lengths") - (max_length - tokens)
+    return like(np.clip(-excess / tokens, -1.0, 0.0), lengths)

@@ -1,0 +1,59 @@
+"""Importance weights between the policy that trains and the engine that sampled, and how far the two are apart.
+
+Both hold the same weights but not the same kernels and number formats. With d = log pi_policy - log pi_engine of a
+sampled token, exp(d) corrects a token and exp(sum of d) a response; bounded, since one token in 1e6 can be far off.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO, kl_estimate
+from dynamo_megatron.config import RolloutCorrectionConfig
+
+
+@torch_function
+def importance_ratios(log_ratio: Array, lengths: Array, level: str) -> Array:
+    """exp(d) of each token, or of its response's sum (`level: sequence`), [n] of log_ratio's dtype, at most e^20.
+
+    log_ratio: d, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
+    """
+    if level == "sequence":
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        log_ratio = log_ratio.new_zeros(len(lengths)).index_add_(0, owner, log_ratio)[owner]
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+@torch_function
+def correction_weights(ratios: Array, config: RolloutCorrectionConfig) -> Array:
+    """What the token weights are multiplied by, [n]: the ratios held to [low, high] (`truncate`) or 0 outside (`mask`).
+
+    Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops what
+    truncation would only bound. Neither changes the denominator of the mini-batch's mean.
+    """
+    if config.kind == "truncate":
+        return ratios.clamp(config.low, config.high)
+    return torch.where((ratios >= config.low) & (ratios <= config.high), ratios, 0.0)
+
+
+@torch_function
+def mismatch(log_ratio: Array, lengths: Array, config: RolloutCorrectionConfig | None) -> dict[str, float]:
+    """`kl`, `ratio_max` and, with a config, `truncated` and `weight_mean` over the n tokens; 0 without a token.
+
+    kl: estimate of KL(engine || policy) per token, nats, the mean of exp(d) - 1 - d. ratio_max: the
+    largest token ratio, with a config the largest at its level. truncated: share of tokens whose ratio is outside
+    [low, high]. weight_mean: mean correction weight; 1 where the two agree.
+    """
+    if len(log_ratio) == 0:
+        return {"kl": 0.0, "ratio_max": 0.0} | ({"truncated": 0.0, "weight_mean": 0.0} if config else {})
+    d = log_ratio.double()
+    ratios = importance_ratios(d, lengths, config.level if config else "token")
+    found = {
+        "kl": float(kl_estimate(-d, torch.zeros_like(d), "k3").mean()),
+        "ratio_max": float(ratios.max()),
+    }
+    if config is not None:
+        found["truncated"] = float(((ratios < config.low) | (ratios > config.high)).double().mean())
+        found["weight_mean"] = float(correction_weights(ratios, config).mean())
+    return found

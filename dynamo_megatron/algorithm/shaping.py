@@ -1,0 +1,125 @@
+"""From rollouts to tokens: what a method does to the advantages and weights of a mini-batch, in order.
+
+Everything here is over the whole mini-batch and from the log-prob pass, where the ratio is 1. Every rank has those
+statistics, so every rank comes to the same. DynaMO's modulation itself is in the policy head, within the ranges found
+here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dynamo_megatron.algorithm.advantages import entropy_advantages
+from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
+from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
+from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
+from dynamo_megatron.config import AlgorithmConfig
+from dynamo_megatron.records import RolloutBatch
+
+
+class Shaped(NamedTuple):
+    """Per response token of the step, [R], 0 outside the mini-batch; the same on every rank."""
+
+    advantages: torch.Tensor  # float32
+    weights: torch.Tensor  # float32
+    old_kl_coef: torch.Tensor | None  # float32: of |logprob - old logprob|; None: no such term
+    selected: torch.Tensor  # bool: singled out by entropy_top_ratio (trained), clip_cov or kl_cov
+    ranges: ModulationRanges | None  # None: no modulation, or its scope is the micro-batch
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """bool [R]: the policy loss can have a gradient here, KL and entropy terms aside."""
+        moves = self.advantages != 0
+        if self.old_kl_coef is not None:
+            moves = moves | (self.old_kl_coef != 0)
+        return moves & (self.weights != 0)
+
+
+def shape_tokens(
+    rollouts: RolloutBatch,
+    members: np.ndarray,
+    advantages: np.ndarray,
+    weights: np.ndarray,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    expected_pi_lambda: torch.Tensor,
+    config: AlgorithmConfig,
+) -> Shaped:
+    """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
+
+    advantages, weights: float64 [S], one a rollout. logprobs, entropy, expected_pi_lambda: float32 [R], nats, of the
+    policy that the step began with. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
+    2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
+    """
+    member = np.zeros(len(advantages), bool)
+    member[members] = True
+    here = torch.from_numpy(np.flatnonzero(rollouts.per_token(member)))
+    lengths = rollouts.response_lengths[members]
+    a = torch.from_numpy(rollouts.per_token(advantages))[here]
+    w = torch.from_numpy(rollouts.per_token(weights))[here]
+    logprobs, entropy, expected_pi_lambda = logprobs[here], entropy[here], expected_pi_lambda[here]
+    selected, old_kl_coef = torch.zeros(len(here), dtype=torch.bool), None
+
+    if (shaping := config.advantage.entropy_shaping) is not None:
+        a = entropy_advantages(a, entropy, shaping.alpha, shaping.kappa)
+    if (ratio := config.loss.entropy_top_ratio) is not None:
+        selected = top_entropy(entropy, ratio)
+        w = torch.where(selected, w * (w.sum() / w[selected].sum()), 0.0)
+    if config.loss.clip_cov is not None or config.loss.kl_cov is not None:
+        spread = covariance(a, logprobs)
+        if (clip := config.loss.clip_cov) is not None:
+            keys = torch.from_numpy(random_keys([rollouts.rollout_ids[s] for s in members], lengths))
+            chosen = clip_cov(spread, keys, ratio=clip.ratio, low=clip.low, high=clip.high)
+            a, selected = torch.where(chosen, 0.0, a), selected | chosen
+        if (penalty := config.loss.kl_cov) is not None:
+            chosen = kl_cov(spread, ratio=penalty.ratio)
+            old_kl_coef, selected = penalty.coef * chosen, selected | chosen
+    if (correction := config.rollout_correction) is not None:
+        engine = torch.from_numpy(rollouts.engine_logprobs)[here]
+        ratios = importance_ratios(logprobs.double() - engine, torch.from_numpy(lengths), correction.level)
+        w = w * correction_weights(ratios, correction)
+
+    def over_the_step(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(len(rollouts.engine_logprobs), dtype=dtype).index_copy_(0, here, values.to(dtype))
+
+    return Shaped(
+        over_the_step(a),
+        over_the_step(w),
+        None if old_kl_coef is None else over_the_step(old_kl_coef),
+        over_the_step(selected, torch.bool),
+        _ranges(a.float(), logprobs, entropy, expected_pi_lambda, lengths, config),
+    )
+
+
+def _ranges(
+    advantages: torch.Tensor,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    expected_pi_lambda: torch.Tensor,
+    lengths: np.ndarray,
+    config: AlgorithmConfig,
+) -> ModulationRanges | None:
+    """Of DynaMO's modulation, over the n tokens that the arrays hold."""
+    modulation, loss = config.modulation, config.loss
+    if modulation is None or modulation.scope == "micro_batch":
+        return None
+    if modulation.expectation == "sequence_mean":
+        owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+        sums = torch.zeros(len(lengths)).index_add_(0, owner, logprobs.exp() * (logprobs + entropy))
+        expected_pi_lambda = (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner]
+    everywhere = torch.ones_like(entropy)
+    change = entropy_change(
+        advantages,
+        logprobs,
+        entropy,
+        logprobs,
+        everywhere,
+        loss.clip_ratio_low,
+        loss.clip_ratio_high,
+        expected_pi_lambda=expected_pi_lambda,
+    )
+    quantile = modulation.quantile if modulation.stabiliser == "quantile" else None
+    return modulation_ranges(entropy, change, everywhere, quantile=quantile)

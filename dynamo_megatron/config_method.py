@@ -1,0 +1,131 @@
+"""The sections of the configuration that make a method: advantages, modulation, loss, correction. Without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EntropyShapingConfig(Section):
+    """A + min(alpha H, |A| / kappa) per token (arXiv 2506.14758)."""
+
+    alpha: Annotated[float, Field(ge=0)] = 0.4
+    kappa: Annotated[float, Field(gt=1)] = 2.0
+
+
+class AdvantageConfig(Section):
+    kind: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "rloo"
+    singleton: Literal["zero", "raw"] = "zero"
+    eps: Annotated[float, Field(ge=0)] = 1e-6
+    positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
+    entropy_shaping: EntropyShapingConfig | None = None
+
+    @model_validator(mode="after")
+    def _reinforce(self) -> AdvantageConfig:
+        if self.kind == "reinforce" and self.overlong_buffer is not None:
+            raise ValueError("overlong_buffer: its penalty leaves the rewards from 0 to 1 that kind reinforce takes")
+        return self
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class ModulationConfig:
+    """Token-level advantage modulation (arXiv 2602.19208); the defaults are the published `decay6`."""
+
+    alpha: Annotated[float, Field(ge=0)] = 0.2
+    lambda_min: Annotated[float, Field(ge=0, le=1)] = 0.6
+    gamma: Annotated[float, Field(ge=0)] = 50.0
+    tau: float = 0.99
+    expectation: Literal["exact", "sequence_mean"] = "exact"
+    scope: Literal["mini_batch", "micro_batch"] = "mini_batch"
+    stabiliser: Literal["max", "quantile"] = "max"  # what an entropy change is divided by
+    quantile: Annotated[float, Field(gt=0, le=1)] = 0.99  # of the changes above 0, with stabiliser: quantile
+
+    @model_validator(mode="after")
+    def _published_scope(self) -> ModulationConfig:
+        if self.stabiliser == "quantile" and self.scope == "micro_batch":
+            raise ValueError("stabiliser: quantile goes with scope mini_batch; micro_batch is the published maximum")
+        return self
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean", "prompt_token_mean")
+
+
+class ClipCovConfig(Section):
+    """No policy gradient on a few random tokens of large covariance (arXiv 2505.22617)."""
+
+    ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4  # share of the mini-batch's tokens
+    low: float = 1.0  # the covariance of those to choose from
+    high: float = 5.0
+
+    @model_validator(mode="after")
+    def _band(self) -> ClipCovConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low: {self.low} is not below high {self.high}")
+        return self
+
+
+class KLCovConfig(Section):
+    """A KL penalty towards the old policy on the tokens of the largest covariance (arXiv 2505.22617)."""
+
+    ratio: Annotated[float, Field(gt=0, le=1)] = 2e-3  # share of the mini-batch's tokens
+    coef: Annotated[float, Field(gt=0)] = 1.0
+
+
+class LossConfig(Section):
+    clip_ratio_low: Annotated[float, Field(ge=0, le=1)] = 0.2  # 1: no lower clip
+    clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
+    aggregation: Literal[AGGREGATIONS] = "prompt_mean"
+    mini_batches: Positive = 1  # optimizer updates a step, cut on prompt boundaries
+    entropy_coef: float = 0.0
+    entropy_top_ratio: Annotated[float, Field(gt=0, le=1)] | None = None  # train this share, by entropy; None: all
+    clip_cov: ClipCovConfig | None = None
+    kl_cov: KLCovConfig | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Some of the tokens are singled out."""
+        return any(option is not None for option in (self.entropy_top_ratio, self.clip_cov, self.kl_cov))
+
+
+class KLConfig(Section):
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    where: Literal["loss"] = "loss"
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class PolicyLossConfig:
+    """What the policy head needs to know of the loss (DESIGN: losses, modulation, KL and entropy terms)."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = None
+    modulation: ModulationConfig | None = None
+    kl_coef: float = 0.0
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    entropy_coef: float = 0.0
+
+
+class RolloutCorrectionConfig(Section):
+    """Importance weights exp(policy - engine logprob) on the token weights."""
+
+    kind: Literal["truncate", "mask"] = "truncate"  # outside [low, high]: to the bound, or 0
+    level: Literal["token", "sequence"] = "token"  # sequence: one weight a response, the product of its tokens'
+    low: Annotated[float, Field(ge=0)] = 0.0
+    high: Annotated[float, Field(gt=0)] = 2.0
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RolloutCorrectionConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low: {self.low} is not below high {self.high}")
+        return self
