@@ -150,8 +150,15 @@ class AllocationConfig(Section):
         )
 
 
+class DynamicSamplingConfig(Section):
+    """Groups of equal rewards are replaced by those of further prompts (DAPO, arXiv 2503.14476)."""
+
+    rounds: Positive = 4  # of replacement a step, at most
+
+
 class AlgorithmConfig(Section):
     allocation: AllocationConfig = AllocationConfig()
+    dynamic_sampling: DynamicSamplingConfig | None = None
     advantage: AdvantageConfig = AdvantageConfig()
     modulation: ModulationConfig | None = ModulationConfig()
     loss: LossConfig = LossConfig()

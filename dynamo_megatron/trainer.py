@@ -9,6 +9,7 @@ from pathlib import Path
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
+from dynamo_megatron.collection import Collector
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
@@ -17,12 +18,11 @@ from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.push import PushReport, push_weights
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.metrics import log_line
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
-from dynamo_megatron.tracking.step_metrics import Clock, Collected, step_metrics
+from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
 
 
 class Trainer:
@@ -40,8 +40,8 @@ class Trainer:
         journal: Journal | None,
     ):
         self.config, self.policy, self.coordinator = config, policy, coordinator
-        self.stream, self.allocator, self.rollout = stream, allocator, rollout
-        self.evaluation, self.journal = evaluation, journal
+        self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
+        self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
@@ -82,7 +82,7 @@ class Trainer:
                     )
                     metrics |= resource_metrics(resources, self.output)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)
-                    self.journal.step(metrics, line, self.collected.allocation.rows())
+                    self.journal.step(metrics, line, self.collected.allocation_rows())
                 self.checkpoints.reached(step)
                 finished = self._look(step)
                 if finished or step % config.checkpoint.every == 0 or step == config.trainer.steps:
@@ -101,25 +101,9 @@ class Trainer:
             self.journal.say(f"warning: {warning}")
 
     def _collect(self, step: int, clock: Clock) -> TrainBatch:
-        """Rank 0: one batch of prompts, its rollouts by the allocator's counts, their advantages."""
-        self.coordinator.check_stop()
-        prompts = self.stream.next(self.config.data.batch_prompts)
-        ids = [p.prompt_id for p in prompts]
-        counts = self.allocator.allocate(ids, self.config.rollout_budget, step=step)
-        allocated = self.allocator.last
-        self._say_phase("generate", total=int(counts.sum()))
         with clock("generate"):
-            result = self.rollout.generate(
-                step, prompts, counts, self.coordinator.check_stop, self.journal.progress.count
-            )
-        for note in result.notes:
-            self.journal.say(note)
-        rollouts = result.batch
-        if not rollouts.rollout_ids:
-            raise RolloutError(f"step {step}: none of {result.counts['requested']} rollouts can be trained on")
-        self.allocator.observe(rollouts.prompt_ids, rollouts.rewards, rollouts.successes, step)
-        self.collected = Collected(allocated, result, self.stream.epoch, self.stream.skipped)
-        return TrainBatch.build(rollouts, self.config)
+            batch, self.collected = self.collector.collect(step, self.coordinator.check_stop)
+        return batch
 
     def _look(self, step: int) -> str | None:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""

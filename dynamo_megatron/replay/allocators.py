@@ -35,4 +35,7 @@ def _allocation(recording: Recording, words: Sequence[str]) -> AllocationConfig:
         "algorithm": {"allocation": recording.allocation},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
-    return config.algorithm.allocation
+    allocation = config.algorithm.allocation
+    if allocation.prior_by not in (None, recording.allocation.get("prior_by")):
+        raise ConfigError(f"prior_by: the record does not say what {allocation.prior_by!r} is of its prompts")
+    return allocation

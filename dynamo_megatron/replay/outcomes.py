@@ -67,7 +67,7 @@ def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
     steps, base = recording.steps, base_allocator(recording)
     checked = recording.trainer == "dynamo-megatron"
     rates, recorded = what_if.success_rates(steps), what_if.given(steps)
-    difference = what_if.first_difference(steps, what_if.replay(steps, base)) if checked else None
+    difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) if checked else None
     uniform = parse_allocator("uniform", recording)
     counts = {f"as recorded ({base.kind})" if checked else "as recorded": recorded}
     configs: dict[str, AllocationConfig] = {}
@@ -76,6 +76,8 @@ def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
         same_as_recorded = checked and difference is None and config == base
         if not same_as_recorded and config not in configs.values():
             configs[text] = config
-            counts[text] = what_if.replay(steps, config)
+            counts[text] = what_if.replay(steps, config, recording.strata)
     counts["oracle"] = what_if.oracle(steps, rates, base)
-    return Outcomes(recording, base, counts, configs, rates, what_if.replay(steps, uniform), checked, difference)
+    return Outcomes(
+        recording, base, counts, configs, rates, what_if.replay(steps, uniform, recording.strata), checked, difference
+    )

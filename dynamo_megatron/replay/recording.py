@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +42,7 @@ class Recording:
     allocation: dict[str, Any]  # the section algorithm.allocation that allocators start from; a run's own
     texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
     notes: list[str] = field(default_factory=list)  # what was left out, one line each
+    strata: dict[str, Hashable] | None = None  # prompt_id -> what algorithm.allocation.prior_by says of it
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -67,33 +69,39 @@ def read_run(folder: Path) -> Recording:
     if not by_step:
         raise ValueError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
-    steps = [_read_step(source, rows) for rows in by_step]
-    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes=notes)
+    steps = [part for rows in by_step for part in _read_step(source, rows)]
+    strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
+    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes=notes, strata=strata)
 
 
-def _read_step(source: Path, rows: list[dict[str, Any]]) -> RecordedStep:
-    """The k-th dispatch of a prompt is its k-th group, of which it has the first n rollouts (as `RecordedRollouts`)."""
+def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
+    """The rounds of a step, one without dynamic sampling: each was observed before the next was allocated.
+
+    The k-th dispatch of a prompt is its k-th group, of which it has the first n rollouts (as `RecordedRollouts`).
+    """
     step = rows[0]["step"]
     path = step_file(source, step)
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl")
-    groups, drawn, observed = read_groups(path), Counter(), []
-    for index, row in enumerate(rows):
-        prompt_id, n = row["prompt_id"], row["n"]
-        occurrence = drawn[prompt_id]
-        drawn[prompt_id] += 1
-        group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
-        if len(group) < n:
-            raise ValueError(
-                f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
-                "copy the whole folder of the run"
-            )
-        observed.extend((index, r.reward, r.success) for r in group[:n] if r.status != "failed")
-    return RecordedStep(
-        step=step,
-        prompt_ids=[row["prompt_id"] for row in rows],
-        given=np.array([row["n"] for row in rows], np.int64),
-        dispatch=np.array([index for index, _, _ in observed], np.int64),
-        rewards=np.array([reward for _, reward, _ in observed], np.float64),
-        successes=np.array([success for _, _, success in observed], bool),
-    )
+    groups, drawn = read_groups(path), Counter()
+    for _, part in groupby(rows, key=lambda row: row.get("round", 0)):
+        dispatches, observed = list(part), []
+        for index, row in enumerate(dispatches):
+            prompt_id, n = row["prompt_id"], row["n"]
+            occurrence = drawn[prompt_id]
+            drawn[prompt_id] += 1
+            group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
+            if len(group) < n:
+                raise ValueError(
+                    f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
+                    "copy the whole folder of the run"
+                )
+            observed.extend((index, r.reward, r.success) for r in group[:n] if r.status != "failed")
+        yield RecordedStep(
+            step=step,
+            prompt_ids=[row["prompt_id"] for row in dispatches],
+            given=np.array([row["n"] for row in dispatches], np.int64),
+            dispatch=np.array([index for index, _, _ in observed], np.int64),
+            rewards=np.array([reward for _, reward, _ in observed], np.float64),
+            successes=np.array([success for _, _, success in observed], bool),
+        )

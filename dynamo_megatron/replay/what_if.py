@@ -7,7 +7,7 @@ visit's prompt over the whole record: known only afterwards, and of a policy tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +26,15 @@ class Difference(NamedTuple):
     replayed: int
 
 
-def replay(steps: Sequence[RecordedStep], config: AllocationConfig) -> np.ndarray:
+def replay(
+    steps: Sequence[RecordedStep], config: AllocationConfig, strata: Mapping[str, Hashable] | None = None
+) -> np.ndarray:
     """Rollouts for every visit, int64 [V], by an allocator that sees the record as it would have in training.
 
     Before a step it has observed the rollouts of the earlier ones: those that were sampled, whatever it would have
-    asked for. Its budget is the step's. Raises ValueError as `RolloutAllocator`.
+    asked for. Its budget is the step's. `strata`: as for `RolloutAllocator`. Raises ValueError as `RolloutAllocator`.
     """
-    allocator, counts = RolloutAllocator(config), []
+    allocator, counts = RolloutAllocator(config, strata), []
     for step in steps:
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
         observed = [step.prompt_ids[i] for i in step.dispatch]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 
 if TYPE_CHECKING:  # names only: this room does not depend on the others
-    from dynamo_megatron.algorithm.allocation import Allocation
+    from dynamo_megatron.collection import Collected
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import ResponseStats
     from dynamo_megatron.resharding.push import PushReport
-    from dynamo_megatron.rollout.result import RolloutResult
 
 
 class Clock:
@@ -37,16 +36,6 @@ class Clock:
 
     def total(self) -> float:
         return time.monotonic() - self._start
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What rank 0 alone knows of a step's rollouts."""
-
-    allocation: Allocation
-    result: RolloutResult
-    epoch: int
-    skipped_prompts: int
 
 
 def _mean(values) -> float:
@@ -68,12 +57,14 @@ def step_metrics(
 ) -> dict[str, float]:
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
-    Likewise what an option brings: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`.
+    `reward/` and `rollout/` are about all that was sampled, `policy/` about what was trained on. An option brings its
+    own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`, `rollout/refill_rounds` and
+    `rollout/missing_groups` (of the batch, for want of rounds).
     """
-    rollouts, allocation, result = batch.rollouts, collected.allocation, collected.result
-    by_group: dict[str, list[float]] = {}
-    for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
-        by_group.setdefault(group, []).append(float(reward))
+    rollouts, result, counts = batch.rollouts, collected.result, collected.counts
+    sampled = result.batch
+    teaches = informative(sampled.rewards, sampled.group_ids)
+    teaching, groups = (len({sampled.group_ids[s] for s in np.flatnonzero(m)}) for m in (teaches, teaches | True))
     gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
     tokens = len(gap)
     total = {
@@ -87,6 +78,9 @@ def step_metrics(
         options["policy/selected_share"] = total["selected"] / max(1, tokens)
     if (buffer := algorithm.advantage.overlong_buffer) is not None:
         options["reward/overlong_penalty"] = _mean(overlong_penalty(lengths, config.rollout.max_new_tokens, buffer))
+    if algorithm.dynamic_sampling is not None:
+        options["rollout/refill_rounds"] = len(collected.allocations) - 1
+        options["rollout/missing_groups"] = config.data.batch_prompts - teaching
     if measures_kl:
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
@@ -95,24 +89,24 @@ def step_metrics(
     elapsed = clock.total()
     return {
         "step": step,
-        "reward/mean": _mean(rollouts.rewards),
-        "reward/success": _mean(rollouts.successes),
+        "reward/mean": _mean(sampled.rewards),
+        "reward/success": _mean(sampled.successes),
         "reward/timeouts": result.counts["reward_timeouts"] / requested,
         "reward/errors": result.counts["reward_errors"] / requested,
-        "rollout/response_length_mean": _mean(lengths),
+        "rollout/response_length_mean": _mean(sampled.response_lengths),
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,
         "rollout/failed": result.counts["failed"] / requested,
         "rollout/reused": result.counts["reused"] / requested,
-        "rollout/zero_variance_groups": _mean([max(r) == min(r) for r in by_group.values()]),
-        "rollout/weight_version_min": int(rollouts.weight_versions.min()),
-        "rollout/weight_version_max": int(rollouts.weight_versions.max()),
+        "rollout/zero_variance_groups": 1 - teaching / groups,
+        "rollout/weight_version_min": int(sampled.weight_versions.min()),
+        "rollout/weight_version_max": int(sampled.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
         "rollout/logprob_gap_mean": _mean(gap),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
-        "allocation/n_min": int(allocation.counts.min()),
-        "allocation/n_max": int(allocation.counts.max()),
-        "allocation/history_share": allocation.history_share,
+        "allocation/n_min": int(counts.min()),
+        "allocation/n_max": int(counts.max()),
+        "allocation/history_share": collected.history_share,
         "data/epoch": collected.epoch,
         "data/skipped_prompts": collected.skipped_prompts,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
@@ -130,6 +124,6 @@ def step_metrics(
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/reshard": pushed.seconds,
         "time/reshard_pause": pushed.pause_seconds,
-        "throughput/tokens_per_second": len(rollouts.tokens) / elapsed,
+        "throughput/tokens_per_second": len(sampled.tokens) / elapsed,
         **options,
     }
