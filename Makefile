@@ -1,5 +1,5 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
-# make compare    GRPO against DynaMO from the demo's warm start, three seeds each
+# make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
 # make test       what CI runs; make test-all: every check at full count
 # make lint       ruff
 # The first call sets up .venv from the package registries; later calls set up nothing.
@@ -49,15 +49,17 @@ runs/demo/warmup/hf: | $(INSTALLED)
 	@echo "   wrong on some kinds of problem. The rewards will have to find out which."
 	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
 
-ARMS := grpo dynamo
+ARMS := grpo dynamo allocation_only modulation_only
 SEEDS := 0 1 2
+grpo := configs/methods/grpo.yaml
+dynamo := configs/methods/dynamo.yaml
+allocation_only := configs/methods/dynamo.yaml algorithm.modulation=null
+modulation_only := configs/methods/dynamo.yaml algorithm.allocation.kind=uniform
 comma := ,
 empty :=
 compare: runs/demo/warmup/hf
-	@for seed in $(SEEDS); do for arm in $(ARMS); do \
-		.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/$$arm.yaml \
-			data.shuffle_seed=$$seed output_dir=runs/compare/$$arm-$$seed || exit; \
-	done; done
+	@$(foreach seed,$(SEEDS),$(foreach arm,$(ARMS),.venv/bin/dynamo-megatron train configs/demo/rl.yaml $($(arm)) \
+		data.shuffle_seed=$(seed) output_dir=runs/compare/$(arm)-$(seed) || exit; ))
 	@.venv/bin/python -P tools/compare.py runs/compare $(foreach arm,$(ARMS),$(arm)=$(subst $(empty) ,$(comma),$(SEEDS:%=runs/compare/$(arm)-%)))
 
 test: $(INSTALLED)

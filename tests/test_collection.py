@@ -83,11 +83,12 @@ def test_informative():
     assert informative([1, 1, 0.5, 0.5, 0.4, 1, 0], groups).tolist() == [False, False, True, True, True, False, False]
 
 
-def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path):
-    live, config = collector(30, 9, Answering(RolloutStore(tmp_path)))
-    replayed, _ = collector(30, 9, RecordedRollouts(tmp_path))
+@pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
+def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
+    live, config = collector(prompts, 30, Answering(RolloutStore(tmp_path)))
+    replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
-    for step in (1, 2):  # ten prompts teach: enough for both batches
+    for step in (1, 2):
         batch, collected = live.collect(step, lambda: None)
         rollouts = batch.rollouts
         assert len(set(rollouts.group_ids)) == BATCH and {int(p[1:]) % 3 for p in rollouts.prompt_ids} == {2}

@@ -1,0 +1,106 @@
+"""Every config of configs/methods/ trains the demo's model from one warm start and one recording."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
+QUICK = ("dapo", "dynamo", "kl_cov")
+STEPS, PROMPTS, GROUP = 3, 40, 24
+
+
+def run(folder: Path, *command: str) -> str:
+    log = folder / f"{command[0]}-{len(list(folder.glob('*.log')))}.log"
+    with open(log, "w") as file:
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", *command],
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=240,
+        ).returncode
+    assert code == 0, log.read_text()[-3000:]
+    return log.read_text()
+
+
+def record(folder: Path, model: Path, problems: list[dict]) -> None:
+    """A group for every problem in every step: a third always right, a third never, the others by turns."""
+    tokenizer, generator = load_tokenizer(model), np.random.default_rng(0)
+    store = RolloutStore(folder)
+    for step in range(1, STEPS + 1):
+        for i, problem in enumerate(problems):
+            group, prompt = group_id(step, 1000 + i), tokenizer.encode(problem["problem"])
+            for k in range(GROUP):
+                right = i % 3 == 0 or (i % 3 == 1 and generator.random() < 0.5)
+                text = problem["answer"] if right else str(generator.integers(200, 1000))
+                response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+                store.append(
+                    Rollout(
+                        rollout_id=rollout_id(group, k),
+                        group_id=group,
+                        prompt_id=problem["id"],
+                        step=step,
+                        tokens=prompt + response,
+                        response_mask=[0] * len(prompt) + [1] * len(response),
+                        engine_logprobs=[-1.0] * len(response),
+                        weight_versions=[(step - 1, 0, len(response))],
+                        finish_reason="stop",
+                        reward=float(right),
+                        success=right,
+                        reward_parts={"math": float(right)},
+                    )
+                )
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("methods")
+    task = folder / "task"
+    subprocess.run([sys.executable, "-P", ROOT / "tools" / "demo_task.py", task], check=True, capture_output=True)
+    start = (ROOT / "configs" / "demo" / "warmup.yaml", f"model.path={task}/model", f"data.source={task}/warmup.jsonl")
+    short = ("trainer.steps=20", "optimizer.warmup_steps=0", f"output_dir={folder}/warmup", "--ranks", "2")
+    run(folder, "sft", *map(str, start), *short)
+    problems = [json.loads(line) for line in (task / "pool.jsonl").read_text().splitlines()[:PROMPTS]]
+    problems = [{"id": f"p{i}", **problem} for i, problem in enumerate(problems)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    record(folder / "recording", folder / "warmup" / "hf", problems)
+    return folder
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.full) for m in METHODS])
+def test_it_trains(warm, method):
+    keys = (
+        f"model.path={warm}/warmup/hf",
+        f"data.source={warm}/problems.jsonl",
+        "data.batch_prompts=8",
+        "algorithm.allocation.budget=64",
+        "algorithm.loss.mini_batches=2",
+        "rollout.engine=recorded",
+        f"rollout.recorded={warm}/recording",
+        f"trainer.steps={STEPS}",
+        "eval.every=null",
+        "checkpoint.export_hf=never",
+        f"output_dir={warm}/{method}",
+    )
+    configs = (ROOT / "configs" / "demo" / "rl.yaml", ROOT / "configs" / "methods" / f"{method}.yaml")
+    run(warm, "train", *map(str, configs), *keys)
+    rows = [json.loads(line) for line in (warm / method / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["policy/grad_norm"] > 0 and row["policy/skipped_updates"] == 0 for row in rows)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    if method == "dapo":
+        assert all(row["rollout/refill_rounds"] > 0 for row in rows)
