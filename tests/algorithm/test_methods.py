@@ -82,6 +82,27 @@ def test_every_method_composes_over_the_demo(name):
     assert origins["algorithm.advantage.kind"].endswith(f"{name}.yaml")
 
 
+def test_the_ablations_of_the_docs_change_what_they_name_and_nothing_else():
+    text = (ROOT / "docs" / "methods.md").read_text().split("## Ablations")[1].split("##")[0]
+    rows = [line.split("|") for line in text.splitlines() if "algorithm." in line and line.startswith("|")]
+    assert len(rows) == 7
+    base = flat("dynamo")
+    for _, what, overrides, _ in rows:
+        words = overrides.strip().strip("`").split()
+        own = identity(to_plain(load("dynamo", *words)), ["algorithm"])
+        named = {word.partition("=")[0] for word in words}
+        changed = {key for key in own.keys() | base.keys() if own.get(key) != base.get(key)}
+        if "modulation=null" in overrides:
+            changed = {"algorithm.modulation" if key.startswith("algorithm.modulation") else key for key in changed}
+        # waterfill's sigma is the default already
+        assert changed == named - ({"algorithm.allocation.power"} if what.strip().endswith("sigma") else set()), what
+
+
+def test_the_docs_list_every_method():
+    table = (ROOT / "docs" / "methods.md").read_text().split("## Selections")[0]
+    assert sorted(line.split("`")[1] for line in table.splitlines() if line.startswith("| `")) == ALL
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
