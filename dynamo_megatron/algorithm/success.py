@@ -15,9 +15,9 @@ STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
 # Rollouts' worth of the pool's variance in every prompt's `empirical` variance.
 POOL_ROLLOUTS = 4.0
-# Prompts with history from which on a stratum has a prior of its own. Measured on eight strata with 8 rollouts a prompt,
-# the variance against the pool's prior: -3 % with 8 prompts and -5 % with 16 where strata matter, +3 % and +1 % where
-# they do not.
+# Prompts with history from which on a stratum has a prior of its own. Measured on eight strata, 8 rollouts a prompt:
+# the variance against the pool's prior is -3 % with 8 prompts and -5 % with 16 where strata matter, and +3 % and +1 %
+# where they do not.
 STRATUM_LEAST = 16
 
 

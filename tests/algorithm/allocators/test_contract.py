@@ -1,5 +1,8 @@
 """Every allocator, and the user's, keeps the contract; one that does not is named."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,24 +19,24 @@ CONFIGS = [
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "surprise"},
     {"kind": "neyman", "variance": "empirical"},
-    {"kind": f"{__name__}:Harder"},
+    {"kind": f"{__name__}:HardestFirst"},
 ]
 
 
-class Harder(Allocator):
-    """A user's: the prompts with the lowest success rates get as much as they may have."""
-
-    def counts(self, prompts, variance, budget, low, high):
-        rate = prompts.successes / np.maximum(prompts.trials, 1)
-        counts = np.full(len(prompts), low)
-        left = budget - len(prompts) * low - (high - low) * np.arange(len(prompts))
-        counts[np.argsort(rate, kind="stable")] += np.clip(left, 0, high - low)
-        return counts
+PAGE = Path(__file__).parents[3] / "docs" / "allocation.md"
+own, call = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+page: dict = {"__name__": __name__}
+exec(own, page)
+HardestFirst = page["HardestFirst"]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
 def test_contract(config):
     check_allocator(config)
+
+
+def test_the_pages_call():
+    exec(call.replace("my_module", __name__))
 
 
 def test_built_in_names_are_those_of_the_configuration():
@@ -47,7 +50,7 @@ def test_a_budget_beyond_the_bounds_is_an_error_unless_asked_for():
                 RolloutAllocator(config).allocate(["a", "b"], budget, step=1)
 
 
-class OneMore(Harder):
+class OneMore(HardestFirst):
     def counts(self, *arguments):
         return super().counts(*arguments) + np.eye(1, len(arguments[0]), len(arguments[0]) - 1, dtype=np.int64)[0]
 
@@ -62,17 +65,17 @@ class Whatever(Allocator):
         return np.random.default_rng().permutation(spread(len(prompts), budget))
 
 
-class Listed(Harder):
+class Listed(HardestFirst):
     def counts(self, *arguments):
         return super().counts(*arguments).tolist()
 
 
-class Halves(Harder):
+class Halves(HardestFirst):
     def counts(self, *arguments):
         return super().counts(*arguments) / 1
 
 
-class NaN(Harder):
+class NaN(HardestFirst):
     def variance(self, prompts, pool):
         return np.where(np.arange(len(prompts)) == 1, np.nan, 1.0)
 

@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_megatron.algorithm.premises import premise_warnings
+from dynamo_megatron.config import AGGREGATIONS, Config
+
+METHODS = Path(__file__).parents[2] / "configs" / "methods"
+
+
+def warnings(allocation=None, advantage="rloo", aggregation="prompt_mean", functions=("math",), singleton="zero"):
+    """The keys that each warning begins with."""
+    config = Config.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"source": "train.jsonl"},
+            "reward": {"functions": list(functions)},
+            "algorithm": {
+                "allocation": allocation or {},
+                "advantage": {"kind": advantage, "singleton": singleton},
+                "loss": {"aggregation": aggregation},
+            },
+            "output_dir": "out",
+        }
+    )
+    found = premise_warnings(config)
+    assert all("\n" not in w and "; set " in w for w in found), "one line that says how to mend it"
+    return [w.split()[0].removeprefix("algorithm.").rstrip(":") for w in found]
+
+
+def test_what_fits_together_is_silent():
+    assert warnings() == warnings({"kind": "waterfill"}) == warnings(aggregation="prompt_token_mean") == []
+
+
+def test_uniform_has_no_theory_to_undo():
+    for aggregation in AGGREGATIONS:
+        assert warnings({"kind": "uniform", "rollout_n_min": 1}, "grpo", aggregation, ("math", "a:b")) == []
+
+
+@pytest.mark.parametrize("kind", ["neyman", "waterfill", "my.module:Mine"])
+def test_allocation_against_advantage_and_aggregation(kind):
+    assert warnings({"kind": kind}, "grpo") == ["advantage.kind=grpo"]
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant_length"):
+        assert warnings({"kind": kind}, aggregation=aggregation) == [f"loss.aggregation={aggregation}"]
+    assert len(warnings({"kind": kind}, "grpo", "token_mean")) == 2
+
+
+def test_small_groups():
+    assert warnings({"rollout_n_min": 2}, "dr_grpo") == ["advantage.kind=dr_grpo"]
+    assert warnings({"rollout_n_min": 8}, "dr_grpo") == []
+    assert warnings({"rollout_n_min": 1}) == ["allocation.rollout_n_min=1"]
+    assert warnings({"rollout_n_min": 1}, singleton="raw") == []
+
+
+def test_rewards_that_are_not_success():
+    assert warnings(functions=("math", "a:b")) == ["allocation.variance=bernoulli"]
+    assert warnings({"variance": "empirical"}, functions=("math", "a:b")) == []
+
+
+def test_presets():
+    def of(name):
+        tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())
+        tree["data"] = {"source": "train.jsonl", **tree.get("data", {})}
+        return premise_warnings(Config.model_validate({"model": {"path": "model"}, "output_dir": "out", **tree}))
+
+    assert of("dynamo") == of("grpo") == []
+    assert len(of("dynamo_published")) == 2, "grpo and token_mean under waterfill: the published method is what it is"

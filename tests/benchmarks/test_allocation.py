@@ -1,0 +1,47 @@
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.algorithm.allocation import waterfill
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return runpy.run_path(str(BENCHMARKS / "allocation.py"))
+
+
+def test_the_plain_loop_is_the_published_procedure(benchmark):
+    """And so is ours, on cases that it was not made from."""
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        size, low = int(rng.integers(1, 15)), int(rng.integers(1, 9))
+        high, first = low + int(rng.integers(0, 20)), int(rng.integers(1, 12))
+        budget = int(rng.integers(0, size * high + 5))
+        seen = rng.choice([0, 1, 5, 30], size)
+        priority = rng.choice([0.0, 0.01, 0.2, 0.25], size) if rng.integers(2) else rng.uniform(size=size)
+        plain = benchmark["published_loop"](seen.tolist(), priority.tolist(), budget, low, high, first)
+        assert plain == waterfill(seen, priority, budget, low, high, first).tolist()
+
+
+def test_the_table_is_that_of_the_figures(benchmark, tmp_path):
+    result = json.loads((RESULTS / "allocation.json").read_text())
+    assert benchmark["markdown"](result) + "\n" == (RESULTS / "allocation.md").read_text()
+    benchmark["draw"](result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_the_figures_are_still_those(benchmark):
+    """One draw of each distribution, against the mean of the five that were written down."""
+    result = json.loads((RESULTS / "allocation.json").read_text())
+    for row in result["variances"]:
+        if row["bounds"] == [8, 24] and row["allocation"] == "neyman, p known":
+            p = np.random.default_rng(0).beta(*row["beta"], benchmark["PROMPTS"])
+            n = benchmark["counts_of"](p, (8, 24), np.random.default_rng(1))[row["allocation"]]
+            ratio = (p * (1 - p) / n).sum() / (p * (1 - p) / 16).sum()
+            assert ratio == pytest.approx(row["to uniform"], abs=0.01)
