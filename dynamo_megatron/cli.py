@@ -147,10 +147,11 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.tracking.progress import terminal_width, wrapped
     from dynamo_megatron.tracking.report import write_report
 
     try:
-        print(write_report(options.run))
+        print(wrapped(write_report(options.run), terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0
@@ -158,9 +159,11 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.replay.command import write_replay
+    from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     try:
-        print(write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out))
+        text = write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out)
+        print(wrapped(text, terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0

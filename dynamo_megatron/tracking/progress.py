@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections import deque
 from typing import TextIO
@@ -23,6 +24,16 @@ def terminal_width(stream: TextIO) -> int | None:
     if not stream.isatty():
         return None
     return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that does not know its size
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Each line broken between words where it is longer than `width` columns, but for tables; None: as it is."""
+    if width is None:
+        return text
+    return "\n".join(
+        line if line.startswith("|") else textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 class Progress:
@@ -78,7 +89,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Prints a line to stdout, above the live one."""
         self._bar.clear()
-        print(line, flush=True)
+        print(wrapped(line, terminal_width(sys.stdout)), flush=True)
         self._bar.refresh()
 
     def close(self) -> None:
@@ -119,13 +130,16 @@ class Progress:
     def _remaining(self) -> float | None:
         """Seconds to the end of the run, else of the count; None where nothing is known yet."""
         now = time.monotonic()
-        if self._steps is not None:
-            if not self._durations:
-                return None
-            average = sum(self._durations) / len(self._durations)
-            return max(0.0, average * (self._steps - self._done) - (now - self._mark))
-        if self._total is None or self._counted_from is None:
+        of_count = None
+        if self._total is not None and self._counted_from is not None:
+            begun, count_before, _ = self._counted_from
+            made = self._count - count_before
+            of_count = (now - begun) / made * (self._total - self._count) if made else None
+        if self._steps is None:
+            return of_count
+        if not self._durations:
             return None
-        begun, count_before, _ = self._counted_from
-        made = self._count - count_before
-        return (now - begun) / made * (self._total - self._count) if made else None
+        of_steps = sum(self._durations) / len(self._durations) * (self._steps - self._done)
+        if self._phase in BETWEEN_STEPS:
+            return of_steps + (of_count or 0.0)
+        return max(0.0, of_steps - (now - self._mark))

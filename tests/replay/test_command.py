@@ -119,7 +119,10 @@ def test_a_record_in_which_nothing_is_ever_right(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--allocator", "nyman"], "algorithm.allocation.kind: Input should be 'uniform', 'waterfill' or 'neyman'"),
+        (
+            ["--allocator", "nyman"],
+            "algorithm.allocation.kind: 'nyman' is unknown; give uniform, waterfill, neyman or module:Class",
+        ),
         (["--allocator", "neyman,varience=surprise"], "did you mean algorithm.allocation.variance?"),
         (["--allocator", "neyman,half_life"], "'algorithm.allocation.half_life': neither a file nor key=value"),
         (

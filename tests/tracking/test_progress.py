@@ -13,6 +13,8 @@ import termios
 
 import pytest
 
+from dynamo_megatron.tracking.progress import wrapped
+
 SLOW = 0.2  # seconds of a step in the programs below
 
 RUN = f"""
@@ -119,6 +121,24 @@ def test_the_eta_is_of_the_steps_left_without_the_evaluation_before_them():
     assert 88 * SLOW - 2 < 60 * int(minutes) + int(seconds) < 88 * SLOW * 4
 
 
+def test_an_evaluation_after_the_last_step_has_its_own_eta():
+    program = f"""
+import time
+from dynamo_megatron.tracking.progress import Progress
+progress = Progress(1)
+progress.start()
+progress.step_done(1)
+progress.phase("evaluate", 100)
+progress.count(0, 0)
+time.sleep({5 * SLOW})
+progress.count(10, 500)
+progress.close()
+"""
+    last = first_with(rewritings(in_terminal(program, 80), 80), "10/100")
+    minutes, seconds = last.split("ETA")[1].split()[0].split(":")
+    assert 0.8 * 45 * SLOW < 60 * int(minutes) + int(seconds) < 90 * SLOW
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_fields_stay_in_their_columns_and_the_bar_takes_what_is_left(width):
     states = [s for s in rewritings(in_terminal(RUN, width), width) if s.startswith("step  1") and "ETA" in s]
@@ -175,3 +195,10 @@ def test_output_into_a_file_leaves_the_terminal_to_the_live_line(tmp_path):
     written = in_terminal(program, 80)
     assert (tmp_path / "out").read_text() == "step 12 is done\nstep 13 is done\n"
     assert "generate" in written and left_on_screen(written) == [""]
+
+
+def test_text_is_wrapped_between_words_and_tables_are_not():
+    table = "| a table | of a row that is longer than the width |"
+    text = f"one two three four five\n{table}\n\nsix"
+    assert wrapped(text, 11) == f"one two\n  three\n  four five\n{table}\n\nsix"
+    assert wrapped(text, None) == text
