@@ -35,8 +35,8 @@ class Tokens(NamedTuple):
     advantages: Tensor
     weights: Tensor
     old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    old_kl_coef: Tensor | None
+    ref_logprobs: Tensor | None = None
+    old_kl_coef: Tensor | None = None
 
     def at(self, chunk: slice) -> Tokens:
         return Tokens(*(None if t is None else t[chunk] for t in self))

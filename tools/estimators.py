@@ -22,7 +22,7 @@ from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.allocation import neyman, waterfill
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change
-from dynamo_megatron.config import AGGREGATIONS, ModulationConfig, PolicyLossConfig
+from dynamo_megatron.config_method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.kernels.reference import Statistics
 from dynamo_megatron.kernels.terms import Tokens, loss_terms
@@ -226,7 +226,7 @@ def token_gradients(
         weights = np.array([token_weights("prompt_mean", LENGTHS[a], prompt, max_length=LONGEST) for a in answer])
         advantages = advantages_of(problem, prompt, answer, "rloo")
         old, mask = _flat(problem.policy.logprobs[prompt, answer]), _flat(live)
-        own = Tokens(_flat(advantages[..., None] * live), _flat(weights[..., None] * live), old, None)
+        own = Tokens(_flat(advantages[..., None] * live), _flat(weights[..., None] * live), old)
         logprobs, entropy, expected = (
             _flat(x[prompt, answer]) for x in (policy.logprobs, policy.entropy, policy.expected_pi_lambda)
         )

@@ -30,7 +30,7 @@ DIFFERENCES = {
         "loss.kl_cov.coef": 1.0,
     },
     "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1},
-    "dapo": {"loss.clip_ratio_high": 0.28, "advantage.overlong_buffer": 0.2},
+    "dapo": {"dynamic_sampling.rounds": 4, "loss.clip_ratio_high": 0.28, "advantage.overlong_buffer": 0.2},
     "dr_grpo": {"advantage.kind": "dr_grpo", "loss.aggregation": "constant_length"},
     "rloo": {"advantage.kind": "rloo", "loss.aggregation": "sequence_sum"},
 }
