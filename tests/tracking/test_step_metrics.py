@@ -1,0 +1,78 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.collection import Collected
+from dynamo_megatron.config import Config
+from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
+
+OPTIONAL = {
+    "policy/kl",
+    "policy/selected_share",
+    "reward/overlong_penalty",
+    "rollout_correction/truncated",
+    "rollout_correction/weight_mean",
+    "rollout/refill_rounds",
+    "rollout/missing_groups",
+}
+
+
+def metrics(**algorithm) -> dict[str, float]:
+    """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance."""
+    engine = np.linspace(-1, -2, 10).astype(np.float32)
+    rollouts = RolloutBatch(
+        prompt_ids=["p", "p"],
+        tokens=np.zeros(12, np.int64),
+        offsets=np.array([0, 3, 12]),
+        prompt_lengths=np.array([1, 1]),
+        rollout_ids=["a", "b"],
+        group_ids=["g", "g"],
+        engine_logprobs=engine,
+        rewards=np.array([0.0, 1.0]),
+        successes=np.array([False, True]),
+        weight_versions=np.zeros((2, 2), np.int64),
+    )
+    names = ("requested", "reward_timeouts", "reward_errors", "truncated", "aborted", "failed", "reused")
+    result = SimpleNamespace(counts=dict.fromkeys(names, 0), batch=rollouts)
+    allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
+    config = Config(
+        model={"path": "m"}, data={"source": "d"}, output_dir="o", rollout={"max_new_tokens": 8}, algorithm=algorithm
+    )
+    update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
+    return step_metrics(
+        1,
+        Collected([allocation], result, 0, 0),
+        SimpleNamespace(rollouts=rollouts),
+        SimpleNamespace(logprobs=torch.from_numpy(engine + np.float32(0.1)), entropy=torch.ones(10)),
+        [update, {"skipped": 1.0}],
+        1e-6,
+        SimpleNamespace(bytes=0, seconds=0.0, pause_seconds=0.0),
+        Clock(),
+        config,
+        measures_kl="kl" in algorithm,
+    )
+
+
+def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
+    plain = metrics()
+    assert not OPTIONAL & plain.keys()
+    assert plain["rollout_correction/kl"] == pytest.approx(np.exp(0.1) - 1.1, rel=1e-4)
+    assert plain["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.1), rel=1e-5)
+    assert plain["policy/skipped_updates"] == 1 and plain["policy/loss"] == 0.5
+    full = metrics(
+        advantage={"overlong_buffer": 0.5},
+        loss={"entropy_top_ratio": 0.3},
+        kl={"coef": 0.1},
+        rollout_correction={"level": "sequence", "high": 2.0},
+        dynamic_sampling={"rounds": 1},
+    )
+    assert full.keys() == plain.keys() | OPTIONAL
+    assert full["policy/selected_share"] == 0.3 and full["policy/kl"] == 0.1
+    assert full["rollout/missing_groups"] == 31 and full["rollout/zero_variance_groups"] == 0
+    assert full["reward/overlong_penalty"] == -0.5 and full["reward/mean"] == 0.5
+    assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
+    assert full["rollout_correction/truncated"] == 0.8
+    assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)
