@@ -93,9 +93,11 @@ class Trainer:
         self.checkpoints.export_final()
 
     def _say_premises(self) -> None:
-        if self.config.algorithm.allocation.kind != "uniform":
+        allocation = self.config.algorithm.allocation
+        if allocation.kind in ("waterfill", "neyman"):
+            peers = "the pool's" if allocation.prior_by is None else f"the pool's, or its {allocation.prior_by}'s,"
             self.journal.say(
-                "allocation: a prompt without history gets what the pool's average prompt gets: a first pass is uniform"
+                f"allocation: a prompt without history gets what {peers} average prompt gets: a first pass is uniform"
             )
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
