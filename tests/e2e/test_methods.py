@@ -17,7 +17,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
-QUICK = ("dapo", "dynamo", "kl_cov")
+QUICK = ("dapo",)
 STEPS, PROMPTS, GROUP = 3, 40, 24
 
 

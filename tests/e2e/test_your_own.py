@@ -31,4 +31,4 @@ def test_the_walk_through_works(tmp_path):
     assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 1
     assert "Replaying the run's own allocator gives all 24 counts of allocation.jsonl exactly." in text
     assert (tmp_path / "runs/mine/report.png").stat().st_size > 10_000
-    assert text.splitlines()[-1].count("<|im_start|>assistant") == 1, "the export's answer to a chat prompt"
+    assert text.count("<|im_start|>assistant") == 1, "the export's answer to a chat prompt"
