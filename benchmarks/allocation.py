@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman, waterfill
+from dynamo_megatron.algorithm.allocators.waterfill import published_priority
 from dynamo_megatron.evaluation.results import markdown_row
 
 DISTRIBUTIONS = ((0.3, 0.3), (0.5, 1.0), (1.0, 1.0), (0.1, 1.0))  # Beta(a, b) of the success rates
@@ -110,7 +111,7 @@ def timings() -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
         p = rng.beta(0.3, 0.3, size)
         won = rng.binomial(HISTORY, p)
-        priority = np.where(won >= 0.85 * HISTORY, 0.01, won * (HISTORY - won) / (HISTORY * (HISTORY - 1)))
+        priority = published_priority(won / HISTORY, won * (HISTORY - won) / (HISTORY * (HISTORY - 1)))
         seen, budget, bounds = np.full(size, HISTORY), MEAN * size, BOUNDS[0]
         plain = (seen.tolist(), priority.tolist(), budget, *bounds, 8)
         assert published_loop(*plain) == waterfill(seen, priority, budget, *bounds, 8).tolist()
@@ -154,7 +155,7 @@ def counts_of(p: np.ndarray, bounds: tuple[int, int], rng: np.random.Generator) 
     """What each way of allocating gives prompts of success rates `p`."""
     budget, variance = MEAN * len(p), p * (1 - p)
     won = {trials: rng.binomial(trials, p) for trials in (HISTORY, 3 * HISTORY)}
-    priority = np.where(p >= 0.85, 0.01, variance)
+    priority = published_priority(p, variance)
 
     def estimated(config: Mapping[str, Any], trials: int = HISTORY) -> np.ndarray:
         allocator, ids = seen_by(config, won[trials], trials, bounds)

@@ -112,6 +112,7 @@ class AllocationConfig(Section):
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
+    static: bool = False  # learn from a prompt's first visit alone
     variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
     prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt

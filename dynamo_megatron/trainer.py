@@ -94,11 +94,11 @@ class Trainer:
 
     def _say_premises(self) -> None:
         allocation = self.config.algorithm.allocation
-        if allocation.kind in ("waterfill", "neyman"):
-            peers = "the pool's" if allocation.prior_by is None else f"the pool's, or its {allocation.prior_by}'s,"
-            self.journal.say(
-                f"allocation: a prompt without history gets what {peers} average prompt gets: a first pass is uniform"
-            )
+        if allocation.kind == "neyman":
+            alike = "in the pool, so that a first pass is uniform"
+            if allocation.prior_by is not None:
+                alike = f"of its {allocation.prior_by}"
+            self.journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
 

@@ -105,7 +105,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
         np.testing.assert_array_equal(again.rollouts.tokens, rollouts.tokens)
         np.testing.assert_array_equal(again.weights, batch.weights)
     record = read_run(tmp_path)
-    assert len(record.steps) > 2
+    assert len(record.steps) > 2 and record.step_numbers.tolist() == [1, 2] and set(record.step_index) == {0, 1}
     counts = what_if.replay(record.steps, base_allocator(record))
     assert what_if.first_difference(record.steps, counts) is None
 
@@ -125,3 +125,13 @@ def test_a_batch_that_teaches_nothing_stays_whole(collector, tmp_path):
     batch, collected = collector(1, 2, Answering(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(collected.allocations) == 3
     assert not batch.advantages.any()
+
+
+def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_path):
+    class Failing(Answering):
+        def generate(self, step, prompts, counts, on_poll, on_count, first):
+            result = super().generate(step, prompts, counts, on_poll, on_count, first)
+            return result if first == 0 else RolloutResult.of([], times={"generate": 1.0}, notes=["failed"])
+
+    batch, collected = collector(300, 2, Failing(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH

@@ -21,6 +21,7 @@ import torch
 from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.allocation import neyman, waterfill
+from dynamo_megatron.algorithm.allocators.waterfill import published_priority
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change
 from dynamo_megatron.config_method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
@@ -128,7 +129,7 @@ def make_problem() -> Problem:
 def allocations(problem: Problem) -> dict[str, np.ndarray]:
     """Counts, int64 [P], from the success rates: given before a rollout is drawn."""
     p = problem.success
-    priority = np.where(p >= 0.85, 0.01, p * (1 - p))  # the published code's
+    priority = published_priority(p, p * (1 - p))
     return {
         "uniform": np.full(len(p), BUDGET // len(p)),
         "waterfill": waterfill(np.full(len(p), 16), priority, BUDGET, LOW, HIGH, 8),

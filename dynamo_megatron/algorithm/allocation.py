@@ -115,7 +115,7 @@ class RolloutAllocator:
         Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
         """
         keep = 0.5 ** (1 / self.config.half_life) if self._allocator.forgets else 1.0
-        self._history.observe(prompt_ids, rewards, successes, step, keep)
+        self._history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares."""

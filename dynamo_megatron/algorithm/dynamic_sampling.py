@@ -10,7 +10,7 @@ from dynamo_megatron.algorithm.arrays import Array, group_index, to_numpy
 
 
 def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:
-    """Whether a rollout's group has two different rewards, bool [S]; in any other one every advantage is 0.
+    """Whether a rollout's group has two different rewards, bool [S]; in any other one a group baseline leaves nothing.
 
     rewards: float [S]. DAPO keeps the groups in which some rollouts succeed and some do not: the same for rewards of 0
     and 1.

@@ -57,8 +57,19 @@ class History:
         """Every prompt observed so far."""
         return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
 
-    def observe(self, prompt_ids: Sequence[str], rewards: Any, successes: Any, step: int, keep: float) -> None:
+    def observe(
+        self,
+        prompt_ids: Sequence[str],
+        rewards: Any,
+        successes: Any,
+        step: int,
+        keep: float,
+        *,
+        only_new: bool = False,
+    ) -> None:
         """Takes in finished rollouts; what was seen before of their prompts counts `keep` times.
+
+        `only_new`: those of prompts without history alone.
 
         Nothing depends on the order of the rollouts. Raises ValueError naming the argument, or the prompt whose reward
         is not finite or whose success is not 0 or 1; then nothing is taken in.
@@ -78,6 +89,10 @@ class History:
         if (bad := np.flatnonzero((success != 0) & (success != 1))).size:
             j = bad[0]
             raise ValueError(f"successes: prompt {ids[j]!r} has success {success[j]} at step {step}; expected 0 or 1")
+        if only_new:
+            new_ones = np.fromiter((i not in self._column for i in ids), bool, len(ids))
+            ids = [i for i in ids if i not in self._column]
+            reward, success = reward[new_ones], success[new_ones]
         if not ids:
             return
         visited: dict[str, int] = {}

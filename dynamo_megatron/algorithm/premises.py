@@ -13,9 +13,25 @@ def premise_warnings(config: Config) -> list[str]:
     algorithm = config.algorithm
     allocation, advantage, aggregation = algorithm.allocation, algorithm.advantage, algorithm.loss.aggregation
     kind, low, high = allocation.kind, allocation.rollout_n_min, allocation.rollout_n_max
-    if kind == "uniform":
-        return []
     warnings = []
+    loss = algorithm.loss
+    if loss.mini_batches == 1 and (loss.kl_cov is not None or loss.clip_ratio_high != loss.clip_ratio_low):
+        warnings.append(
+            "algorithm.loss.mini_batches=1: the only update of a step is at ratio 1, where neither clips nor "
+            "kl_cov do anything; set algorithm.loss.mini_batches to 2 or more"
+        )
+    if algorithm.dynamic_sampling is not None and advantage.kind == "reinforce":
+        warnings.append(
+            "algorithm.dynamic_sampling leaves out groups of equal rewards, from which advantage.kind=reinforce "
+            "learns as from any other; set algorithm.dynamic_sampling=null"
+        )
+    if kind == "uniform":
+        return warnings
+    if advantage.kind == "reinforce":
+        warnings.append(
+            "algorithm.advantage.kind=reinforce has no baseline: prompts that are always or never solved have full "
+            f"advantages, and {kind} allocation gives them the least; set algorithm.allocation.kind=uniform"
+        )
     if advantage.kind == "grpo":
         warnings.append(
             "algorithm.advantage.kind=grpo divides by the group's standard deviation: hard and easy prompts count more "

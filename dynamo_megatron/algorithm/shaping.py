@@ -75,7 +75,7 @@ def shape_tokens(
             chosen = clip_cov(spread, keys, ratio=clip.ratio, low=clip.low, high=clip.high)
             a, selected = torch.where(chosen, 0.0, a), selected | chosen
         if (penalty := config.loss.kl_cov) is not None:
-            chosen = kl_cov(spread, ratio=penalty.ratio)
+            chosen = kl_cov(spread, ratio=penalty.ratio) & bool(a.any())  # no advantage at all: no update to hold back
             old_kl_coef, selected = penalty.coef * chosen, selected | chosen
     if (correction := config.rollout_correction) is not None:
         engine = torch.from_numpy(rollouts.engine_logprobs)[here]

@@ -36,7 +36,8 @@ class TrainBatch:
         advantage, loss = config.algorithm.advantage, config.algorithm.loss
         rewards, max_length = rollouts.rewards, config.rollout.max_new_tokens
         if advantage.overlong_buffer is not None:
-            rewards = rewards + overlong_penalty(rollouts.response_lengths, max_length, advantage.overlong_buffer)
+            penalty = (advantage.overlong_buffer, advantage.overlong_penalty)
+            rewards = rewards + overlong_penalty(rollouts.response_lengths, max_length, *penalty)
         advantages = group_advantages(
             rewards,
             rollouts.group_ids,

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, verl_files
@@ -65,12 +63,12 @@ def _text(result: Outcomes) -> str:
 
 
 def _heading(result: Outcomes) -> str:
-    recording, steps = result.recording, result.recording.steps
+    recording, steps = result.recording, result.recording.step_numbers
     visits, prompts = len(result.rates), len(set(recording.prompt_ids))
     lines = [
         f"{len(steps)} {'steps' if len(steps) > 1 else 'step'} of {recording.trainer} with "
-        f"{sum(step.budget for step in steps)} rollouts: {visits} visits to {prompts} prompts. On a first visit "
-        f"nothing is known of a prompt; {visits - prompts} visits are later ones."
+        f"{sum(step.budget for step in recording.steps)} rollouts: {visits} visits to {prompts} prompts. "
+        f"On a first visit nothing is known of a prompt; {visits - prompts} visits are later ones."
     ]
     if result.difference is not None:
         step, prompt_id, given, replayed = result.difference
@@ -131,7 +129,7 @@ def _plain(result: Outcomes) -> dict[str, Any]:
     visits: dict[str, list[int]] = {}
     for visit, prompt_id in enumerate(recording.prompt_ids):
         visits.setdefault(prompt_id, []).append(visit)
-    step_numbers = np.array([step.step for step in recording.steps])
+    step_numbers = recording.step_numbers
     prompts = []
     for prompt_id, its in visits.items():
         prompts.append(

@@ -44,7 +44,7 @@ def draw_replay(result: Outcomes, path: Path) -> None:
 
 
 def _variance(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
-    steps = [step.step for step in result.recording.steps]
+    steps = result.recording.step_numbers
     window = max(1, min(WINDOW, len(steps) // 4))
     even = moving_average(result.variance(result.uniform), window)
     for name, counts in result.counts.items():
@@ -62,14 +62,14 @@ def _variance(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _later_visits(result: Outcomes) -> list[int]:
-    """Visits of every step to prompts of earlier steps."""
+def _later_visits(result: Outcomes) -> np.ndarray:
+    """Visits of every step to prompts of earlier rounds."""
     seen: set[str] = set()
     later = []
     for step in result.recording.steps:
-        later.append(sum(prompt_id in seen for prompt_id in step.prompt_ids))
+        later.extend(prompt_id in seen for prompt_id in step.prompt_ids)
         seen.update(step.prompt_ids)
-    return later
+    return np.bincount(result.recording.step_index, later)
 
 
 def _degenerate(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Recording:
-    """`steps`: at least one, in the order of training."""
+    """`steps`: at least one, in the order of training; the rounds of a step are several."""
 
     folder: Path
     trainer: str  # "dynamo-megatron", "verl" or "slime"
@@ -50,9 +50,15 @@ class Recording:
         return [prompt_id for step in self.steps for prompt_id in step.prompt_ids]
 
     @property
+    def step_numbers(self) -> np.ndarray:
+        """int64, ascending: the training steps; with dynamic sampling one may have several `steps`, its rounds."""
+        return np.unique([step.step for step in self.steps])
+
+    @property
     def step_index(self) -> np.ndarray:
-        """int64 [V]: the place in `steps` of every dispatch."""
-        return np.repeat(np.arange(len(self.steps)), [len(step.prompt_ids) for step in self.steps])
+        """int64 [V]: the place in `step_numbers` of every dispatch."""
+        numbers = [step.step for step in self.steps]
+        return np.repeat(np.searchsorted(self.step_numbers, numbers), [len(step.prompt_ids) for step in self.steps])
 
 
 def read_run(folder: Path) -> Recording:
@@ -64,7 +70,8 @@ def read_run(folder: Path) -> Recording:
     config, notes = read_config(folder), []
     rows = read_rows(folder / "allocation.jsonl")
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
-    if by_step and len(by_step[-1]) < config["data"]["batch_prompts"]:
+    whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")
+    if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):
         notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
     if not by_step:
         raise ValueError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")

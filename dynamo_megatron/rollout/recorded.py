@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
-from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, position_of, rollout_id
+from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -18,13 +18,14 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 class RecordedRollouts:
     """Same door as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
 
-    The k-th occurrence of a prompt in a batch gets the k-th group recorded for it in that step, and of it the first n
+    The k-th occurrence of a prompt in a step gets the k-th group recorded for it in that step, and of it the first n
     rollouts. Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None.
     Raises ValueError where the folder is no run's.
     """
 
     def __init__(self, folder: str | os.PathLike, evaluator: RolloutWorker | None = None):
         self._folder, self._evaluator = Path(folder), evaluator
+        self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
         if not (self._folder / "rollouts").is_dir():
             raise ValueError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
@@ -58,11 +59,10 @@ class RecordedRollouts:
         path = step_file(self._folder, step)
         if not path.exists():
             raise ValueError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
-        groups = {
-            prompt_id: [g for g in groups if position_of(g[0].group_id) >= first]
-            for prompt_id, groups in read_groups(path).items()
-        }
-        seen: dict[str, int] = defaultdict(int)
+        groups = read_groups(path)
+        if first == 0:
+            self._seen = defaultdict(int)
+        seen = self._seen
         rollouts: list[Rollout] = []
         for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
             recorded = groups.get(prompt.prompt_id, [])

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from dynamo_megatron.evaluation.results import summary_k
+from dynamo_megatron.rollout.result import position_of
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 
@@ -93,14 +94,16 @@ def read_revisits(folder: Path) -> Revisits | None:
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
     rates, given = [], []
-    for step, visits in groupby(rows, key=lambda row: row["step"]):
+    for step, group in groupby(rows, key=lambda row: row["step"]):
+        visits = list(group)
         for visit in visits:
             name = visit["prompt_id"]
             if trials[name]:
                 rates.append(successes[name] / trials[name])
                 given.append(visit["n"])
         for rollout in read_rollouts(files[step]):
-            if rollout.status != "failed":
+            # What lies beyond the prompts drawn was left by a killed run that went another way.
+            if rollout.status != "failed" and position_of(rollout.group_id) < len(visits):
                 trials[rollout.prompt_id] += 1
                 successes[rollout.prompt_id] += rollout.success
     return Revisits(

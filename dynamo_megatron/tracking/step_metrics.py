@@ -57,7 +57,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
-    `reward/` and `rollout/` are about all that was sampled, `policy/` about what was trained on. An option brings its
+    `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
+    what was trained on. An option brings its
     own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`, `rollout/refill_rounds` and
     `rollout/missing_groups` (of the batch, for want of rounds).
     """
@@ -77,7 +78,9 @@ def step_metrics(
     if algorithm.loss.selects:
         options["policy/selected_share"] = total["selected"] / max(1, tokens)
     if (buffer := algorithm.advantage.overlong_buffer) is not None:
-        options["reward/overlong_penalty"] = _mean(overlong_penalty(lengths, config.rollout.max_new_tokens, buffer))
+        most = algorithm.advantage.overlong_penalty
+        penalties = overlong_penalty(sampled.response_lengths, config.rollout.max_new_tokens, buffer, most)
+        options["reward/overlong_penalty"] = _mean(penalties)
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(collected.allocations) - 1
         options["rollout/missing_groups"] = config.data.batch_prompts - teaching

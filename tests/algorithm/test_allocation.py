@@ -324,3 +324,15 @@ def test_a_state_that_does_not_fit_together_is_refused(change):
 def test_a_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match="state"):
         RolloutAllocator({}).load_state_dict({"epoch": 1})
+
+
+def test_a_static_allocation_learns_from_first_visits_alone():
+    first = (["a", "a", "b"], [1.0, 0.0, 1.0], [True, False, True])
+    later = (["a", "c", "c"], [1.0, 0.0, 0.0], [True, False, False])
+    static, dynamic = (RolloutAllocator({"static": s, "half_life": 1e9}) for s in (True, False))
+    for allocator in (static, dynamic):
+        allocator.observe(*first, step=1)
+        allocator.observe(*later, step=2)
+    seen = [dict(zip(a.state_dict()["prompt_ids"], a.state_dict()["trials"], strict=True)) for a in (static, dynamic)]
+    assert seen[0] == {"a": 2, "b": 1, "c": 2}
+    assert seen[1]["a"] == pytest.approx(3) and seen[1]["c"] == 2

@@ -85,7 +85,7 @@ def test_every_method_composes_over_the_demo(name):
 def test_the_ablations_of_the_docs_change_what_they_name_and_nothing_else():
     text = (ROOT / "docs" / "methods.md").read_text().split("## Ablations")[1].split("##")[0]
     rows = [line.split("|") for line in text.splitlines() if "algorithm." in line and line.startswith("|")]
-    assert len(rows) == 7
+    assert len(rows) == 8
     base = flat("dynamo")
     for _, what, overrides, _ in rows:
         words = overrides.strip().strip("`").split()

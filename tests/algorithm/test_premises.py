@@ -10,7 +10,15 @@ from dynamo_megatron.config_method import AGGREGATIONS
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 
 
-def warnings(allocation=None, advantage="rloo", aggregation="prompt_mean", functions=("math",), singleton="zero"):
+def warnings(
+    allocation=None,
+    advantage="rloo",
+    aggregation="prompt_mean",
+    functions=("math",),
+    singleton="zero",
+    loss=None,
+    **more,
+):
     """The keys that each warning begins with."""
     config = Config.model_validate(
         {
@@ -20,7 +28,8 @@ def warnings(allocation=None, advantage="rloo", aggregation="prompt_mean", funct
             "algorithm": {
                 "allocation": allocation or {},
                 "advantage": {"kind": advantage, "singleton": singleton},
-                "loss": {"aggregation": aggregation},
+                "loss": {"aggregation": aggregation, **(loss or {})},
+                **more,
             },
             "output_dir": "out",
         }
@@ -67,3 +76,16 @@ def test_presets():
 
     assert of("dynamo") == of("grpo") == []
     assert len(of("dynamo_published")) == 2, "grpo and token_mean under waterfill: the published method is what it is"
+
+
+def test_one_update_a_step_has_nothing_to_clip_or_hold():
+    uniform, high = {"kind": "uniform"}, {"clip_ratio_high": 0.28}
+    assert warnings(uniform, "grpo", loss=high) == ["loss.mini_batches=1"]
+    assert warnings(uniform, "grpo", loss={"kl_cov": {}}) == ["loss.mini_batches=1"]
+    assert warnings(uniform, "grpo", loss={**high, "mini_batches": 2}) == []
+
+
+def test_without_a_baseline_every_group_teaches():
+    assert warnings(advantage="reinforce") == ["advantage.kind=reinforce"]
+    assert warnings({"kind": "uniform"}, "reinforce") == []
+    assert warnings({"kind": "uniform"}, "reinforce", dynamic_sampling={}) == ["dynamic_sampling"]

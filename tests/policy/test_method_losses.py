@@ -210,7 +210,7 @@ def test_w_reinforce_has_an_advantage_of_its_own_alone(rollouts, stats, grpo):
 
 def test_dapo_is_clip_higher_with_a_penalty_on_long_responses(rollouts, stats, grpo):
     got = run("dapo", rollouts, stats)
-    penalties = [0.0 if n <= 32 else (32 - n) / 8 for n in rollouts.response_lengths]
+    penalties = [0.0 if n <= 32 else (32 - n) / 16 for n in rollouts.response_lengths]
     advantages = np.zeros(len(penalties))
     for group, size in SIZES.items():
         mine = np.array([g == group for g in rollouts.group_ids])

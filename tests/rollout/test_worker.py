@@ -131,6 +131,30 @@ def test_a_resumed_step_generates_only_what_is_missing(worker, output):
     assert len(stored) == 20 and all(stored[name] == rollout for name, rollout in kept.items())
 
 
+def test_a_later_part_of_a_step_resumes_apart_from_the_first(worker, output):
+    """As dynamic sampling asks: positions 0 and 1, then 2 and 3; killed in the second part."""
+    worker.generate(8, PROMPTS[:2], [3, 3])
+    later = worker.generate(8, PROMPTS[2:], [4, 4], first=2)
+    assert later.batch.group_ids == ["000008-0002"] * 4 + ["000008-0003"] * 4
+    path = step_file(output, 8)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-3]))
+    before = requests_at_the_server(output)
+    assert worker.generate(8, PROMPTS[:2], [3, 3]).counts["reused"] == 6
+    again = worker.generate(8, PROMPTS[2:], [4, 4], first=2)
+    assert requests_at_the_server(output) - before == 3 and again.counts["reused"] == 5
+    assert again.batch.rollout_ids == later.batch.rollout_ids
+    assert len(RolloutStore(output).finished(8)) == 14
+
+
+def test_a_later_part_without_a_response_is_a_note(worker):
+    long = Prompt("long", text="?", tokens=[20] * 3000)
+    result = worker.generate(9, [long], [2], first=4)
+    assert not result.batch.rollout_ids and "2 of 2 rollouts failed" in result.notes[0]
+    with pytest.raises(RolloutError, match="2 of 2 rollouts failed"):
+        worker.generate(9, [long], [2])
+
+
 def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, output, tiny_model):
     worker.generate(3, PROMPTS[:2], [3, 3])
     result = worker.generate(3, [PROMPTS[0], PROMPTS[2]], [3, 2])

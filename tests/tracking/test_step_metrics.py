@@ -72,7 +72,7 @@ def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
     assert full.keys() == plain.keys() | OPTIONAL
     assert full["policy/selected_share"] == 0.3 and full["policy/kl"] == 0.1
     assert full["rollout/missing_groups"] == 31 and full["rollout/zero_variance_groups"] == 0
-    assert full["reward/overlong_penalty"] == -0.5 and full["reward/mean"] == 0.5
+    assert full["reward/overlong_penalty"] == -0.25 and full["reward/mean"] == 0.5
     assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
     assert full["rollout_correction/truncated"] == 0.8
     assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)

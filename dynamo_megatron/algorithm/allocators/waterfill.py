@@ -27,12 +27,16 @@ class Waterfill(Allocator):
         """The priority."""
         # Fewer than two rollouts have no variance; exploring is due then.
         variance = np.nan_to_num(success_variance(prompts.successes, prompts.trials))
-        solved = prompts.successes / np.maximum(prompts.trials, 1) >= SOLVED_RATE
-        priority = np.where(solved, SOLVED_VARIANCE, variance)
+        priority = published_priority(prompts.successes / np.maximum(prompts.trials, 1), variance)
         return np.sqrt(priority) if self.config.power == "sigma" else priority
 
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         return waterfill(prompts.trials, variance, budget, low, high, self.config.initial_budget)
+
+
+def published_priority(success_rate: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """The variance, but the published constant for prompts that count as solved; float64 [N]."""
+    return np.where(success_rate >= SOLVED_RATE, SOLVED_VARIANCE, variance)
 
 
 def waterfill(
