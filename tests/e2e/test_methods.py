@@ -18,7 +18,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 QUICK = ("dapo",)
-STEPS, PROMPTS, GROUP = 3, 40, 24
+STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
 
 
 def run(folder: Path, *command: str) -> str:
