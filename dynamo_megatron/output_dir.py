@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
@@ -113,7 +114,12 @@ class OutputDir:
         return any(p.is_dir() or p.stat().st_size for p in kept)
 
     def _saved(self) -> dict[str, Any]:
-        return yaml.safe_load(self._file.read_text(encoding="utf-8"))
+        """config.yaml; keys that came to the config since then have their defaults."""
+        plain = yaml.safe_load(self._file.read_text(encoding="utf-8"))
+        try:
+            return to_plain(Config.model_validate(plain))
+        except ValidationError:  # a key is gone since then: it is named among those that differ
+            return plain
 
 
 def every_export(output: Path, step: int) -> Path:

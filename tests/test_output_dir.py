@@ -2,8 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.output_dir import OutputDir
 
 
@@ -77,3 +79,19 @@ def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path):
     assert OutputDir(config).finished() is None
     (tmp_path / "evaluations.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
     assert "already at step 4" in OutputDir(config).finished()
+
+
+def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
+    config = settings(tmp_path)
+    OutputDir(config).take_over(0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    plain = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del plain["algorithm"]["allocation"]["static"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    OutputDir(config).check()
+    with pytest.raises(ConfigError, match=r"another algorithm\.allocation\.static"):
+        OutputDir(settings(tmp_path, algorithm={"allocation": {"static": True}})).check()
+    plain["algorithm"]["allocation"]["of_old"] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(ConfigError, match=r"another .*allocation\.of_old"):
+        OutputDir(config).check()
