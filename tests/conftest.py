@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,29 @@ def make_tiny_model():
 def tiny_model(make_tiny_model, tmp_path_factory) -> Path:
     """A Qwen2 of 2 layers in float32, one token a character; a response ends about every 100 tokens."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family="qwen2", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def command_line():
+    """run(folder, *words) -> (exit code, output): `dynamo-megatron WORDS` in the folder, to its end.
+
+    Its output goes to a file: a child that outlives a rank would hold a pipe for ever.
+    """
+
+    def run(folder: Path, *words: object) -> tuple[int, str]:
+        log = folder / f"{words[0]}-{len(list(folder.glob('*.log')))}.log"
+        with open(log, "w") as file:
+            code = subprocess.run(
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *map(str, words)],
+                cwd=folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                timeout=240,
+            ).returncode
+        return code, log.read_text()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def test_a_real_difference(compare, tmp_path):
     code, text, _ = compare(*(f"{name}={','.join(map(str, runs))}" for name, runs in (("U", uniform), ("N", neyman))))
     assert code == 0
     assert (tmp_path / "out" / "compare.md").read_text() == f"{text}\n![the arms over training](compare.png)\n"
-    assert "U and N on 60 held-out problems" in text and "n = 3 seeds" in text
+    assert "U, N on 60 held-out problems" in text and "n = 3 seeds" in text
 
     finals = [
         [json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1]) for run in arm]

@@ -1,7 +1,6 @@
 """`dynamo-megatron sft`: the cross-entropy of completions, ended early, and found finished again."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "A
 
 
 @pytest.fixture(scope="module")
-def sft(tiny_model, tmp_path_factory):
+def sft(tiny_model, tmp_path_factory, command_line):
     """(output folder, run it again): two ranks, ended by its loss after at least 3 steps."""
     folder = tmp_path_factory.mktemp("sft")
     rows = [{"id": str(i), "problem": p, "answer": a} for i, (p, a) in enumerate(EXAMPLES)]
@@ -33,17 +32,7 @@ def sft(tiny_model, tmp_path_factory):
     }
 
     def run(*more: str, ranks: int = 2) -> tuple[int, str]:
-        command = ["sft", *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", str(ranks)]
-        with open(folder / "console.log", "w") as log:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *command],
-                cwd=folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                timeout=120,
-            )
-        return done.returncode, (folder / "console.log").read_text()
+        return command_line(folder, "sft", *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", ranks)
 
     code, text = run()
     assert code == 0, text[-3000:]

@@ -109,7 +109,7 @@ def comparison(arms: Sequence[Arm]) -> str:
     seeds, problems = first.passes[k[0]].shape
     over_seeds = f"n = {seeds} seeds, Student's t" if seeds > 1 else "n = 1 seed, no interval"
     lines = [
-        f"# {' and '.join(arm.name for arm in arms)} on {problems} held-out problems",
+        f"# {', '.join(arm.name for arm in arms)} on {problems} held-out problems",
         "",
         f"Final pass@k in percent: the mean over seeds with its 95 % interval ({over_seeds}).",
         "",
@@ -167,7 +167,7 @@ def _about_zero(interval: Interval) -> str:
 def draw(arms: Sequence[Arm], path: Path) -> None:
     """Writes a PNG, readable at a width of 1000 pixels."""
     figure = Figure(figsize=(10, 5.4), dpi=150, layout="constrained")
-    figure.suptitle(f"{' and '.join(arm.name for arm in arms)} over training", weight="bold")
+    figure.suptitle(f"{', '.join(arm.name for arm in arms)} over training", weight="bold")
     reward, held_out = figure.subplots(1, 2)
     k = min(arms[0].passes)
     for arm, colour in zip(arms, COLOURS, strict=False):

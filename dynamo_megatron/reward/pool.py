@@ -75,7 +75,8 @@ class RewardPool:
         Raises ValueError where a service is down or a function cannot be loaded, TimeoutError naming the workers that
         are not ready in time.
         """
-        try:
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(self.close)
             self._open_services()
             started = [self._threads.submit(self._spawn) for _ in range(self._config.workers if self._local else 0)]
             workers = [future.result() for future in started]
@@ -83,9 +84,7 @@ class RewardPool:
             for worker in workers:
                 worker.wait_ready(end)
                 self._idle.put(worker)
-        except BaseException:
-            self.close()
-            raise
+            unless_started.pop_all()
 
     async def score(self, prompt: Prompt, response: str) -> Score:
         """Scores one response. Raises RewardError with `on_error: raise`, RuntimeError on a pool that is not open."""

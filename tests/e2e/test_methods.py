@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,21 +18,6 @@ ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 QUICK = ("dapo",)
 STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
-
-
-def run(folder: Path, *command: str) -> str:
-    log = folder / f"{command[0]}-{len(list(folder.glob('*.log')))}.log"
-    with open(log, "w") as file:
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", *command],
-            cwd=folder,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=240,
-        ).returncode
-    assert code == 0, log.read_text()[-3000:]
-    return log.read_text()
 
 
 def record(folder: Path, model: Path, problems: list[dict]) -> None:
@@ -67,13 +51,14 @@ def record(folder: Path, model: Path, problems: list[dict]) -> None:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Path:
+def warm(tmp_path_factory, command_line) -> Path:
     folder = tmp_path_factory.mktemp("methods")
     task = folder / "task"
     subprocess.run([sys.executable, "-P", ROOT / "tools" / "demo_task.py", task], check=True, capture_output=True)
     start = (ROOT / "configs" / "demo" / "warmup.yaml", f"model.path={task}/model", f"data.source={task}/warmup.jsonl")
     short = ("trainer.steps=20", "optimizer.warmup_steps=0", f"output_dir={folder}/warmup", "--ranks", "2")
-    run(folder, "sft", *map(str, start), *short)
+    code, text = command_line(folder, "sft", *start, *short)
+    assert code == 0, text[-3000:]
     problems = [json.loads(line) for line in (task / "pool.jsonl").read_text().splitlines()[:PROMPTS]]
     problems = [{"id": f"p{i}", **problem} for i, problem in enumerate(problems)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
@@ -82,7 +67,7 @@ def warm(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.full) for m in METHODS])
-def test_it_trains(warm, method):
+def test_it_trains(warm, command_line, method):
     keys = (
         f"model.path={warm}/warmup/hf",
         f"data.source={warm}/problems.jsonl",
@@ -97,7 +82,8 @@ def test_it_trains(warm, method):
         f"output_dir={warm}/{method}",
     )
     configs = (ROOT / "configs" / "demo" / "rl.yaml", ROOT / "configs" / "methods" / f"{method}.yaml")
-    run(warm, "train", *map(str, configs), *keys)
+    code, text = command_line(warm, "train", *configs, *keys)
+    assert code == 0, text[-3000:]
     rows = [json.loads(line) for line in (warm / method / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["policy/grad_norm"] > 0 for row in rows)

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -124,7 +122,7 @@ def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
 
 
 @pytest.mark.full
-def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_model):
+def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_model, command_line):
     """Greedy: the checkpoint through `eval` and the server, against transformers on the run's export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,17 +131,9 @@ def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_mo
     assert json.loads((evaluated / "hf" / "export.json").read_text()) == {"step": best}
     checkpoint = evaluated / "checkpoints" / f"step-{best:06d}" if best else tiny_model
     out = workspace / "greedy"
-    command = ["eval", "--model", checkpoint, "--out", out, "eval.data=held-out.jsonl", "eval.temperature=0"]
-    log = workspace / "greedy.log"
-    with open(log, "w") as file:
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", *map(str, command), "eval.samples=1", "eval.k=[1]"],
-            cwd=workspace,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=240,
-        ).returncode
-    assert code == 0, log.read_text()[-3000:]
+    asked = ("eval.data=held-out.jsonl", "eval.temperature=0", "eval.samples=1", "eval.k=[1]")
+    code, text = command_line(workspace, "eval", "--model", checkpoint, "--out", out, *asked)
+    assert code == 0, text[-3000:]
     assert "| pass@1, % (95 %) |" in (out / "table.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(evaluated / "hf")  # in the dtype that its config names
     tokenizer = AutoTokenizer.from_pretrained(evaluated / "hf")
