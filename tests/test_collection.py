@@ -17,7 +17,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 
@@ -135,3 +135,14 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
 
     batch, collected = collector(300, 2, Failing(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
+
+
+def test_a_step_without_a_response_is_an_error_that_says_why(collector):
+    class Silent:
+        def generate(self, step, prompts, counts, on_poll, on_count, first):
+            return RolloutResult.of(
+                [], times={"generate": 1.0}, notes=["step 1: 32 of 32 rollouts failed; the first: x"]
+            )
+
+    with pytest.raises(RolloutError, match=r"none of 0 rollouts can be trained on; 32 of 32 rollouts failed"):
+        collector(30, 2, Silent())[0].collect(1, lambda: None)

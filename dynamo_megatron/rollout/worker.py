@@ -81,8 +81,7 @@ class RolloutWorker:
         the step's batch, of which this may be a later part.
 
         Finished rollouts of this step that are on disk already are reused where prompt and weight version are the
-        same. Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came to a
-        step's first part.
+        same. The result may have no rollout; its notes say why. Raises ValueError for a malformed request, RewardError.
         """
         check_request(prompts, counts)
         return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)

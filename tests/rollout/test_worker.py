@@ -133,26 +133,18 @@ def test_a_resumed_step_generates_only_what_is_missing(worker, output):
 
 def test_a_later_part_of_a_step_resumes_apart_from_the_first(worker, output):
     """As dynamic sampling asks: positions 0 and 1, then 2 and 3; killed in the second part."""
-    worker.generate(8, PROMPTS[:2], [3, 3])
-    later = worker.generate(8, PROMPTS[2:], [4, 4], first=2)
-    assert later.batch.group_ids == ["000008-0002"] * 4 + ["000008-0003"] * 4
-    path = step_file(output, 8)
+    worker.generate(18, PROMPTS[:2], [3, 3])
+    later = worker.generate(18, PROMPTS[2:], [4, 4], first=2)
+    assert later.batch.group_ids == ["000018-0002"] * 4 + ["000018-0003"] * 4
+    path = step_file(output, 18)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-3]))
     before = requests_at_the_server(output)
-    assert worker.generate(8, PROMPTS[:2], [3, 3]).counts["reused"] == 6
-    again = worker.generate(8, PROMPTS[2:], [4, 4], first=2)
+    assert worker.generate(18, PROMPTS[:2], [3, 3]).counts["reused"] == 6
+    again = worker.generate(18, PROMPTS[2:], [4, 4], first=2)
     assert requests_at_the_server(output) - before == 3 and again.counts["reused"] == 5
     assert again.batch.rollout_ids == later.batch.rollout_ids
-    assert len(RolloutStore(output).finished(8)) == 14
-
-
-def test_a_later_part_without_a_response_is_a_note(worker):
-    long = Prompt("long", text="?", tokens=[20] * 3000)
-    result = worker.generate(9, [long], [2], first=4)
-    assert not result.batch.rollout_ids and "2 of 2 rollouts failed" in result.notes[0]
-    with pytest.raises(RolloutError, match="2 of 2 rollouts failed"):
-        worker.generate(9, [long], [2])
+    assert len(RolloutStore(output).finished(18)) == 14
 
 
 def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, output, tiny_model):
@@ -187,8 +179,8 @@ def test_a_refused_request_does_not_lose_the_others(worker):
     assert result.counts["failed"] == 1 and result.batch.prompt_ids == ["p1", "p1"]
     assert result.counts["requested"] == 3
     assert "step 7: 1 of 3 rollouts failed; the first: 000007-0000-000: the server refused it" in result.notes[0]
-    with pytest.raises(RolloutError, match="step 8: 2 of 2 rollouts failed"):
-        worker.generate(8, [long], [2])
+    nothing = worker.generate(8, [long], [2])
+    assert not nothing.batch.rollout_ids and "step 8: 2 of 2 rollouts failed" in nothing.notes[0]
 
 
 def test_malformed_requests_are_refused_at_once(worker):
