@@ -80,7 +80,8 @@ class Collector:
         for note in sampled.notes:
             self._journal.say(note)
         if not sampled.batch.rollout_ids:
-            requested, why = sampled.counts["requested"], sampled.notes[-1:]
+            why = [note.removeprefix(f"step {step}: ") for note in sampled.notes[-1:]]
+            requested = sampled.counts["requested"]
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
         trained = sampled.batch.take(np.flatnonzero(teaches)) if sampling and teaches.any() else sampled.batch
         collected = Collected(allocations, sampled, self._stream.epoch, self._stream.skipped)
