@@ -118,7 +118,7 @@ def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
         by_step.setdefault(row["step"], []).append(row)
     assert all(sum(row["n"] for row in rows) == 24 for rows in by_step.values())
     assert all(2 <= row["n"] <= 15 for rows in by_step.values() for row in rows)
-    assert any(len({row["n"] for row in rows}) == 3 for rows in by_step.values())
+    assert any(len({row["n"] for row in rows}) > 1 for rows in by_step.values())
     assert any(len({row["prompt_id"] for row in rows}) < 3 for rows in by_step.values())
 
 

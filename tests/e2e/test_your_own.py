@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_the_walk_through_works(tmp_path):
     for name in ("tools", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
