@@ -1,7 +1,8 @@
 """Names and shapes: Megatron's parameters <-> Hugging Face's tensors. Pure functions on tensors.
 
-Megatron names are GPTModel's, with global layer numbers; the local layer spec's names and TransformerEngine's (where
-a norm is fused into the linear that follows it) are both understood. Shapes below are Hugging Face's, [out, in].
+Megatron names are GPTModel's, with global layer and expert numbers; the local layer spec's names and
+TransformerEngine's (where a norm is fused into the linear that follows it) are both understood. Shapes below are
+Hugging Face's, [out, in]. An expert is whole on its rank: tensor parallelism does not cut it.
 """
 
 from __future__ import annotations
@@ -38,13 +39,36 @@ LAYOUT = {
 }
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# SequentialMLP's, and the grouped linears' of TransformerEngine
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 
 
-def global_name(name: str, layer_offset: int) -> str:
-    """A stage's own parameter name -> the whole model's: wrappers' `module.` dropped, the layer number moved."""
+def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
+    """A rank's own parameter name -> the whole model's: wrappers' `module.` dropped, layer and expert numbers moved.
+
+    Of the two ways to number experts the result has SequentialMLP's, `mlp.experts.local_experts.N.linear_fc1.weight`.
+    """
     name = re.sub(r"^(module\.)+", "", name)
     layer = _LAYER.fullmatch(name)
-    return f"decoder.layers.{int(layer[1]) + layer_offset}.{layer[2]}" if layer else name
+    if layer is None:
+        return name
+    within = layer[2]
+    if expert := _EXPERT.fullmatch(within):
+        number = int(expert[1] or expert[4]) + expert_offset
+        within = f"mlp.experts.local_experts.{number}.{expert[2] or expert[3]}.weight"
+    return f"decoder.layers.{int(layer[1]) + layer_offset}.{within}"
+
+
+def expert_number(name: str) -> int | None:
+    """Which expert a parameter or tensor (either side's name, global) belongs to, or None: the ranks of an
+    expert-parallel group hold different ones, each of them whole."""
+    expert = re.search(r"mlp\.experts\.(?:local_experts\.)?(\d+)\.", name)
+    return int(expert[1]) if expert else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter or tensor (either side's name) belongs to one expert."""
+    return "mlp.experts." in name
 
 
 def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
@@ -80,7 +104,12 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "pre_mlp_layernorm.weight": ((hidden,),),
         "mlp.linear_fc1.weight": ((spec.ffn_hidden_size, hidden),) * 2,
         "mlp.linear_fc2.weight": ((hidden, spec.ffn_hidden_size),),
+        "mlp.router.weight": ((spec.num_experts, hidden),),
     }
+    for e in range(spec.num_experts):
+        here = f"mlp.experts.local_experts.{e}"
+        of_parameter[f"{here}.linear_fc1.weight"] = ((spec.moe_ffn_hidden_size, hidden),) * 2
+        of_parameter[f"{here}.linear_fc2.weight"] = ((hidden, spec.moe_ffn_hidden_size),)
     for layer in range(spec.num_layers):
         for parameter, parts in spec.layer_names.items():
             for part, shape in zip(parts, of_parameter[parameter], strict=True):
@@ -93,7 +122,7 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it)."""
-    return _layout(name) != "replicated"
+    return _layout(name) != "replicated" and not is_expert(name)
 
 
 def to_megatron(
@@ -102,6 +131,8 @@ def to_megatron(
     """Rank `tp_rank`'s shard of parameter `name` from the whole Hugging Face tensors, as `huggingface_names` orders
     them, in their dtype. The vocabulary is padded with zero rows. May share memory with the input."""
     layout = _layout(name)
+    if is_expert(name):
+        tp_rank, tp_size = 0, 1
     if layout == "qkv":
         grouped = [t.unflatten(0, (spec.num_query_groups, -1)).chunk(tp_size)[tp_rank] for t in tensors]
         return torch.cat(grouped, dim=1).flatten(0, 1)
@@ -120,11 +151,13 @@ def to_megatron(
 def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of parameter `name` from the shards of all tensor-parallel ranks, in rank order.
 
-    The inverse of `to_megatron`: padding is cut. A replicated parameter takes one shard or one a rank. The result may
-    share memory with the shards.
+    The inverse of `to_megatron`: padding is cut. A parameter that is not sharded takes one shard or one a rank. The
+    result may share memory with the shards.
     """
     names = huggingface_names(spec, name)
     layout = _layout(name)
+    if is_expert(name):
+        shards = shards[:1]
     if layout == "qkv":
         grouped = torch.cat(list(shards)).unflatten(0, (spec.num_query_groups, -1))
         q = spec.num_attention_heads // spec.num_query_groups * spec.kv_channels
@@ -146,4 +179,7 @@ def _layer_key(suffix: str) -> str:
 
 def _layout(name: str) -> str:
     layer = _LAYER.fullmatch(name)
-    return LAYOUT.get(_layer_key(layer[2]) if layer else name, "replicated")
+    key = _layer_key(layer[2]) if layer else name
+    if expert := _EXPERT.fullmatch(key):
+        key = f"mlp.{expert[2] or expert[3]}.weight"
+    return LAYOUT.get(key, "replicated")
