@@ -50,9 +50,11 @@ class _SynchronousSave(TorchDistSaveShardedStrategy):
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
     format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = policy.model.sharded_state_dict(metadata={**format_of, **groups})
+    model = {
+        f"model{i}": chunk.sharded_state_dict(metadata={**format_of, **groups}) for i, chunk in enumerate(policy.chunks)
+    }
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata={**format_of, **groups})
-    return {"model": model, "optimizer": optimizer}, format_of
+    return {**model, "optimizer": optimizer}, format_of
 
 
 def save_checkpoint(policy: Policy, root: Path, step: int, state: dict | None, keep_last: int) -> Path:
@@ -99,7 +101,8 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
         loaded = dist_checkpointing.load(sharded, str(folder))
-    policy.model.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
