@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
+from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.output_dir import complete_checkpoints, latest_checkpoint
 from dynamo_megatron.run import Job
 
 if TYPE_CHECKING:
