@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 
-from forked_ranks import fork_ranks, wait_for  # noqa: E402
+from forked_ranks import fork_ranks, wait_for
 
-from dynamo_megatron.policy import backend  # noqa: E402
+from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
 backend.fix_torch_adam_checkpoints()
