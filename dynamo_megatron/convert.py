@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.models import ModelSpec
@@ -50,7 +50,7 @@ class ConvertJob(Job):
 
     def __init__(self, step: int, checkpoint: Path, out: Path):
         config = run_config(checkpoint)
-        one_rank = config.parallel.model_copy(update={"tp": 1, "pp": 1, "sequence_parallel": False})
+        one_rank = ParallelConfig()
         trainer = config.trainer.model_copy(update={"stop_when": None})
         super().__init__(config.model_copy(update={"parallel": one_rank, "trainer": trainer}))
         self.step, self.checkpoint, self.out = step, checkpoint, out

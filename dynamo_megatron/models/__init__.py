@@ -1,6 +1,6 @@
 """One small file per family: Hugging Face config -> ModelSpec and the family's name table.
 
-A new dense family is one file with `spec_from_config` and one entry in FAMILIES.
+A new family is one file with `spec_from_config` and one entry in FAMILIES.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.models import llama, qwen2, qwen3
+from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
 from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.models.weights import load_weights, named_huggingface_tensors
@@ -28,6 +28,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "llama": llama.spec_from_config,
     "qwen2": qwen2.spec_from_config,
     "qwen3": qwen3.spec_from_config,
+    "qwen3_moe": qwen3_moe.spec_from_config,
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -158,9 +158,9 @@ def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, bac
     folder = box[0]
     writer = _Writer(folder, background=background)
     sharded, metadata = _sharded_state(policy, loading=False)
-    # Each data-parallel rank writes a part of what they all hold.
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), replicas)
+    strategy = FullyParallelSaveStrategyWrapper(
+        _PlannedSave(writer), layout.dp_cp
+    )  # each writes a part of what all hold
     try:
         dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
     except CheckpointException as error:  # a BaseException, with every rank's own failure in it
@@ -183,7 +183,8 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
         loaded = dist_checkpointing.load(sharded, str(folder))
-    policy.model.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
@@ -191,10 +192,10 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
     format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = policy.model.sharded_state_dict(metadata={**format_of, **groups})
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata={**format_of, **groups})
-    return {"model": model, "optimizer": optimizer}, format_of
+    metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    return {**model, "optimizer": optimizer}, format_of
 
 
 def _contents(policy: Policy) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dynamo_megatron.models import (  # noqa: E402
 )
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.model import build_model  # noqa: E402
+from dynamo_megatron.policy.model import build_chunks  # noqa: E402
 
 LENGTH = 48
 
@@ -62,7 +62,7 @@ def compare(folder, tp, pp, store):
         trainer={"timeout": 60},
     )
     layout = join_ranks(config, store)
-    model = build_model(spec, config, layout)
+    (model,) = build_chunks(spec, config, layout)
     where = {"layer_offset": get_transformer_layer_offset(model.config)}
     with SafetensorsFolder(folder, spec) as files:
         load_weights(model, spec, files, **where, tp_rank=layout.tp.rank(), tp_size=layout.tp.size())
