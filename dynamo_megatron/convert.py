@@ -13,6 +13,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint, sync_folder, write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
@@ -21,7 +22,6 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.megatron_folder import converted, write_megatron
 from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
 from dynamo_megatron.models.torch_dist import is_torch_dist
-from dynamo_megatron.output_dir import complete_checkpoints, latest_checkpoint
 
 OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
 
@@ -87,6 +87,8 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
         with _aside(out, source, _bytes(spec, kinds)) as unfinished:
             write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
             _copy_companions(source, unfinished, dtype)
+            stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+            write_manifest(unfinished, {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None})
 
 
 def mcore2hf(source: str | Path, out: Path, dtype: str | None = None, step: int | None = None) -> None:
@@ -99,6 +101,7 @@ def mcore2hf(source: str | Path, out: Path, dtype: str | None = None, step: int 
         write_safetensors(unfinished, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
         single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
         _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
+        sync_folder(unfinished)
 
 
 def check_config(source: Path, spec: ModelSpec) -> None:
@@ -117,8 +120,9 @@ def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], lis
     Raises ConfigError or ValueError where one cannot be read or they are different models.
     """
     (one, spec), (two, other) = _open(a), _open(b)
-    if spec != other:
-        raise ValueError(f"{b}: another model than {a}'s: {', '.join(spec.differences(other))}")
+    theirs = other.dimensions()
+    if differ := [f"{key} {v} and {theirs[key]}" for key, v in spec.dimensions().items() if v != theirs[key]]:
+        raise ValueError(f"{a} and {b} are different models: {', '.join(differ)}")
     largest, unequal = {}, []
     # Megatron's order, in which each parameter is read once
     for name in next((f.names for f in (one, two) if isinstance(f, MegatronFolder)), one.names):

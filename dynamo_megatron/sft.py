@@ -83,6 +83,7 @@ class SFTJob(Job):
                 sequences, finished = self._share()
             except StopRequested:
                 self._checkpoints.save()
+                self._checkpoints.settle()
                 raise
             if finished:
                 self._checkpoints.save()
@@ -99,6 +100,7 @@ class SFTJob(Job):
                     "policy/grad_norm": update["grad_norm"],
                     "policy/learning_rate": lr,
                     "time/step": time.monotonic() - start,
+                    "time/save": self._checkpoints.take_waited(),
                 }
                 shown = step % max(1, steps // LINES) == 0 or step == steps
                 self.journal.step(metrics, _line(metrics, steps) if shown else None)

@@ -15,7 +15,7 @@ from dynamo_megatron.models.spec import ModelSpec
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-NOT_COMPANIONS = ("metadata.json", "export.json")  # of a Megatron checkpoint, and of an export's step
+NOT_COMPANIONS = ("metadata.json", "manifest.json", "export.json")  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 
 

@@ -52,14 +52,9 @@ class ModelSpec:
     moe_ffn_hidden_size: int = 0  # width of an expert
     norm_topk_prob: bool = False  # the chosen experts' probabilities are made to sum to 1
 
-    def differences(self, other: ModelSpec) -> list[str]:
-        """The fields in which two models differ, "field: mine, not theirs"."""
-        mine, theirs = vars(self), vars(other)
-        return [
-            f"{key}: {mine[key]}, not {theirs[key]}"
-            for key in mine
-            if mine[key] != theirs[key] and key != "layer_names"
-        ]
+    def dimensions(self) -> dict[str, Any]:
+        """The fields that say which model it is, as plain data that survives JSON."""
+        return {key: value for key, value in vars(self).items() if key != "layer_names"}
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
