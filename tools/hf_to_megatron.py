@@ -4,8 +4,14 @@ python -P tools/hf_to_megatron.py HF OUT [--dtype bfloat16]
 """
 
 import sys
+from collections.abc import Sequence
 
-from dynamo_megatron.cli import main
+from dynamo_megatron import cli
+
+
+def main(words: Sequence[str]) -> int:
+    return cli.main(["convert", "hf2mcore", *words])
+
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", "hf2mcore", *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

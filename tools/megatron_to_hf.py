@@ -4,8 +4,14 @@ python -P tools/megatron_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--step N]
 """
 
 import sys
+from collections.abc import Sequence
 
-from dynamo_megatron.cli import main
+from dynamo_megatron import cli
+
+
+def main(words: Sequence[str]) -> int:
+    return cli.main(["convert", "mcore2hf", *words])
+
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", "mcore2hf", *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

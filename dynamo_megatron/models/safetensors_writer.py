@@ -22,16 +22,15 @@ def write_safetensors(
     folder: Path,
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     get: Callable[[str], torch.Tensor],
-    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes `tensors` (name: dtype, shape), in this order, into files of at most `file_bytes` (or one tensor each)
+    """Writes `tensors` (name: dtype, shape), in this order, into files of at most FILE_BYTES (or one tensor each)
     with an index where there are several; `get` gives each tensor when its turn comes. Raises OSError.
     """
     files: list[list[str]] = [[]]
     held = 0
     for name, spec in tensors.items():
         size = nbytes(*spec)
-        if files[-1] and held + size > file_bytes:
+        if files[-1] and held + size > FILE_BYTES:
             files.append([])
             held = 0
         files[-1].append(name)

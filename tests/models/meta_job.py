@@ -73,7 +73,7 @@ def leave():
 
 
 def check_shapes(spec, shapes, held, tp_rank, tp_size):
-    """A parameter is the shard of its Hugging Face tensors; the layers' are alike, so that one of each shape is cut."""
+    """Every parameter has the shape of its shard of its Hugging Face tensors."""
     for name, shape in held.items():
         parts = [torch.empty(shapes[part], device="meta") for part in huggingface_names(spec, name)]
         shard = to_megatron(spec, name, parts, tp_rank, tp_size)
