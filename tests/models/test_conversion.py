@@ -47,8 +47,8 @@ def refusal(capsys, out, *words):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_equal(tiny_model, tmp_path, monkeypatch, family, dtype, tied):
-    monkeypatch.setattr(safetensors_writer, "FILE_BYTES", 30_000)  # several files, as a large model has
-    monkeypatch.setattr(torch_dist, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(safetensors_writer, "FILE_BYTES", 20_000)  # several files, as a large model has
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)
     folder = tiny_model(family, dtype=dtype, tied=tied, **SIZES)
     hf2mcore(folder, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "hf")
