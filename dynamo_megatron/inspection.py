@@ -102,13 +102,12 @@ def _checkpoint_of_a_run(folder: Path, others: list[str]) -> Contents:
     problem, facts, tensors = fault(folder), {}, None
     try:
         manifest = read_manifest(folder)
-        layout = " ".join(f"{name} {size}" for name, size in manifest["layout"].items())
-        model = ", ".join(f"{name} {value}" for name, value in manifest["model"].items() if name != "family")
+        model, layout = dict(manifest["model"]), dict(manifest["layout"])
         facts = {
-            "family": manifest["model"]["family"],
-            "model": model,
+            "family": model.pop("family"),
+            "model": ", ".join(f"{name} {value}" for name, value in model.items() if value),
             "step": str(manifest["step"]),
-            "saved by": layout,
+            "saved by": f"{layout.pop('ranks')} ranks: " + ", ".join(f"{name} {size}" for name, size in layout.items()),
             "trained in": manifest["dtype"],
         }
         tensors = _TorchDist(folder)

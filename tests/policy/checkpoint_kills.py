@@ -44,7 +44,7 @@ class Progress:
 def fingerprint(policy: Policy) -> str:
     """Of this rank's weights and optimizer state."""
     digest = hashlib.sha256()
-    for p in policy.parameters:
+    for p in (p for chunk in policy.chunks for p in chunk.parameters()):
         digest.update(p.detach().numpy().tobytes())
     for optimizer in policy.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dynamo_megatron.inspection import describe, differences, inspect
+
 TOLERANCE = 1e-5
 SAVED = {"tp": 2, "pp": 2}
 KINDS = ("sync", "async")
@@ -98,6 +100,23 @@ def test_the_same_layout_goes_on_bit_for_bit_from_a_save_in_the_background(runs)
 def test_a_checkpoint_of_another_model_is_refused(runs):
     said = (runs / "other" / "refused.txt").read_text()
     assert said.endswith("is a checkpoint of another model: ffn_hidden_size 128 instead of 96")
+
+
+def test_inspecting_says_what_is_there_and_what_differs(runs, model):
+    saved = runs / "straight" / "sync" / "step-000003"
+    text = describe(inspect(saved))
+    for line in (
+        f"{saved}: checkpoint of a run, complete",
+        "family: qwen2",
+        "step: 3",
+        "saved by: 4 ranks: tp 2, pp 2,",
+        "parameters: 179,008 in 10 tensors",
+        "decoder.layers.mlp.linear_fc1.weight  [4, 256, 64] float32",
+        "optimizer: exp_avg, exp_avg_sq, param of every parameter, float32",
+    ):
+        assert line in text
+    assert list(differences(inspect(saved), inspect(runs / "straight" / "async" / "step-000003"))) == []
+    assert "output_layer.weight: only in" in "\n".join(differences(inspect(saved), inspect(model)))
 
 
 DENSE = {
