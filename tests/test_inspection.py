@@ -106,9 +106,3 @@ def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tool):
 
 def test_sizes_have_a_unit():
     assert [in_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.0 GiB",
-    ]
