@@ -50,6 +50,34 @@ def fault(folder: Path) -> str | None:
     return None
 
 
+def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
+    """Raises ValueError where the manifest is of a model with other `dimensions` (ModelSpec.dimensions)."""
+    saved = read_manifest(folder)["model"]
+    differ = [f"{k} {saved[k]} instead of {v}" for k, v in dimensions.items() if k in saved and saved[k] != v]
+    if differ:
+        raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
+
+
+def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is."""
+    files = sync_folder(folder)
+    with open(folder / MANIFEST_FILE, "w", encoding="utf-8") as file:
+        json.dump({**contents, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def sync_folder(folder: Path) -> dict[str, int]:
+    """Waits until the files of a folder are on disk; returns their sizes, bytes."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        _sync(file)
+        files[file.name] = file.stat().st_size
+    _sync(folder)
+    return files
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """{"step", "model", "dtype", "layout", "files": {name: bytes}}. Raises ValueError where it cannot be read."""
     return _read_json(folder / MANIFEST_FILE)
@@ -72,15 +100,7 @@ def unfinished_folder(root: Path, step: int) -> Path:
 def publish(aside: Path, step: int, contents: Mapping[str, Any], keep_last: int) -> Path:
     """Makes `aside`, whose files are all written, the checkpoint of `step`, then removes the oldest complete ones
     beyond `keep_last`. `contents` goes into the manifest. Returns the checkpoint's folder."""
-    files = {}
-    for file in sorted(aside.iterdir()):
-        _sync(file)
-        files[file.name] = file.stat().st_size
-    with open(aside / MANIFEST_FILE, "w", encoding="utf-8") as file:
-        json.dump({"step": step, **contents, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(aside)
+    write_manifest(aside, {"step": step, **contents})
     folder = aside.with_name(f"step-{step:06d}")
     if folder.exists():  # a damaged one, which this run was not resumed from
         _remove(folder)

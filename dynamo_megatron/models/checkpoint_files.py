@@ -15,6 +15,7 @@ from dynamo_megatron.models.spec import ModelSpec
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+NOT_COMPANIONS = ("metadata.json", "manifest.json", "export.json")  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 
 
@@ -44,6 +45,19 @@ def check_tensors(
     wrong = [text for text, names in zip(wrong, (missing, extra, shaped), strict=True) if names]
     if wrong:
         raise ValueError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """What a model's folder holds besides weights: config.json, tokenizer, generation config, licence."""
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and file.suffix not in weights
+        and not file.name.startswith((".", "model"))
+        and file.name not in NOT_COMPANIONS
+    )
 
 
 class SafetensorsFolder:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dynamo_megatron.checkpoint_folder import MANIFEST_FILE, check_model
 from dynamo_megatron.models.checkpoint_files import check_tensors
 from dynamo_megatron.models.mapping import (
     HF_EMBEDDING,
@@ -84,6 +85,8 @@ class MegatronFolder:
         return to_huggingface(self._spec, parameter, [tensor.view(where.shape)])
 
     def _check(self) -> None:
+        if (self.path / MANIFEST_FILE).is_file():  # another program's checkpoint has none
+            check_model(self.path, self._spec.dimensions())
         expected = {where.key: where.whole for where in self._stored.values()}
         found = {key: t.shape for key, t in self._reader.tensors.items() if not key.startswith("optimizer.")}
         for name, where in self._stored.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -70,5 +69,3 @@ def _write_file(
             tensor = get(name)
             assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), f"{name}: {tensor.dtype}"
             stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,18 +153,18 @@ class TorchDistWriter:
         file = self.path / f"__{self._full}_0.distcp"
         with open(file, "ab") as stream:
             start = stream.tell()
-            torch.save(value, stream)
+            try:
+                torch.save(value, stream)
+            except RuntimeError as error:  # a full disk comes as this
+                raise OSError(f"{file}: not written: {str(error).splitlines()[0]}") from None
             end = stream.tell()
         self._results.append(WriteResult(index, end - start, _StorageInfo(file.name, start, end - start)))
         self._full += end >= FILE_BYTES
 
     def close(self) -> None:
-        """Writes what makes the tensors findable. Raises OSError."""
+        """Writes what makes the tensors findable. Nothing is synced to the disk. Raises OSError."""
         torch.save({"content_metadata": {}}, self.path / "common.pt")
         (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
-        for file in self.path.iterdir():
-            with open(file, "rb") as stream:
-                os.fsync(stream.fileno())
-        writer = FileSystemWriter(self.path, sync_files=True)
+        writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])

@@ -11,7 +11,6 @@ function of its own seed and position.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import threading
@@ -37,8 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint_folder import STATE_FILE, fault, publish, read_manifest, unfinished_folder
-from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
 from dynamo_megatron.policy.policy import Policy
 
 
@@ -186,7 +184,7 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     """
     if (why := fault(folder)) is not None:
         raise ValueError(f"{folder} is not a complete checkpoint: {why}")
-    _check_model(folder, policy.spec)
+    check_model(folder, policy.spec.dimensions())
     sharded, _ = _sharded_state(policy, loading=True)
     if not optimizer:
         del sharded["optimizer"]
@@ -212,19 +210,7 @@ def _contents(policy: Policy) -> dict[str, Any]:
     """What the manifest says of the model and of the layout that saved it."""
     parallel, layout = policy.config.parallel.model_dump(), policy.layout
     return {
-        "model": _dimensions(policy.spec),
+        "model": policy.spec.dimensions(),
         "dtype": policy.config.model.dtype,
         "layout": {"ranks": layout.world_size, **parallel, "dp": layout.dp.size()},
     }
-
-
-def _dimensions(spec: ModelSpec) -> dict[str, Any]:
-    named = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.repr}
-    return json.loads(json.dumps(named))
-
-
-def _check_model(folder: Path, spec: ModelSpec) -> None:
-    saved, mine = read_manifest(folder)["model"], _dimensions(spec)
-    differ = [f"{key} {saved[key]} instead of {mine[key]}" for key in mine if key in saved and saved[key] != mine[key]]
-    if differ:
-        raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
