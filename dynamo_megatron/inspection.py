@@ -90,7 +90,7 @@ def inspect(path: Path) -> Contents:
             raise ValueError(f"{path}: a run without a complete checkpoint{''.join(f'; {line}' for line in others)}")
         path = newest[1]
     if (path / MANIFEST_FILE).is_file() or re.fullmatch(r"step-\d{6,}", path.name):
-        return _checkpoint_of_a_run(path, others)
+        return _with_manifest(path, others)
     if is_torch_dist(path):
         return Contents(path, "Megatron's torch_dist format", _huggingface_facts(path), None, _TorchDist(path))
     if any(path.glob("*.safetensors")):
@@ -98,22 +98,25 @@ def inspect(path: Path) -> Contents:
     raise ValueError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
 
 
-def _checkpoint_of_a_run(folder: Path, others: list[str]) -> Contents:
-    problem, facts, tensors = fault(folder), {}, None
+def _with_manifest(folder: Path, others: list[str]) -> Contents:
+    problem, facts, tensors, kind = fault(folder), {}, None, "checkpoint of a run"
     try:
         manifest = read_manifest(folder)
-        model, layout = dict(manifest["model"]), dict(manifest["layout"])
+        model, layout = dict(manifest["model"]), manifest["layout"]
         facts = {
             "family": model.pop("family"),
             "model": ", ".join(f"{name} {value}" for name, value in model.items() if value),
-            "step": str(manifest["step"]),
-            "saved by": f"{layout.pop('ranks')} ranks: " + ", ".join(f"{name} {size}" for name, size in layout.items()),
-            "trained in": manifest["dtype"],
+            "dtype": manifest["dtype"],
         }
+        if layout is None:
+            kind = "converted model"
+        else:
+            sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "ranks")
+            facts |= {"step": str(manifest["step"]), "saved by": f"{layout['ranks']} ranks: {sizes}"}
         tensors = _TorchDist(folder)
     except ValueError as error:
         problem = problem or str(error)
-    return Contents(folder, "checkpoint of a run", facts, problem, tensors, others)
+    return Contents(folder, kind, facts, problem, tensors, others)
 
 
 def _huggingface(folder: Path) -> Contents:

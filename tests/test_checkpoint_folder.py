@@ -122,5 +122,5 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     save(tmp_path / "checkpoints", 3)
-    named = ".step-000003.unfinished -> step-000003"
-    assert done == [*sorted(FILES), "manifest.json", ".step-000003.unfinished", named, "checkpoints"]
+    aside = ".step-000003.unfinished"
+    assert done == [*sorted(FILES), aside, "manifest.json", aside, f"{aside} -> step-000003", "checkpoints"]
