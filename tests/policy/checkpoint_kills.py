@@ -103,7 +103,7 @@ def main(model: str, folder: Path, rounds: int, seed: int) -> None:
             ended = not os.read(listen, 1)
             window = max(window or 0.0, time.monotonic() - begun)
         if not ended:
-            time.sleep(dice.uniform(0, window))
+            time.sleep(dice.uniform(0, 2 * window))  # the first save, what follows it, the next one
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

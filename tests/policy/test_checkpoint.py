@@ -110,7 +110,7 @@ def test_inspecting_says_what_is_there_and_what_differs(runs, model):
         "family: qwen2",
         "step: 3",
         "saved by: 4 ranks: tp 2, pp 2,",
-        "parameters: 179,008 in 10 tensors",
+        "parameters: 181,568 in 10 tensors",
         "decoder.layers.mlp.linear_fc1.weight  [4, 256, 64] float32",
         "optimizer: exp_avg, exp_avg_sq, param of every parameter, float32",
     ):
