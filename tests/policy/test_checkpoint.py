@@ -42,7 +42,7 @@ def launch(groups: dict[str, list[dict]], folder: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            timeout=400,
+            timeout=1500,
         ).returncode
     assert code == 0, (folder / "log").read_text()[-6000:]
 
@@ -160,6 +160,7 @@ def all_runs(make_tiny_model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("saver", "layout", "kind"), ALL)
 def test_every_layout_loads_what_another_saved(all_runs, saver, layout, kind):
     found = difference(all_runs / saver, all_runs / f"{saver}-{layout}-{kind}")
