@@ -78,8 +78,8 @@ class _Writer(FileSystemWriter):
         try:
             self.results = super().write_data(self._plan, self._source).value()
             self.error = None
-        except (OSError, RuntimeError) as error:  # torch passes a full disk on as either
-            self.error = str(error).splitlines()[0]
+        except (OSError, RuntimeError) as error:  # torch closes the file of a full disk with an error of its own
+            self.error = str(_first_cause(error)).splitlines()[0]
         del self._source
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
@@ -129,7 +129,7 @@ class Save:
         failed = [self._publish(parts, keep_last) if first else None]
         dist.broadcast_object_list(failed, src=0, group=layout.host)
         if failed[0] is not None:
-            raise OSError(f"the checkpoint of step {self.step} was not saved: {failed[0]}")
+            raise OSError(_not_saved(self._folder, self.step, failed[0]))
 
     def _publish(self, parts: list[tuple[list[WriteResult], str | None]], keep_last: int) -> str | None:
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error is not None]
@@ -148,23 +148,33 @@ def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, bac
     """Begins to save step `step` under `root`; collective over all ranks. `state` (plain data) is rank 0's, None
     elsewhere. The weights and `state` may change as soon as this returns. Raises OSError where the disk is full."""
     layout = policy.layout
-    box = [None]
-    if layout.rank == 0:
-        box = [unfinished_folder(root, step)]
-        (box[0] / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    box = [unfinished_folder(root, step) if layout.rank == 0 else None]
     dist.broadcast_object_list(box, src=0, group=layout.host)
     folder = box[0]
     writer = _Writer(folder, background=background)
     sharded, metadata = _sharded_state(policy, loading=False)
-    strategy = FullyParallelSaveStrategyWrapper(
-        _PlannedSave(writer), layout.dp_cp
-    )  # each writes a part of what all hold
+    # Each of the ranks that hold the same parameters writes a part of them.
+    strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
     try:
         dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
+        if layout.rank == 0:
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     except CheckpointException as error:  # a BaseException, with every rank's own failure in it
         causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
-        raise OSError(f"the checkpoint of step {step} was not saved: {causes[-1] if causes else error}") from None
+        raise OSError(_not_saved(folder, step, causes[-1] if causes else str(error))) from None
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
+        raise OSError(_not_saved(folder, step, str(_first_cause(error)).splitlines()[0])) from None
     return Save(policy, folder, step, writer, background)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return error if error.__context__ is None else _first_cause(error.__context__)
+
+
+def _not_saved(folder: Path, step: int, why: str) -> str:
+    return f"{folder.parent}: the checkpoint of step {step} was not saved: {why}"
 
 
 def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron.core import parallel_state  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
-from dynamo_megatron.policy.checkpoint import begin_save, load_checkpoint  # noqa: E402
+from dynamo_megatron.policy.checkpoint import _Writer, begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.records import Sequences  # noqa: E402
@@ -40,6 +41,18 @@ def train(policy: Policy, step: int) -> None:
         prompt_lengths=generator.integers(1, 6, 12),
     )
     policy.fit(sequences, np.full(12, 1 / sequences.response_lengths.sum()), 1e-3)
+
+
+def hold_writing() -> threading.Event:
+    """From now on a file is written only once the event is set: a disk so slow that the training is done first."""
+    event, write = threading.Event(), _Writer.write
+
+    def held(writer: _Writer) -> None:
+        assert event.wait(60)
+        write(writer)
+
+    _Writer.write = held
+    return event
 
 
 def run(case: dict, number: int, store: dist.Store) -> None:
@@ -63,8 +76,11 @@ def run(case: dict, number: int, store: dist.Store) -> None:
             train(policy, step)
         state = {"of": "rank 0"} if layout.rank == 0 else None
         begin_save(policy, out / "sync", 3, state, background=False).complete(keep_last=1, timeout=60)
+        trained = hold_writing()
         save = begin_save(policy, out / "async", 3, state, background=True)
-        train(policy, 4)  # while the files are written
+        train(policy, 4)
+        assert not save.written()
+        trained.set()
         save.complete(keep_last=1, timeout=60)
         write_huggingface(policy, out / "hf")
     dist.barrier()

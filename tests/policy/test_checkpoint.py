@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dynamo_megatron.inspection import describe, differences, inspect
+
 TOLERANCE = 1e-5
 SAVED = {"tp": 2, "pp": 2}
 KINDS = ("sync", "async")
@@ -40,7 +42,7 @@ def launch(groups: dict[str, list[dict]], folder: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            timeout=400,
+            timeout=1500,
         ).returncode
     assert code == 0, (folder / "log").read_text()[-6000:]
 
@@ -100,6 +102,23 @@ def test_a_checkpoint_of_another_model_is_refused(runs):
     assert said.endswith("is a checkpoint of another model: ffn_hidden_size 128 instead of 96")
 
 
+def test_inspecting_says_what_is_there_and_what_differs(runs, model):
+    saved = runs / "straight" / "sync" / "step-000003"
+    text = describe(inspect(saved))
+    for line in (
+        f"{saved}: checkpoint of a run, complete",
+        "family: qwen2",
+        "step: 3",
+        "saved by: 4 ranks: tp 2, pp 2,",
+        "parameters: 181,568 in 10 tensors",
+        "decoder.layers.mlp.linear_fc1.weight  [4, 256, 64] float32",
+        "optimizer: exp_avg, exp_avg_sq, param of every parameter, float32",
+    ):
+        assert line in text
+    assert list(differences(inspect(saved), inspect(runs / "straight" / "async" / "step-000003"))) == []
+    assert "output_layer.weight: only in" in "\n".join(differences(inspect(saved), inspect(model)))
+
+
 DENSE = {
     "tp4": {"tp": 4},
     "pp4": {"pp": 4},
@@ -141,6 +160,7 @@ def all_runs(make_tiny_model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("saver", "layout", "kind"), ALL)
 def test_every_layout_loads_what_another_saved(all_runs, saver, layout, kind):
     found = difference(all_runs / saver, all_runs / f"{saver}-{layout}-{kind}")
