@@ -1,9 +1,12 @@
 """Run by every rank of the layout guard (layout_guard.py): cases, each on a team of the ranks, results as files."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.policy import backend
@@ -20,6 +23,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
@@ -136,19 +140,34 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
         before_the_step(policy, lambda: [ddp.scale_gradients(1 / size) for ddp in policy.ddp])
     if fault == "tied_head":
         policy._head_weight.zero_out_wgrad = False
+    if fault == "stale_parameters":
+        policy.chunks[0].config.no_sync_func = policy.ddp[0].no_sync  # gradients are reduced after the last micro-batch
     if fault == "pipeline_buffers":
         policy.chunks[0].config.deallocate_pipeline_outputs = True
     return batch
+
+
+@contextlib.contextmanager
+def overlapped_gathering():
+    """Policies built here overlap communication with compute, as Megatron can: parameters that an update changed are
+    gathered in the next forward pass only."""
+    stock = policy_module.DistributedDataParallelConfig, policy_module.OptimizerConfig
+    overlap = {"overlap_param_gather": True}
+    policy_module.DistributedDataParallelConfig = partial(stock[0], overlap_grad_reduce=True, **overlap)
+    policy_module.OptimizerConfig = partial(stock[1], **overlap)
+    yield
+    policy_module.DistributedDataParallelConfig, policy_module.OptimizerConfig = stock
 
 
 def run_case(case: dict, store: dist.Store) -> None:
     config, out = Config.model_validate(case["config"]), Path(case["out"])
     spec = load_model_config(config.model.path)
     layout = join_ranks(config, store)
-    policy = Policy(spec, config, layout)
+    fault = case.get("fault")
+    with overlapped_gathering() if fault == "stale_parameters" else contextlib.nullcontext():
+        policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
     batch = TrainBatch.build(source, config)
-    fault = case.get("fault")
     if fault in ("nan", "no_signal"):
         (out / "fault.json").write_text(json.dumps(run_fault(fault, policy, batch)))
         return
@@ -213,10 +232,12 @@ def main(rounds_file: str) -> None:
         for case in cases:
             if first <= rank < first + case["ranks"]:
                 os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
+                start = time.monotonic()
                 run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
                 dist.barrier()
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
+                print(f"{time.monotonic() - start:5.1f} s {case['out']}", flush=True)
             first += case["ranks"]
     store.set(f"done{rank}", "")
     if rank == 0:  # it serves the store
