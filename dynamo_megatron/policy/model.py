@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch
@@ -192,7 +193,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec)
-    return [
+    chunks = [
         PolicyModel(
             megatron,
             TransformerBlockSubmodules(
@@ -212,3 +213,10 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_expert(name):
+                # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the
+                # expert. With ep 1 Megatron takes it for a dense parameter and leaves out the tensor-parallel ranks.
+                parameter.allreduce = False
+    return chunks

@@ -135,7 +135,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     return models
 
 
-def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 100, seed: int = 7, **extra) -> dict:
+def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 200, seed: int = 7, **extra) -> dict:
     """What layout_runs.py takes; `extra`: out (its folder), fault, order_seed, algorithm."""
     ranks, parallel = LAYOUTS[row.layout]
     algorithm = json.loads(json.dumps(extra.pop("algorithm", FAMILIES[row.family]["algorithm"])))
@@ -157,20 +157,20 @@ def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 100, 
 
 def reference_case(models: dict[str, Path], folder: Path, family: str, dtype: str = "float32", **extra) -> dict:
     out = extra.pop("out", f"reference-{family}-{dtype}")
-    return case(models, folder, Row(family, "1", dtype), budget=400, out=out, **extra)
+    return case(models, folder, Row(family, "1", dtype), budget=500, out=out, **extra)
 
 
 def rounds(cases: list[dict]) -> list[list[dict]]:
-    """Which cases run at the same time: teams of ranks, the large ones first."""
+    """Which cases run at the same time: teams of ranks, the small ones first."""
     planned: list[list[dict]] = []
-    for c in sorted(cases, key=lambda c: -c["ranks"]):
+    for c in sorted(cases, key=lambda c: c["ranks"]):
         if not planned or sum(other["ranks"] for other in planned[-1]) + c["ranks"] > RANKS:
             planned.append([])
         planned[-1].append(c)
     return planned
 
 
-def launch(cases: list[dict], folder: Path, timeout: float = 900) -> None:
+def launch(cases: list[dict], folder: Path, timeout: float = 3600) -> None:
     """Runs the cases in one launch of four ranks. Raises AssertionError with the ends of their logs where one fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for c in cases:

@@ -19,6 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
+from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
@@ -148,6 +149,21 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
 
 
 @contextlib.contextmanager
+def late_receiver():
+    """Pipeline stages post their receives late, so that a send is still under way while its stage goes on."""
+    stock = p2p_communication._p2p_ops
+
+    def late(*, tensor_recv_prev, tensor_recv_next, **rest):
+        if tensor_recv_prev is not None or tensor_recv_next is not None:
+            time.sleep(0.01)
+        return stock(tensor_recv_prev=tensor_recv_prev, tensor_recv_next=tensor_recv_next, **rest)
+
+    p2p_communication._p2p_ops = late
+    yield
+    p2p_communication._p2p_ops = stock
+
+
+@contextlib.contextmanager
 def overlapped_gathering():
     """Policies built here overlap communication with compute, as Megatron can: parameters that an update changed are
     gathered in the next forward pass only."""
@@ -171,7 +187,6 @@ def run_case(case: dict, store: dist.Store) -> None:
     if fault in ("nan", "no_signal"):
         (out / "fault.json").write_text(json.dumps(run_fault(fault, policy, batch)))
         return
-    batch = seed_fault(fault, policy, batch)
     written = []
 
     def write_once() -> None:
@@ -180,6 +195,7 @@ def run_case(case: dict, store: dist.Store) -> None:
             write_gradients(policy, out / "gradients")
 
     before_the_step(policy, write_once)
+    batch = seed_fault(fault, policy, batch)  # what it does before a step comes before the gradients are written
     routing = Routing(policy, len(source.engine_logprobs)) if spec.num_experts else None
     updates, experts = [], None
     values: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": [], "reference": []}
@@ -233,7 +249,9 @@ def main(rounds_file: str) -> None:
             if first <= rank < first + case["ranks"]:
                 os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
                 start = time.monotonic()
-                run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
+                late = case.get("fault") in ("late_receiver", "pipeline_buffers")
+                with late_receiver() if late else contextlib.nullcontext():
+                    run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
                 dist.barrier()
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
