@@ -134,7 +134,8 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=cuda and p.vpp == 1,
         batch_p2p_sync=cuda,
-        deallocate_pipeline_outputs=cuda,  # gloo's isend still reads the buffer that would be freed
+        # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
+        deallocate_pipeline_outputs=cuda,
         gradient_accumulation_fusion=Fusions.detect().gradient_accumulation != "off",
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

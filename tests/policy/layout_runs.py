@@ -19,7 +19,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
-from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
@@ -143,24 +142,7 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
         policy._head_weight.zero_out_wgrad = False
     if fault == "stale_parameters":
         policy.chunks[0].config.no_sync_func = policy.ddp[0].no_sync  # gradients are reduced after the last micro-batch
-    if fault == "pipeline_buffers":
-        policy.chunks[0].config.deallocate_pipeline_outputs = True
     return batch
-
-
-@contextlib.contextmanager
-def late_receiver():
-    """Pipeline stages post their receives late, so that a send is still under way while its stage goes on."""
-    stock = p2p_communication._p2p_ops
-
-    def late(*, tensor_recv_prev, tensor_recv_next, **rest):
-        if tensor_recv_prev is not None or tensor_recv_next is not None:
-            time.sleep(0.01)
-        return stock(tensor_recv_prev=tensor_recv_prev, tensor_recv_next=tensor_recv_next, **rest)
-
-    p2p_communication._p2p_ops = late
-    yield
-    p2p_communication._p2p_ops = stock
 
 
 @contextlib.contextmanager
@@ -249,9 +231,7 @@ def main(rounds_file: str) -> None:
             if first <= rank < first + case["ranks"]:
                 os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
                 start = time.monotonic()
-                late = case.get("fault") in ("late_receiver", "pipeline_buffers")
-                with late_receiver() if late else contextlib.nullcontext():
-                    run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
+                run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
                 dist.barrier()
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
