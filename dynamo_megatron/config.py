@@ -252,6 +252,8 @@ class KernelsConfig(Section):
 class CheckpointConfig(Section):
     every: Positive = 10  # steps; the last step always saves
     keep_last: Positive = 2
+    # Files are written while the training goes on, from a copy in host memory of what this rank saves.
+    async_save: Annotated[bool, Field(alias="async")] = False
     # A Hugging Face folder: output_dir/hf at the end or at the best eval/pass@K; output_dir/hf-step-N with each save.
     export_hf: Literal["final", "best", "every", "never"] = "final"
 

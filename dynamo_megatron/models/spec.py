@@ -52,6 +52,10 @@ class ModelSpec:
     moe_ffn_hidden_size: int = 0  # width of an expert
     norm_topk_prob: bool = False  # the chosen experts' probabilities are made to sum to 1
 
+    def dimensions(self) -> dict[str, Any]:
+        """The fields that say which model it is, as plain data that survives JSON."""
+        return {key: value for key, value in vars(self).items() if key != "layer_names"}
+
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
         return -(-self.vocab_size // (16 * tp)) * 16 * tp

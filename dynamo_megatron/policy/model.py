@@ -183,6 +183,8 @@ def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if spec.qk_norm:

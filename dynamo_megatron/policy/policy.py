@@ -22,7 +22,7 @@ from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
+from dynamo_megatron.models import ModelSpec, load_weights, open_weights
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
@@ -90,7 +90,7 @@ class Policy:
 
     def _load(self, path: str) -> None:
         layout = self.layout
-        with SafetensorsFolder(path, self.spec) as folder:
+        with open_weights(path, self.spec) as folder:
             for chunk in self.chunks:
                 load_weights(
                     chunk,

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dynamo_megatron.models import named_huggingface_tensors
+from dynamo_megatron.models.checkpoint_files import companion_files
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.output_dir import EXPORT_FILE
 from dynamo_megatron.policy.policy import Policy
@@ -131,9 +132,8 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
             "weight_map": {k: v for names, _ in parts for k, v in names.items()},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-        for file in source.iterdir():
-            if file.is_file() and not file.name.startswith("model") and file.suffix not in (".safetensors", ".bin"):
-                shutil.copy(file, folder / file.name)
+        for file in companion_files(source):
+            shutil.copy(file, folder / file.name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = policy.config.model.dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from dynamo_megatron.models.mapping import (
     huggingface_shapes,
     is_expert,
     is_sharded,
+    parameter_names,
     to_huggingface,
     to_megatron,
 )
@@ -17,15 +18,6 @@ from dynamo_megatron.models.mapping import (
 # vocab 104 needs padding to 112, 128 and 128 rows; on four ranks the padding is more than half of the last shard
 SIZES = {"heads": 8, "kv_heads": 4, "vocab": 104, "hidden": 32, "ffn": 64, "layers": 2}
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
-
-
-def parameter_names(spec):
-    for layer in range(spec.num_layers):
-        yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
-    yield "embedding.word_embeddings.weight"
-    yield "decoder.final_layernorm.weight"
-    if not spec.tied:
-        yield "output_layer.weight"
 
 
 @pytest.mark.parametrize("tied", [False, True])
