@@ -99,7 +99,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
 
 
 def check_reference(spec: ModelSpec, folder: str) -> None:
-    """Raises ValueError where the KL term's reference policy is not a model of the same shape as the policy."""
+    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
     reference = load_model_config(folder, spec.family)
     differs = [f.name for f in fields(spec) if getattr(reference, f.name) != getattr(spec, f.name)]
     differs = [name for name in differs if name != "max_positions"]

@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from dynamo_megatron.policy import backend
 
@@ -146,15 +147,27 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
 
 
 @contextlib.contextmanager
-def overlapped_gathering():
-    """Policies built here overlap communication with compute, as Megatron can: parameters that an update changed are
-    gathered in the next forward pass only."""
-    stock = policy_module.DistributedDataParallelConfig, policy_module.OptimizerConfig
-    overlap = {"overlap_param_gather": True}
-    policy_module.DistributedDataParallelConfig = partial(stock[0], overlap_grad_reduce=True, **overlap)
-    policy_module.OptimizerConfig = partial(stock[1], **overlap)
-    yield
-    policy_module.DistributedDataParallelConfig, policy_module.OptimizerConfig = stock
+def built_with(fault: str | None):
+    """Policies built here are built wrong."""
+    with contextlib.ExitStack() as stack:
+
+        def replaced(name: str, **arguments) -> None:
+            stock = getattr(policy_module, name)
+            stack.enter_context(mock.patch.object(policy_module, name, partial(stock, **arguments)))
+
+        if fault == "stale_parameters":  # gathered in the next forward pass only
+            replaced("DistributedDataParallelConfig", overlap_grad_reduce=True, overlap_param_gather=True)
+            replaced("OptimizerConfig", overlap_param_gather=True)
+        if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
+            stock_ddp = policy_module.DistributedDataParallel
+
+            def dense(config, ddp_config, chunk, **arguments):
+                for parameter in chunk.parameters():
+                    parameter.allreduce = True
+                return stock_ddp(config, ddp_config, chunk, **arguments)
+
+            stack.enter_context(mock.patch.object(policy_module, "DistributedDataParallel", dense))
+        yield
 
 
 def run_case(case: dict, store: dist.Store) -> None:
@@ -162,7 +175,7 @@ def run_case(case: dict, store: dist.Store) -> None:
     spec = load_model_config(config.model.path)
     layout = join_ranks(config, store)
     fault = case.get("fault")
-    with overlapped_gathering() if fault == "stale_parameters" else contextlib.nullcontext():
+    with built_with(fault):
         policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
     batch = TrainBatch.build(source, config)

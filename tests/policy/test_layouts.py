@@ -22,7 +22,18 @@ FAULTS = {  # on what each is seeded
     "cp_factor": Row("qwen2", "CP2"),
     "tied_head": Row("llama", "1"),
     "stale_parameters": Row("qwen2", "DP2"),
+    "experts_as_dense": Row("qwen3_moe", "TP2+SP"),
 }
+
+
+# Updates of two rollouts each: ranks, and micro-batches of the interleaved schedule, are left empty.
+SPARSE = {"seed": 28, "algorithm": {"loss": {"mini_batches": 4}}}
+SPARSE_ROWS = [Row("qwen2", "DP4"), Row("qwen2", "VPP2xPP2xDP2")]
+
+
+def sparse_cases() -> tuple[dict, ...]:
+    reference = {"family": "qwen2", "out": "sparse", **SPARSE}
+    return (reference, *({"row": row, "out": f"sparse-{row.layout}", **SPARSE} for row in SPARSE_ROWS))
 
 
 def fault_cases() -> tuple[dict, ...]:
@@ -38,7 +49,7 @@ def sample(tmp_path_factory):
     rows = CORE + random.Random(seed).sample(others, DRAWN)
     print(f"LAYOUT_SEED={seed} draws {', '.join(row.name for row in rows[len(CORE) :])}")
     folder = tmp_path_factory.mktemp("layouts")
-    return guard.run(rows, folder, more=fault_cases()), folder
+    return guard.run(rows, folder, more=fault_cases() + sparse_cases()), folder
 
 
 def check(found, folder) -> None:
@@ -58,6 +69,12 @@ def folders(row, folder):
 
 def test_layouts_equal_one_process(sample):
     check(*sample)
+
+
+@pytest.mark.parametrize("row", SPARSE_ROWS, ids=lambda row: row.layout)
+def test_ranks_without_a_rollout_join_in(sample, row):
+    gaps = guard.gaps(sample[1] / "sparse", sample[1] / f"sparse-{row.layout}")
+    assert not guard.beyond(row, gaps), gaps
 
 
 @pytest.mark.full
