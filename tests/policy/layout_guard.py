@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "layouts.md"
 RANKS = 4
 BAR = {"float32": 1e-5, "bfloat16": 5e-2}
-AFTER = 10  # times the bar: logprobs after the updates, whose rounding Adam has divided by small gradients
+# Logprobs after the updates, where Adam has divided rounding by small gradients; in bfloat16 they say nothing.
+AFTER = {"float32": 1e-4, "bfloat16": float("inf")}
 
 SP = {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict]] = {
@@ -241,7 +242,8 @@ def gaps(reference: Path, other: Path) -> dict[str, float]:
 
 def beyond(row: Row, found: dict[str, float]) -> dict[str, float]:
     """The gaps above the bar."""
-    return {name: gap for name, gap in found.items() if not gap <= BAR[row.dtype] * (AFTER if name == "after" else 1)}
+    bars = dict.fromkeys(found, BAR[row.dtype]) | {"after": AFTER[row.dtype]}
+    return {name: gap for name, gap in found.items() if not gap <= bars[name]}
 
 
 def rerouted(reference: Path, other: Path) -> int:
