@@ -27,7 +27,27 @@ class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    router_aux_loss_coef: float = 0.0  # of a mixture of experts' balancing loss; only 0 is exact, so only 0 is taken
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_loss_scaling(cls, value: object) -> object:
+        if value in ("float16", "fp16"):
+            raise ValueError(
+                f"{value!r} needs loss scaling, and the policy head makes its gradients for a scale of 1; use bfloat16"
+            )
+        return value
+
+    @field_validator("router_aux_loss_coef")
+    @classmethod
+    def _no_auxiliary_loss(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                f"{value:g}: the policy loss is normalised over the mini-batch, an auxiliary loss would be over each "
+                "micro-batch and depend on the layout; use 0"
+            )
+        return value
 
 
 class DataConfig(Section):

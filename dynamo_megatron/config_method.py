@@ -102,7 +102,7 @@ class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     where: Literal["loss"] = "loss"
-    reference: str | None = None  # Hugging Face folder of the reference policy; None: model.path, the start of the run
+    reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

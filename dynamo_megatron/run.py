@@ -99,7 +99,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
 
 
 def check_reference(spec: ModelSpec, folder: str) -> None:
-    """Raises ValueError where the KL term's reference policy is not a model of the same shape as the policy."""
+    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
     reference = load_model_config(folder, spec.family)
     differs = [f.name for f in fields(spec) if getattr(reference, f.name) != getattr(spec, f.name)]
     differs = [name for name in differs if name != "max_positions"]
@@ -118,11 +118,14 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
     extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
     layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
+    experts = ""
+    if spec.num_experts:
+        experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
     return {
         "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
         "device": "CUDA" if torch.cuda.is_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
-        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head",
+        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
     }
 
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch
@@ -133,7 +134,8 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=cuda and p.vpp == 1,
         batch_p2p_sync=cuda,
-        deallocate_pipeline_outputs=cuda,  # gloo's isend still reads the buffer that would be freed
+        # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
+        deallocate_pipeline_outputs=cuda,
         gradient_accumulation_fusion=Fusions.detect().gradient_accumulation != "off",
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -194,7 +196,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec)
-    return [
+    chunks = [
         PolicyModel(
             megatron,
             TransformerBlockSubmodules(
@@ -214,3 +216,10 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_expert(name):
+                # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the
+                # expert. With ep 1 Megatron takes it for a dense parameter and leaves out the tensor-parallel ranks.
+                parameter.allreduce = False
+    return chunks

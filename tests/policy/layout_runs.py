@@ -1,10 +1,14 @@
 """Run by every rank of the layout guard (layout_guard.py): cases, each on a team of the ranks, results as files."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from dynamo_megatron.policy import backend
 
@@ -20,6 +24,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
@@ -136,23 +141,47 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
         before_the_step(policy, lambda: [ddp.scale_gradients(1 / size) for ddp in policy.ddp])
     if fault == "tied_head":
         policy._head_weight.zero_out_wgrad = False
-    if fault == "pipeline_buffers":
-        policy.chunks[0].config.deallocate_pipeline_outputs = True
+    if fault == "stale_parameters":
+        policy.chunks[0].config.no_sync_func = policy.ddp[0].no_sync  # gradients are reduced after the last micro-batch
     return batch
+
+
+@contextlib.contextmanager
+def built_with(fault: str | None):
+    """Policies built here are built wrong."""
+    with contextlib.ExitStack() as stack:
+
+        def replaced(name: str, **arguments) -> None:
+            stock = getattr(policy_module, name)
+            stack.enter_context(mock.patch.object(policy_module, name, partial(stock, **arguments)))
+
+        if fault == "stale_parameters":  # gathered in the next forward pass only
+            replaced("DistributedDataParallelConfig", overlap_grad_reduce=True, overlap_param_gather=True)
+            replaced("OptimizerConfig", overlap_param_gather=True)
+        if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
+            stock_ddp = policy_module.DistributedDataParallel
+
+            def dense(config, ddp_config, chunk, **arguments):
+                for parameter in chunk.parameters():
+                    parameter.allreduce = True
+                return stock_ddp(config, ddp_config, chunk, **arguments)
+
+            stack.enter_context(mock.patch.object(policy_module, "DistributedDataParallel", dense))
+        yield
 
 
 def run_case(case: dict, store: dist.Store) -> None:
     config, out = Config.model_validate(case["config"]), Path(case["out"])
     spec = load_model_config(config.model.path)
     layout = join_ranks(config, store)
-    policy = Policy(spec, config, layout)
+    fault = case.get("fault")
+    with built_with(fault):
+        policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
     batch = TrainBatch.build(source, config)
-    fault = case.get("fault")
     if fault in ("nan", "no_signal"):
         (out / "fault.json").write_text(json.dumps(run_fault(fault, policy, batch)))
         return
-    batch = seed_fault(fault, policy, batch)
     written = []
 
     def write_once() -> None:
@@ -161,6 +190,7 @@ def run_case(case: dict, store: dist.Store) -> None:
             write_gradients(policy, out / "gradients")
 
     before_the_step(policy, write_once)
+    batch = seed_fault(fault, policy, batch)  # what it does before a step comes before the gradients are written
     routing = Routing(policy, len(source.engine_logprobs)) if spec.num_experts else None
     updates, experts = [], None
     values: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": [], "reference": []}
@@ -213,10 +243,12 @@ def main(rounds_file: str) -> None:
         for case in cases:
             if first <= rank < first + case["ranks"]:
                 os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
+                start = time.monotonic()
                 run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
                 dist.barrier()
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
+                print(f"{time.monotonic() - start:5.1f} s {case['out']}", flush=True)
             first += case["ranks"]
     store.set(f"done{rank}", "")
     if rank == 0:  # it serves the store
