@@ -19,7 +19,7 @@ setup(
         "megatron-core>=0.16.1",
         "numpy",
         "psutil",
-        "pydantic>=2.7",
+        "pydantic>=2.11",
         "pyyaml",
         "safetensors",
         "tokenizers",

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dynamo_megatron.checkpoint_folder import choose_checkpoint, read_state
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import every_export, exported_step, latest_checkpoint
-from dynamo_megatron.policy.checkpoint import load_checkpoint, load_state, save_checkpoint
+from dynamo_megatron.output_dir import every_export, exported_step
+from dynamo_megatron.policy.checkpoint import Save, begin_save, load_checkpoint
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.push import export_huggingface
 
@@ -23,7 +24,8 @@ class HasState(Protocol):
 class Checkpoints:
     """The policy together with `parts`, rank 0's own state (plain data). `parts` and `say` are rank 0's alone.
 
-    All methods but `reached` are collective over all ranks.
+    All methods but `take_waited` are collective over all ranks; those that save raise OSError where the disk is full,
+    with `checkpoint.async` possibly at a later call than the one that began the save.
     """
 
     def __init__(
@@ -31,20 +33,24 @@ class Checkpoints:
     ):
         self._policy, self._parts = policy, parts if policy.layout.rank == 0 else None
         self._say = say
-        self._output, self._config = Path(config.output_dir), config.checkpoint
+        self._output, self._config, self._timeout = Path(config.output_dir), config.checkpoint, config.trainer.timeout
         self._root = self._output / "checkpoints"
         self._reached = self._saved = 0
         self._state: dict[str, Any] | None = None
+        self._under_way: Save | None = None
+        self._waited = 0.0
 
     def resume(self) -> int:
-        """Loads the newest complete checkpoint, if there is one; returns its step, else 0."""
-        found = latest_checkpoint(self._root)
+        """Loads the newest complete checkpoint, if there is one; returns its step, else 0. Raises ValueError where
+        there are only damaged ones."""
+        leads = self._parts is not None
+        found = self._policy.layout.gather(choose_checkpoint(self._root, self._say) if leads else None)[0]
         if found is not None:
             step, folder = found
             start = time.monotonic()
             load_checkpoint(self._policy, folder)
             if self._parts is not None:
-                state = load_state(folder)
+                state = read_state(folder)
                 for name, part in self._parts.items():
                     part.load_state_dict(state[name])
                 self._say(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s")
@@ -53,18 +59,41 @@ class Checkpoints:
         return self._saved
 
     def reached(self, step: int) -> None:
-        """The weights are those of `step` now, and so is the state of the parts."""
+        """The weights are those of `step` now, and so is the state of the parts. A save whose files have all been
+        written meanwhile is completed."""
         self._reached = step
         if self._parts is not None:
             self._state = {name: part.state_dict() for name, part in self._parts.items()}
+        if self._under_way is not None and all(self._policy.layout.gather(self._under_way.written())):
+            self.settle()
 
     def save(self) -> None:
-        """Saves the step reached, where that is not done already. Raises OSError where the disk is full."""
+        """Saves the step reached, where that is not done already; with `checkpoint.async` only begins to."""
         if self._saved != self._reached:
-            save_checkpoint(self._policy, self._root, self._reached, self._state, self._config.keep_last)
+            self.settle()
+            start = time.monotonic()
+            self._under_way = begin_save(
+                self._policy, self._root, self._reached, self._state, background=self._config.async_save
+            )
+            self._waited += time.monotonic() - start
             self._saved = self._reached
+            if not self._config.async_save:
+                self.settle()
         if self._config.export_hf == "every" and self._saved:
             self._export(every_export(self._output, self._saved))
+
+    def settle(self) -> None:
+        """Waits until the save under way, if there is one, is complete."""
+        start = time.monotonic()
+        if self._under_way is not None:
+            self._under_way.complete(self._config.keep_last, self._timeout)
+            self._under_way = None
+        self._waited += time.monotonic() - start
+
+    def take_waited(self) -> float:
+        """Seconds that the training has waited for saves since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def export_best(self) -> None:
         """What was reached is the best so far. Saved first, so that an export that fails loses no step."""
@@ -73,10 +102,13 @@ class Checkpoints:
             self._export(self._output / "hf")
 
     def export_final(self) -> None:
+        """Ends the run: what was saved is complete afterwards."""
+        self.settle()
         if self._config.export_hf == "final":
             self._export(self._output / "hf")
 
     def _export(self, folder: Path) -> None:
         exported = self._policy.layout.gather(exported_step(folder) == self._reached)
         if not exported[0]:  # rank 0 decides: the others may see the shared folder late
+            self.settle()  # a kill must not leave an export of a step that is trained again, otherwise
             export_huggingface(self._policy, folder, self._reached)

@@ -7,15 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
+DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
     "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
     "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
-    "convert": "dynamo-megatron convert runs/first models/first",
+    "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
+    "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
@@ -25,9 +28,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
     commands = top.add_subparsers(dest="command", required=True)
 
-    def command(name: str, help: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
+    def command(name: str, help: str, among: Any = commands) -> argparse.ArgumentParser:
+        return among.add_parser(
+            name.split()[-1],
             help=help,
             description=help,
             epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
@@ -52,9 +55,21 @@ def parser() -> argparse.ArgumentParser:
         "SGLang server (default: model.path)",
     )
     sub.add_argument("--out", type=Path, required=True, help="folder for the responses, the table and the logs")
-    sub = command("convert", "write a checkpoint as a Hugging Face folder")
-    sub.add_argument("checkpoint", help="a run (its newest checkpoint) or one of its checkpoints/step-N")
-    sub.add_argument("out", type=Path, help="folder to write")
+    convert = commands.add_parser("convert", help="a Hugging Face folder to a Megatron checkpoint, or back")
+    directions = convert.add_subparsers(dest="direction", required=True)
+    sub = command("convert hf2mcore", "write a Hugging Face folder as a Megatron checkpoint for any layout", directions)
+    sub.add_argument("source", metavar="HF", type=Path, help="a Hugging Face folder")
+    sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
+    sub = command("convert mcore2hf", "write a Megatron checkpoint as a Hugging Face folder", directions)
+    sub.add_argument(
+        "source",
+        metavar="CHECKPOINT",
+        help="a folder that hf2mcore wrote, a run (its newest checkpoint) or one of its checkpoints/step-N",
+    )
+    sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
+    sub.add_argument("--step", type=_positive, help="which checkpoint of a run (default: the newest)")
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
@@ -134,16 +149,20 @@ def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.convert import ConvertJob, find_checkpoint
-    from dynamo_megatron.run import run_rank
+    from dynamo_megatron.convert import hf2mcore, mcore2hf
 
-    job = ConvertJob(*find_checkpoint(options.checkpoint), options.out)
-    if "RANK" in os.environ:
-        return run_rank(job)
-    job.check(1)
-    from dynamo_megatron.launcher.local import run_ranks
-
-    return run_ranks(arguments, 1)
+    try:
+        if options.direction == "hf2mcore":
+            hf2mcore(options.source, options.out, options.dtype)
+        else:
+            mcore2hf(options.source, options.out, options.dtype, options.step)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        print(f"{options.out}: not written: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: written from {options.source}")
+    return 0
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

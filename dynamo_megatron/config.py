@@ -27,7 +27,27 @@ class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    router_aux_loss_coef: float = 0.0  # of a mixture of experts' balancing loss; only 0 is exact, so only 0 is taken
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_loss_scaling(cls, value: object) -> object:
+        if value in ("float16", "fp16"):
+            raise ValueError(
+                f"{value!r} needs loss scaling, and the policy head makes its gradients for a scale of 1; use bfloat16"
+            )
+        return value
+
+    @field_validator("router_aux_loss_coef")
+    @classmethod
+    def _no_auxiliary_loss(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                f"{value:g}: the policy loss is normalised over the mini-batch, an auxiliary loss would be over each "
+                "micro-batch and depend on the layout; use 0"
+            )
+        return value
 
 
 class DataConfig(Section):
@@ -55,12 +75,27 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    tp: Positive = 1
-    pp: Positive = 1
-    vpp: Literal[1] = 1
-    cp: Literal[1] = 1
-    ep: Literal[1] = 1
-    sequence_parallel: bool = False
+    """Sizes; the data-parallel one is what is left of the ranks. docs/layouts.md says what fits together."""
+
+    tp: Positive = 1  # tensor
+    pp: Positive = 1  # pipeline
+    vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
+    cp: Positive = 1  # context: a sequence's tokens are spread over so many ranks
+    ep: Positive = 1  # experts, over the ranks of a pipeline stage
+    sequence_parallel: bool = False  # activations between the tensor-parallel parts are cut along the sequence
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the model and work on the same sequences."""
+        return self.tp * self.pp * self.cp
+
+    @model_validator(mode="after")
+    def _fits(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel: needs tp above 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
+        return self
 
 
 class RolloutConfig(Section):
@@ -202,7 +237,8 @@ class TrainerConfig(Section):
     steps: Positive = 100
     stop_when: StopConfig | None = None
     resume: Literal["auto", "never"] = "auto"
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: Positive = 16384  # of whole sequences, before context parallelism spreads them
+    recompute: Literal["none", "selective", "full"] = "none"  # activations: of attention, or of every layer
     deterministic: bool = False  # GPU: deterministic kernels; a CPU run always is
     timeout: Annotated[float, Field(gt=0)] = 1800.0  # seconds a rank waits for another one
 
@@ -216,6 +252,8 @@ class KernelsConfig(Section):
 class CheckpointConfig(Section):
     every: Positive = 10  # steps; the last step always saves
     keep_last: Positive = 2
+    # Files are written while the training goes on, from a copy in host memory of what this rank saves.
+    async_save: Annotated[bool, Field(alias="async")] = False
     # A Hugging Face folder: output_dir/hf at the end or at the best eval/pass@K; output_dir/hf-step-N with each save.
     export_hf: Literal["final", "best", "every", "never"] = "final"
 
@@ -288,8 +326,13 @@ class Config(Section):
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
             raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
-        if self.parallel.sequence_parallel and self.parallel.tp == 1:
-            raise ValueError("parallel.sequence_parallel: needs parallel.tp above 1")
+        if modulation and self.parallel.cp > 1:
+            for key, value in (("scope", "micro_batch"), ("expectation", "sequence_mean")):
+                if getattr(modulation, key) == value:
+                    raise ValueError(
+                        f"algorithm.modulation.{key}: {value} needs whole sequences on a rank, and parallel.cp is "
+                        f"{self.parallel.cp}; use cp 1 or the default {key}"
+                    )
         stop = self.trainer.stop_when
         passes = [f"eval/pass@{k}" for k in self.eval.k]
         if stop and (stop.metric or "").startswith("eval/pass@") and stop.metric not in passes:

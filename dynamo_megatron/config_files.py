@@ -88,7 +88,7 @@ def _merge(into: dict, new: Mapping, at: tuple[str, ...], origin: str, origins: 
 def _fields(kind: Any) -> dict[str, Any]:
     """name -> type of a section; nothing for a plain value."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return {name: field.annotation for name, field in kind.model_fields.items()}
+        return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
     if dataclasses.is_dataclass(kind):
         return typing.get_type_hints(kind)
     for option in typing.get_args(kind):  # Section | None

@@ -11,7 +11,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class EntropyShapingConfig(Section):
@@ -102,6 +102,7 @@ class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     where: Literal["loss"] = "loss"
+    reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

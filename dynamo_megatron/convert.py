@@ -1,34 +1,47 @@
-"""`dynamo-megatron convert`: a run's checkpoint as a Hugging Face folder."""
+"""`dynamo-megatron convert`: Hugging Face folders to Megatron checkpoints and back, one tensor at a time on one CPU."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import yaml
 from pydantic import ValidationError
 
+from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint, sync_folder, write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator
-from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.output_dir import complete_checkpoints, latest_checkpoint
-from dynamo_megatron.run import Job
+from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
+from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.megatron_folder import converted, write_megatron
+from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
+from dynamo_megatron.models.torch_dist import is_torch_dist
 
-if TYPE_CHECKING:
-    from dynamo_megatron.policy.policy import Policy
+OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
 
 
-def find_checkpoint(path: str | Path) -> tuple[int, Path]:
-    """(step, folder) of the checkpoint that `path` is, or of the newest complete one of the run that it is.
+def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Path]:
+    """(step, folder) of the checkpoint that `path` is, or of a run's newest complete one or the one of `step`.
 
     Raises ConfigError.
     """
     path = Path(path).resolve()
-    if path.parent.name == "checkpoints":
+    if path.parent.name == "checkpoints" and step is None:
         found = next((c for c in complete_checkpoints(path.parent) if c[1] == path), None)
-    else:
+    elif step is None:
         found = latest_checkpoint(path / "checkpoints")
+    else:
+        steps = dict(complete_checkpoints(path / "checkpoints"))
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(f"--step: {path} has no complete checkpoint of step {step}; it has {there}")
+        found = step, steps[step]
     if found is None:
         raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
     return found
@@ -45,32 +58,134 @@ def run_config(checkpoint: Path) -> Config:
         raise ConfigError(f"{file}: not the config of a run: {' '.join(str(error).split())}") from None
 
 
-class ConvertJob(Job):
-    """One rank that loads a checkpoint, whatever layout saved it, and writes it whole."""
+def open_checkpoint(path: str | Path, step: int | None = None) -> tuple[MegatronFolder, ModelSpec, Path]:
+    """(tensors, spec, folder of config.json and tokenizer) of what `hf2mcore` wrote, of a run or of its checkpoint.
 
-    def __init__(self, step: int, checkpoint: Path, out: Path):
-        config = run_config(checkpoint)
-        one_rank = config.parallel.model_copy(update={"tp": 1, "pp": 1, "sequence_parallel": False})
-        trainer = config.trainer.model_copy(update={"stop_when": None})
-        super().__init__(config.model_copy(update={"parallel": one_rank, "trainer": trainer}))
-        self.step, self.checkpoint, self.out = step, checkpoint, out
+    Raises ConfigError for what is not there, ValueError for what does not fit.
+    """
+    path = Path(path)
+    if is_torch_dist(path) and (path / "config.json").is_file() and step is None:
+        checkpoint, model, family = path, path, None
+    else:
+        _, checkpoint = find_checkpoint(path, step)
+        config = run_config(checkpoint).model
+        model, family = Path(config.path), config.family
+    spec = load_model_config(model, family)
+    return MegatronFolder(checkpoint, spec), spec, model
 
-    def check(self, ranks: int) -> dict[str, Any]:
-        if self.out.exists():
-            raise ConfigError(f"{self.out}: is there already; name another folder")
-        return super().check(ranks)
 
-    def prepare(self, spec: ModelSpec) -> None:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
+    """Writes the Hugging Face folder `source` as a Megatron checkpoint that any layout loads, with config.json and
+    tokenizer beside it; `dtype` None: each tensor's own.
 
-    def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.policy.checkpoint import load_checkpoint
+    Raises ConfigError or ValueError for what cannot be converted or written, OSError where writing fails.
+    """
+    spec = load_model_config(source)
+    check_config(source, spec)
+    with SafetensorsFolder(source, spec) as folder:
+        kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
+        with _aside(out, source, _bytes(spec, kinds)) as unfinished:
+            write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
+            _copy_companions(source, unfinished, dtype)
+            stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+            write_manifest(unfinished, {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None})
 
-        self._policy = policy
-        load_checkpoint(policy, self.checkpoint, optimizer=False)
 
-    def run(self) -> None:
-        from dynamo_megatron.resharding.push import export_huggingface
+def mcore2hf(source: str | Path, out: Path, dtype: str | None = None, step: int | None = None) -> None:
+    """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
+    folder, spec, model = open_checkpoint(source, step)
+    kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
+    shapes = huggingface_shapes(spec)
+    with _aside(out, model, _bytes(spec, kinds)) as unfinished:
+        tensors = {name: (kind, shapes[name]) for name, kind in kinds.items()}
+        write_safetensors(unfinished, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
+        single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
+        _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
+        sync_folder(unfinished)
 
-        export_huggingface(self._policy, self.out, self.step)
-        print(f"{self.out}: written from {self.checkpoint}", flush=True)
+
+def check_config(source: Path, spec: ModelSpec) -> None:
+    """Compares config.json, field by field, with what Megatron will build. Raises ValueError naming the fields."""
+    from dynamo_megatron.policy.config_check import config_differences  # seconds: it brings Megatron
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if differ := config_differences(config, spec):
+        raise ValueError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")
+
+
+def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], list[str]]:
+    """({tensor: largest absolute difference}, tensors that are not bit-equal) of two model folders, Hugging Face's or
+    Megatron's (`open_checkpoint`), one tensor at a time.
+
+    Raises ConfigError or ValueError where one cannot be read or they are different models.
+    """
+    (one, spec), (two, other) = _open(a), _open(b)
+    theirs = other.dimensions()
+    if differ := [f"{key} {v} and {theirs[key]}" for key, v in spec.dimensions().items() if v != theirs[key]]:
+        raise ValueError(f"{a} and {b} are different models: {', '.join(differ)}")
+    largest, unequal = {}, []
+    # Megatron's order, in which each parameter is read once
+    for name in next((f.names for f in (one, two) if isinstance(f, MegatronFolder)), one.names):
+        x, y = one.get(name), two.get(name)
+        if x.dtype != y.dtype or not torch.equal(x, y):
+            unequal.append(name)
+        largest[name] = max((float((p.float() - q.float()).abs().max()) for p, q in _rows(x, y)), default=0.0)
+    return largest, unequal
+
+
+def _rows(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of both of at most 2^24 values: a difference of whole tensors would take several of them in memory."""
+    rows = max(1, (1 << 24) // max(1, x[0].numel()))
+    return zip(x.split(rows), y.split(rows), strict=True)
+
+
+def _open(path: str | Path) -> tuple[SafetensorsFolder | MegatronFolder, ModelSpec]:
+    path = Path(path)
+    if (path / "config.json").is_file():
+        spec = load_model_config(path)
+        return open_weights(path, spec), spec
+    folder, spec, _ = open_checkpoint(path)
+    return folder, spec
+
+
+def _kind(stored: torch.dtype, dtype: str | None) -> torch.dtype:
+    return getattr(torch, dtype) if dtype else stored
+
+
+def _bytes(spec: ModelSpec, kinds: dict[str, torch.dtype]) -> int:
+    shapes = huggingface_shapes(spec)
+    return sum(nbytes(kinds[name], shape) + OVERHEAD for name, shape in shapes.items())
+
+
+def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
+    """config.json (its dtype set to `dtype`), tokenizer, generation config, chat template."""
+    for file in companion_files(source):
+        shutil.copy(file, target / file.name)
+    if dtype is not None:
+        config: dict[str, Any] = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
+    """A folder beside `out` that takes its name if all goes well, else it is removed. Raises ConfigError where `out` is
+    there, cannot be written or does not fit on the disk."""
+    if out.exists():
+        raise ConfigError(f"{out}: is there already; name another folder")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        free = shutil.disk_usage(unfinished).free
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
+    try:
+        size += sum(file.stat().st_size for file in companion_files(companions))
+        if size > free:
+            raise ConfigError(f"{out}: needs {size / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free")
+        yield unfinished
+        unfinished.rename(out)
+    except BaseException:  # a Ctrl-C too leaves nothing behind
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from dynamo_megatron.checkpoint_folder import latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
 
-STATE_FILE = "state.json"  # written last: a checkpoint that has it is complete
 EXPORT_FILE = "export.json"  # in an exported Hugging Face folder: {"step": N}
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
@@ -136,14 +135,3 @@ def exported_step(folder: Path) -> int | None:
 def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
     """The step of the best evaluation, the first of equals, by pass@k of the first `eval.k`."""
     return max(evaluations, key=lambda e: e[f"eval/pass@{config.eval.k[0]}"])["step"]
-
-
-def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints that are complete, oldest first: found by what is there."""
-    names = ((re.fullmatch(r"step-(\d{6,})", p.name), p) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted((int(m[1]), p) for m, p in names if m and (p / STATE_FILE).is_file())
-
-
-def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
-    """The newest complete one."""
-    return (complete_checkpoints(root) or [None])[-1]

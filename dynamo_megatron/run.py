@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,32 +74,63 @@ class Job:
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises ConfigError where model, layout and the number of ranks do not fit."""
     p = config.parallel
-    if world_size % (p.tp * p.pp):
+    if world_size % p.model_ranks:
         raise ConfigError(
-            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} = {p.tp * p.pp}; "
+            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
             "start a multiple of that"
+        )
+    if (world_size // p.pp) % p.ep:
+        raise ConfigError(
+            f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
+            f"({world_size} ranks, pp {p.pp})"
         )
     try:
         spec = load_model_config(config.model.path, config.model.family)
-        spec.check_parallel(p.tp, p.pp)
+        spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+        if config.algorithm.kl.coef and config.algorithm.kl.reference is not None:
+            check_reference(spec, config.algorithm.kl.reference)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
+        )
     return spec
+
+
+def check_reference(spec: ModelSpec, folder: str) -> None:
+    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
+    reference = load_model_config(folder, spec.family)
+    differs = [f.name for f in fields(spec) if getattr(reference, f.name) != getattr(spec, f.name)]
+    differs = [name for name in differs if name != "max_positions"]
+    if differs:
+        name = differs[0]
+        raise ValueError(
+            f"algorithm.kl.reference: {folder} has {name} {getattr(reference, name)}, the policy "
+            f"{getattr(spec, name)}; the reference must be a model of the policy's shape"
+        )
 
 
 def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
     """The derived values that every job shows."""
     p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": ranks // p.model_ranks}
+    extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
+    layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
+    experts = ""
+    if spec.num_experts:
+        experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
     return {
-        "layout": f"{ranks} ranks = tp {p.tp} x pp {p.pp} x dp {ranks // (p.tp * p.pp)}",
+        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
         "device": "CUDA" if torch.cuda.is_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
-        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head",
+        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
     }
 
 
 def default_ranks(config: Config) -> int:
-    return torch.cuda.device_count() or config.parallel.tp * config.parallel.pp
+    return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
 def run_rank(job: Job) -> int:

@@ -19,7 +19,7 @@ from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder
+from dynamo_megatron.models import ModelSpec, open_weights
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.records import Prompt, Sequences
 from dynamo_megatron.run import Job
@@ -51,7 +51,7 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        with SafetensorsFolder(config.model.path, spec):
+        with open_weights(config.model.path, spec):
             pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path)
         if self._tokenizer.eos_token_id is None:
@@ -83,6 +83,7 @@ class SFTJob(Job):
                 sequences, finished = self._share()
             except StopRequested:
                 self._checkpoints.save()
+                self._checkpoints.settle()
                 raise
             if finished:
                 self._checkpoints.save()
@@ -99,6 +100,7 @@ class SFTJob(Job):
                     "policy/grad_norm": update["grad_norm"],
                     "policy/learning_rate": lr,
                     "time/step": time.monotonic() - start,
+                    "time/save": self._checkpoints.take_waited(),
                 }
                 shown = step % max(1, steps // LINES) == 0 or step == steps
                 self.journal.step(metrics, _line(metrics, steps) if shown else None)

@@ -15,7 +15,7 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_model_config
+from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -44,7 +44,7 @@ class TrainJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        with SafetensorsFolder(config.model.path, spec):
+        with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path)
 

@@ -63,6 +63,7 @@ class Trainer:
                     break
                 self.coordinator.step = step
                 clock = Clock()
+                clock.seconds["save"] = self.checkpoints.take_waited()
                 collect = functools.partial(self._collect, step, clock)
                 batch = self._shared(f"step-{step}", f"the rollouts of step {step}", collect)
                 self._say_phase("logprobs")
@@ -89,6 +90,7 @@ class Trainer:
                     self._save()
         except StopRequested:
             self._save()
+            self.checkpoints.settle()
             raise
         self.checkpoints.export_final()
 

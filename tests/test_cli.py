@@ -47,6 +47,12 @@ def refused(capsys, *arguments) -> str:
         ("rollout.top_p=0.9", "top_p: training needs 1.0"),
         ("parallel.tp=3", "parallel.tp: 3 does not divide the 4 (attention heads); use one of 1, 2"),
         ("parallel.pp=4", "parallel.pp: 4 does not divide the 2 layers"),
+        ("parallel.vpp=2", "parallel: vpp: 2 chunks a stage need pp above 1"),
+        ("parallel.sequence_parallel=true", "parallel: sequence_parallel: needs tp above 1"),
+        ("parallel.ep=2", "parallel.ep: 2, but a qwen2 model has no experts"),
+        ("model.dtype=float16", "model.dtype: 'float16' needs loss scaling"),
+        ("model.router_aux_loss_coef=0.001", "model.router_aux_loss_coef: 0.001: the policy loss is normalised over"),
+        ("algorithm.kl={coef: 0.1, reference: /no/such/model}", "/no/such/model: no such folder"),
         ("rollout.max_new_tokens=128", "rollout.max_new_tokens: 128 tokens leave 0 of 128 for the prompt"),
         ("eval.k=[1,8]", "eval: k: pass@8 needs that many samples a problem, samples is 1"),
         ("eval.every=5", "eval: data: name the problems to evaluate on"),
@@ -65,6 +71,19 @@ def refused(capsys, *arguments) -> str:
 def test_refused_before_any_rank_starts(base, capsys, argument, says):
     assert says in refused(capsys, base / "config.yaml", argument)
     assert not (base / "run").exists()
+
+
+def test_context_parallelism_refuses_what_needs_whole_sequences(base, capsys):
+    keys = ("parallel.cp=2", "algorithm.modulation.expectation=sequence_mean")
+    says = "algorithm.modulation.expectation: sequence_mean needs whole sequences on a rank, and parallel.cp is 2"
+    assert says in refused(capsys, base / "config.yaml", *keys)
+
+
+def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_model):
+    other = make_tiny_model(base / "other", layers=3)
+    capsys.readouterr()
+    said = refused(capsys, base / "config.yaml", f"algorithm.kl={{coef: 0.1, reference: {other}}}")
+    assert f"algorithm.kl.reference: {other} has num_layers 3, the policy 2" in said
 
 
 @pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "checkpoint.export_hf=best"])

@@ -33,6 +33,9 @@ def make_tiny_model(
     kv_heads: int = 2,
     head_dim: int | None = None,
     ffn: int = 128,
+    experts: int = 4,
+    experts_per_token: int = 2,
+    expert_ffn: int = 48,
     vocab: int = 128,
     max_positions: int = 2048,
     tied: bool = False,
@@ -41,8 +44,9 @@ def make_tiny_model(
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
 
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
-    least 101. `head_dim` None: hidden / heads. A response ends with <|im_end|>. The same arguments give the same
-    weights. Raises ValueError for a vocabulary too small for the tokenizer.
+    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
+    with <|im_end|>. The same arguments give the same weights. Raises ValueError for a vocabulary too small for the
+    tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
@@ -61,8 +65,15 @@ def make_tiny_model(
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": expert_ffn,
+        "norm_topk_prob": True,
+    }
     config = AutoConfig.for_model(
         family,
+        **(mixture if family == "qwen3_moe" else {}),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -94,7 +105,7 @@ def make_tiny_model(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder to write")
-    parser.add_argument("--family", choices=["qwen2", "qwen3", "llama"], default="qwen2")
+    parser.add_argument("--family", choices=["qwen2", "qwen3", "qwen3_moe", "llama"], default="qwen2")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
@@ -102,6 +113,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, help="default: hidden / heads")
     parser.add_argument("--ffn", type=int, default=128)
+    parser.add_argument("--experts", type=int, default=4, help="qwen3_moe: routed experts of a layer")
+    parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument("--expert-ffn", type=int, default=48)
     parser.add_argument("--vocab", type=int, default=128, help="rows of the embedding")
     parser.add_argument("--max-positions", type=int, default=2048)
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")

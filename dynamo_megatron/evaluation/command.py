@@ -13,14 +13,14 @@ import yaml
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose, to_plain
-from dynamo_megatron.convert import find_checkpoint, run_config
+from dynamo_megatron.convert import find_checkpoint, mcore2hf, run_config
 from dynamo_megatron.coordination import StopFlag, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, summarise, write_results
-from dynamo_megatron.launcher.local import run_ranks
-from dynamo_megatron.models import SafetensorsFolder, load_model_config
+from dynamo_megatron.models import load_model_config, open_weights
+from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -49,11 +49,11 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
         with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
             served = config
             if checkpoint is not None:
-                whole = Path(folder) / "hf"
-                if code := run_ranks(["convert", str(checkpoint), str(whole)], 1):
-                    return code
-                served = _with_model(config, whole)
                 config = _with_model(config, checkpoint)
+            if url is None and is_torch_dist(config.model.path):
+                whole = Path(folder) / "hf"
+                mcore2hf(config.model.path, whole)
+                served = _with_model(config, whole)
             results = _ask(served, url)
         print(_write(results, config, model, out))
     except ValueError as error:
@@ -117,7 +117,7 @@ def _dtype(folder: Path) -> str:
 def _ask(config: Config, url: str | None) -> list[ProblemResult]:
     spec = load_model_config(config.model.path, config.model.family)
     if url is None:
-        with SafetensorsFolder(config.model.path, spec):
+        with open_weights(config.model.path, spec):
             pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path)
     problems = load_problems(

@@ -1,6 +1,6 @@
 """One small file per family: Hugging Face config -> ModelSpec and the family's name table.
 
-A new dense family is one file with `spec_from_config` and one entry in FAMILIES.
+A new family is one file with `spec_from_config` and one entry in FAMILIES.
 """
 
 from __future__ import annotations
@@ -10,24 +10,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.models import llama, qwen2, qwen3
+from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
 from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
+from dynamo_megatron.models.megatron_folder import MegatronFolder
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.models.weights import load_weights, named_huggingface_tensors
 
 __all__ = [
     "FAMILIES",
+    "MegatronFolder",
     "ModelSpec",
     "SafetensorsFolder",
     "load_model_config",
     "load_weights",
     "named_huggingface_tensors",
+    "open_weights",
 ]
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "llama": llama.spec_from_config,
     "qwen2": qwen2.spec_from_config,
     "qwen3": qwen3.spec_from_config,
+    "qwen3_moe": qwen3_moe.spec_from_config,
 }
 
 
@@ -56,3 +61,11 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         return FAMILIES[name](config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
+    """The weights in a model's folder, safetensors or a Megatron checkpoint; opening checks every name and shape.
+
+    Raises ValueError, one line.
+    """
+    return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

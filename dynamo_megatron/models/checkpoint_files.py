@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +14,50 @@ from dynamo_megatron.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATING = {"BF16", "F16", "F32", "F64"}
+FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+NOT_COMPANIONS = ("metadata.json", "manifest.json", "export.json")  # say what weights are there
+LISTED = 3  # tensors named in an error, of those it is about
+
+
+def check_tensors(
+    path: Path,
+    spec: ModelSpec,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    file_of: Mapping[str, str] | None = None,
+) -> None:
+    """Raises ValueError, one line, where the tensors of a checkpoint (name: shape) are not the model's: how many are
+    missing, too many or of another shape, and the first few of them."""
+    file_of = file_of or {}
+
+    def listed(names: list[str], what: str, detail: Callable[[str], str]) -> str:
+        shown = [f"{n}{detail(n)}" + (f" ({file_of[n]})" if n in file_of else "") for n in names[:LISTED]]
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        return f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {', '.join(shown)}{more}"
+
+    missing, extra = [n for n in expected if n not in found], [n for n in found if n not in expected]
+    shaped = [n for n in expected if n in found and found[n] != expected[n]]
+    wrong = [
+        listed(missing, "missing", lambda n: ""),
+        listed(extra, f"without a place in a {spec.family} model", lambda n: ""),
+        listed(shaped, "of another shape", lambda n: f" {list(found[n])} instead of {list(expected[n])}"),
+    ]
+    wrong = [text for text, names in zip(wrong, (missing, extra, shaped), strict=True) if names]
+    if wrong:
+        raise ValueError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """What a model's folder holds besides weights: config.json, tokenizer, generation config, licence."""
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and file.suffix not in weights
+        and not file.name.startswith((".", "model"))
+        and file.name not in NOT_COMPANIONS
+    )
 
 
 class SafetensorsFolder:
@@ -67,26 +111,23 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise ValueError(f"{file}: tensor {name} cannot be read ({error})") from None
 
+    def dtype(self, name: str) -> torch.dtype:
+        return FLOATING[self._files[self._where(name)].get_slice(name).get_dtype()]
+
     def _check(self, spec: ModelSpec) -> None:
         shapes = huggingface_shapes(spec)
         if spec.tied and HF_HEAD in self._file_of:
             shapes[HF_HEAD] = shapes[HF_EMBEDDING]
+        found = {}
         for name, file in self._file_of.items():
             if name.endswith("rotary_emb.inv_freq"):
                 continue
-            if name not in shapes:
-                raise ValueError(f"{file}: tensor {name} has no place in a {spec.family} model of this config.json")
             header = self._files[file].get_slice(name)
-            if tuple(header.get_shape()) != shapes[name]:
-                raise ValueError(
-                    f"{file}: tensor {name} has shape {header.get_shape()}, config.json says {list(shapes[name])}"
-                )
-            if header.get_dtype() not in FLOATING:
+            found[name] = tuple(header.get_shape())
+            if name in shapes and header.get_dtype() not in FLOATING:
                 raise ValueError(f"{file}: tensor {name} is {header.get_dtype()}; give unquantised weights")
-        for name in shapes:
-            self._where(name)
-        carries_head = spec.tied and HF_HEAD in self._file_of
-        if carries_head and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
+        check_tensors(self.path, spec, shapes, found, {name: file.name for name, file in self._file_of.items()})
+        if HF_HEAD in shapes and spec.tied and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
             # transformers leaves such a pair untied: tying them would train another model than the folder's
             raise ValueError(
                 f"{self._file_of[HF_HEAD]}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, though config.json says "

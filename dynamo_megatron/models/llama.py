@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, dense_spec, flag
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec, flag
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -13,4 +13,4 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     for key in ("attention_bias", "mlp_bias"):
         if flag(config, key):
             raise ValueError(f"{key}: true is not supported")
-    return dense_spec(config, "llama", layer_names=DENSE_LAYER)
+    return decoder_spec(config, "llama", layer_names=DENSE_LAYER)

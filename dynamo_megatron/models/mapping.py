@@ -1,13 +1,14 @@
 """Names and shapes: Megatron's parameters <-> Hugging Face's tensors. Pure functions on tensors.
 
-Megatron names are GPTModel's, with global layer numbers; the local layer spec's names and TransformerEngine's (where
-a norm is fused into the linear that follows it) are both understood. Shapes below are Hugging Face's, [out, in].
+Megatron names are GPTModel's, with global layer and expert numbers; the local layer spec's names and
+TransformerEngine's (where a norm is fused into the linear that follows it) are both understood. Shapes below are
+Hugging Face's, [out, in]. An expert is whole on its rank: tensor parallelism does not cut it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_HEAD = "lm_head.weight"
-OUTSIDE_LAYERS = {
+OUTSIDELAYERS = {
     EMBEDDING: (HF_EMBEDDING,),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
     OUTPUT_LAYER: (HF_HEAD,),
@@ -37,14 +38,47 @@ LAYOUT = {
     "mlp.linear_fc2.weight": "row",
 }
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# SequentialMLP's, and the grouped linears' of TransformerEngine
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 
 
-def global_name(name: str, layer_offset: int) -> str:
-    """A stage's own parameter name -> the whole model's: wrappers' `module.` dropped, the layer number moved."""
+def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
+    """A rank's own parameter name -> the whole model's: wrappers' `module.` dropped, layer and expert numbers moved.
+
+    Of the two ways to number experts the result has SequentialMLP's, `mlp.experts.local_experts.N.linear_fc1.weight`.
+    """
     name = re.sub(r"^(module\.)+", "", name)
-    layer = _LAYER.fullmatch(name)
-    return f"decoder.layers.{int(layer[1]) + layer_offset}.{layer[2]}" if layer else name
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        return name
+    within = layer[2]
+    if expert := _EXPERT.fullmatch(within):
+        number = int(expert[1] or expert[4]) + expert_offset
+        within = f"mlp.experts.local_experts.{number}.{expert[2] or expert[3]}.weight"
+    return f"decoder.layers.{int(layer[1]) + layer_offset}.{within}"
+
+
+def expert_number(name: str) -> int | None:
+    """Which expert a parameter or tensor (either side's name, global) belongs to, or None: the ranks of an
+    expert-parallel group hold different ones, each of them whole."""
+    expert = re.search(r"mlp\.experts\.(?:local_experts\.)?(\d+)\.", name)
+    return int(expert[1]) if expert else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter or tensor (either side's name) belongs to one expert."""
+    return "mlp.experts." in name
+
+
+def parameter_names(spec: ModelSpec) -> Iterator[str]:
+    """Megatron's parameters of the whole model, without the copy of a tied head."""
+    yield EMBEDDING
+    for layer in range(spec.num_layers):
+        yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
+    yield "decoder.final_layernorm.weight"
+    if not spec.tied:
+        yield OUTPUT_LAYER
 
 
 def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
@@ -52,9 +86,9 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
 
     The output layer of a tied model is made of the embedding. Raises ValueError for a name the family does not have.
     """
-    layer = _LAYER.fullmatch(name)
+    layer = LAYER.fullmatch(name)
     if layer is None:
-        names = OUTSIDE_LAYERS.get(name)
+        names = OUTSIDELAYERS.get(name)
         tied = name == OUTPUT_LAYER and spec.tied
         names = (HF_EMBEDDING,) if tied else names
     else:
@@ -80,7 +114,12 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "pre_mlp_layernorm.weight": ((hidden,),),
         "mlp.linear_fc1.weight": ((spec.ffn_hidden_size, hidden),) * 2,
         "mlp.linear_fc2.weight": ((hidden, spec.ffn_hidden_size),),
+        "mlp.router.weight": ((spec.num_experts, hidden),),
     }
+    for e in range(spec.num_experts):
+        here = f"mlp.experts.local_experts.{e}"
+        of_parameter[f"{here}.linear_fc1.weight"] = ((spec.moe_ffn_hidden_size, hidden),) * 2
+        of_parameter[f"{here}.linear_fc2.weight"] = ((hidden, spec.moe_ffn_hidden_size),)
     for layer in range(spec.num_layers):
         for parameter, parts in spec.layer_names.items():
             for part, shape in zip(parts, of_parameter[parameter], strict=True):
@@ -93,7 +132,7 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it)."""
-    return _layout(name) != "replicated"
+    return layout_of(name) != "replicated" and not is_expert(name)
 
 
 def to_megatron(
@@ -101,7 +140,9 @@ def to_megatron(
 ) -> torch.Tensor:
     """Rank `tp_rank`'s shard of parameter `name` from the whole Hugging Face tensors, as `huggingface_names` orders
     them, in their dtype. The vocabulary is padded with zero rows. May share memory with the input."""
-    layout = _layout(name)
+    layout = layout_of(name)
+    if is_expert(name):
+        tp_rank, tp_size = 0, 1
     if layout == "qkv":
         grouped = [t.unflatten(0, (spec.num_query_groups, -1)).chunk(tp_size)[tp_rank] for t in tensors]
         return torch.cat(grouped, dim=1).flatten(0, 1)
@@ -120,30 +161,40 @@ def to_megatron(
 def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of parameter `name` from the shards of all tensor-parallel ranks, in rank order.
 
-    The inverse of `to_megatron`: padding is cut. A replicated parameter takes one shard or one a rank. The result may
-    share memory with the shards.
+    The inverse of `to_megatron`: padding is cut. A parameter that is not sharded takes one shard or one a rank. The
+    result may share memory with the shards.
     """
     names = huggingface_names(spec, name)
-    layout = _layout(name)
+    layout = layout_of(name)
+    if is_expert(name):
+        shards = shards[:1]
     if layout == "qkv":
-        grouped = torch.cat(list(shards)).unflatten(0, (spec.num_query_groups, -1))
+        grouped = _joined(shards).unflatten(0, (spec.num_query_groups, -1))
         q = spec.num_attention_heads // spec.num_query_groups * spec.kv_channels
         parts = [part.flatten(0, 1) for part in grouped.split([q, spec.kv_channels, spec.kv_channels], dim=1)]
     elif layout == "gate_up":
-        parts = [torch.cat(halves) for halves in zip(*(s.chunk(2) for s in shards), strict=True)]
+        parts = [_joined(halves) for halves in zip(*(s.chunk(2) for s in shards), strict=True)]
     elif layout == "row":
-        parts = [torch.cat(list(shards), dim=1)]
+        parts = [_joined(shards, dim=1)]
     elif layout == "vocab":
-        parts = [torch.cat(list(shards))[: spec.vocab_size]]
+        parts = [_joined(shards)[: spec.vocab_size]]
     else:
         parts = [shards[0]]
     return dict(zip(names, parts, strict=True))
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
 def _layer_key(suffix: str) -> str:
     return TRANSFORMER_ENGINE_NAMES.get(suffix, suffix)
 
 
-def _layout(name: str) -> str:
-    layer = _LAYER.fullmatch(name)
-    return LAYOUT.get(_layer_key(layer[2]) if layer else name, "replicated")
+def layout_of(name: str) -> str:
+    """How tensor-parallel ranks cut parameter `name`, one of LAYOUT's values or "replicated"; experts are not cut."""
+    layer = LAYER.fullmatch(name)
+    key = _layer_key(layer[2]) if layer else name
+    if expert := _EXPERT.fullmatch(key):
+        key = f"mlp.{expert[2] or expert[3]}.weight"
+    return LAYOUT.get(key, "replicated")

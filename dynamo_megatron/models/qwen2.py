@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, dense_spec
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
 
 QWEN2_LAYER = {
     **DENSE_LAYER,
@@ -15,4 +15,4 @@ QWEN2_LAYER = {
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped."""
-    return dense_spec(config, "qwen2", layer_names=QWEN2_LAYER, qkv_bias=True)
+    return decoder_spec(config, "qwen2", layer_names=QWEN2_LAYER, qkv_bias=True)

@@ -29,7 +29,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_positi
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder: SwiGLU, RMSNorm, RoPE, grouped-query attention."""
+    """A decoder: SwiGLU (or experts of it), RMSNorm, RoPE, grouped-query attention."""
 
     family: str
     num_layers: int
@@ -47,27 +47,52 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
+    num_experts: int = 0  # routed experts of every layer; 0: dense
+    router_topk: int = 0  # experts a token goes to
+    moe_ffn_hidden_size: int = 0  # width of an expert
+    norm_topk_prob: bool = False  # the chosen experts' probabilities are made to sum to 1
+
+    def dimensions(self) -> dict[str, Any]:
+        """The fields that say which model it is, as plain data that survives JSON."""
+        return {key: value for key, value in vars(self).items() if key != "layer_names"}
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
         return -(-self.vocab_size // (16 * tp)) * 16 * tp
 
-    def check_parallel(self, tp: int, pp: int) -> None:
-        """Raises ValueError where the model cannot be cut into tp tensor shards and pp stages of equal depth."""
-        for what, size in (
-            ("attention heads", self.num_attention_heads),
-            ("key/value heads", self.num_query_groups),
-            ("MLP width", self.ffn_hidden_size),
-        ):
+    def experts_of(self, ep_rank: int, ep_size: int) -> range:
+        """The experts that an expert-parallel rank holds; none of a dense model."""
+        here = self.num_experts // ep_size
+        return range(ep_rank * here, (ep_rank + 1) * here)
+
+    def check_parallel(self, tp: int, pp: int, *, vpp: int = 1, ep: int = 1) -> None:
+        """Raises ValueError where the model cannot be cut into tp tensor shards, pp stages of vpp chunks of equal depth
+        and ep shares of the experts (each of which is whole on its rank)."""
+        widths = {"attention heads": self.num_attention_heads, "key/value heads": self.num_query_groups}
+        if not self.num_experts:
+            widths["MLP width"] = self.ffn_hidden_size
+        for what, size in widths.items():
             if size % tp:
-                together = math.gcd(self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)
                 raise ValueError(
-                    f"parallel.tp: {tp} does not divide the {size} ({what}); use one of {_divisors(together)}"
+                    f"parallel.tp: {tp} does not divide the {size} ({what}); "
+                    f"use one of {_divisors(math.gcd(*widths.values()))}"
                 )
         if self.num_layers % pp:
             raise ValueError(
                 f"parallel.pp: {pp} does not divide the {self.num_layers} layers; "
                 f"use one of {_divisors(self.num_layers)}"
+            )
+        if self.num_layers // pp % vpp:
+            raise ValueError(
+                f"parallel.vpp: {vpp} does not divide the {self.num_layers // pp} layers of a stage; "
+                f"use one of {_divisors(self.num_layers // pp)}"
+            )
+        if ep > 1 and not self.num_experts:
+            raise ValueError(f"parallel.ep: {ep}, but a {self.family} model has no experts; use 1")
+        if self.num_experts % ep:
+            raise ValueError(
+                f"parallel.ep: {ep} does not divide the {self.num_experts} experts; "
+                f"use one of {_divisors(self.num_experts)}"
             )
 
 
@@ -75,7 +100,7 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def dense_spec(
+def decoder_spec(
     config: Mapping[str, Any],
     family: str,
     *,
@@ -84,15 +109,17 @@ def dense_spec(
     qk_norm: bool = False,
     head_dim: int | None = None,
 ) -> ModelSpec:
-    """The spec of a dense model from config.json's content; `head_dim` is what a missing head_dim means.
+    """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
+
+    `head_dim` is what a missing head_dim means.
 
     Raises ValueError naming the field that is missing, malformed or stands for something Megatron's GPTModel would
     silently do otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
     """
-    heads = _integer(config, "num_attention_heads")
-    groups = _integer(config, "num_key_value_heads", heads)
-    hidden = _integer(config, "hidden_size")
-    layers = _integer(config, "num_hidden_layers")
+    heads = integer(config, "num_attention_heads")
+    groups = integer(config, "num_key_value_heads", heads)
+    hidden = integer(config, "hidden_size")
+    layers = integer(config, "num_hidden_layers")
     if heads % groups:
         raise ValueError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
     if config.get("head_dim") is None and head_dim is None and hidden % heads:
@@ -109,12 +136,12 @@ def dense_spec(
         family=family,
         num_layers=layers,
         hidden_size=hidden,
-        ffn_hidden_size=_integer(config, "intermediate_size"),
+        ffn_hidden_size=integer(config, "intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=_integer(config, "head_dim", head_dim or hidden // heads),
-        vocab_size=_integer(config, "vocab_size"),
-        max_positions=_integer(config, "max_position_embeddings"),
+        kv_channels=integer(config, "head_dim", head_dim or hidden // heads),
+        vocab_size=integer(config, "vocab_size"),
+        max_positions=integer(config, "max_position_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling_factor=rope_scaling_factor,
@@ -133,7 +160,8 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of config.json. Raises ValueError for anything else, or where it and `default` are missing."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:

@@ -106,8 +106,24 @@ def enable_cpu() -> None:
     cuda.manual_seed = cuda.random.manual_seed = lambda seed: torch.manual_seed(seed) and None
     assert hasattr(megatron_random, "_set_cuda_rng_state"), "megatron-core moved _set_cuda_rng_state"
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _let_experts_run()
     _mode = _CudaMeansCpu()
     _mode.__enter__()
+
+
+def _let_experts_run() -> None:
+    """Mixture of experts without TransformerEngine and CUDA: 0.16.1 leaves a name undefined without the one, and makes
+    the numpy split sizes that its all-to-all needs only of tensors that were on the other."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def to_cpu(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    assert hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"), "megatron-core moved maybe_move_tensor_to_cpu"
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = to_cpu
 
 
 def fix_torch_adam_checkpoints() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,40 +77,69 @@ def _check_engine_logprobs(rollouts: RolloutBatch) -> None:
         )
 
 
+def context_positions(length: int, cp_size: int) -> np.ndarray:
+    """int64 [cp_size, length / cp_size]: which positions of a segment each context-parallel rank holds, in order.
+
+    Megatron's zigzag, which balances causal attention: of 2 cp_size equal chunks rank r has the r-th and the r-th from
+    the end.
+    """
+    if cp_size == 1:
+        return np.arange(length)[None]
+    chunks = np.arange(length).reshape(2 * cp_size, -1)
+    return np.concatenate([chunks[:cp_size], chunks[: cp_size - 1 : -1]], axis=1)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed segments, one a sequence: inputs are tokens[:-1], the labels of the response rows the tokens after them.
+    """One rank's part of packed segments, one a sequence: inputs are tokens[:-1], the labels of the response rows the
+    tokens after them, whichever context-parallel rank holds those.
 
-    T packed positions, r response rows. A last segment of padding (never a label) makes T a multiple of `multiple`.
+    T packed positions in all, t = T / cp_size here, r response rows among them. Padding (never a label) makes a
+    segment's length a multiple of 2 cp_size; a last segment of it makes t a multiple of `multiple`.
     """
 
-    tokens: torch.Tensor  # int64 [1, T]
-    positions: torch.Tensor  # int64 [1, T]
-    cu_seqlens: torch.Tensor  # int32 [segments + 1]
-    rows: torch.Tensor  # int64 [r]: the positions that predict a response token
+    tokens: torch.Tensor  # int64 [1, t]
+    positions: torch.Tensor  # int64 [1, t]: within the segment
+    cu_seqlens: torch.Tensor  # int32 [segments + 1], of all T positions
+    rows: torch.Tensor  # int64 [r]: the positions, of the t here, that predict a response token
     labels: torch.Tensor  # int64 [r]
     slots: torch.Tensor  # int64 [r]: their slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
     sequences: list[int]
 
     @classmethod
-    def pack(cls, source: Sequences, sequences: list[int], *, multiple: int, device: torch.device) -> MicroBatch:
+    def pack(
+        cls,
+        source: Sequences,
+        sequences: list[int],
+        *,
+        multiple: int,
+        device: torch.device,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+    ) -> MicroBatch:
         slot_offsets = source.response_offsets
+        segment_multiple = 2 * cp_size if cp_size > 1 else 1
         tokens, positions, rows, labels, slots = [], [], [], [], []
-        bounds, response_bounds = [0], [0]
+        bounds, response_bounds, here = [0], [0], 0
         for s in sequences:
             sequence = source.tokens[source.offsets[s] : source.offsets[s + 1]]
             prompt, length = int(source.prompt_lengths[s]), len(sequence) - 1
-            tokens.append(sequence[:-1])
-            positions.append(np.arange(length))
-            rows.append(bounds[-1] + np.arange(prompt - 1, length))
-            labels.append(sequence[prompt:])
-            slots.append(np.arange(slot_offsets[s], slot_offsets[s + 1]))
-            bounds.append(bounds[-1] + length)
-            response_bounds.append(response_bounds[-1] + len(sequence) - prompt)
-        if padding := -bounds[-1] % multiple or (multiple if not sequences else 0):
-            tokens.append(np.zeros(padding, np.int64))
-            positions.append(np.arange(padding))
+            padded = -(-length // segment_multiple) * segment_multiple
+            mine = context_positions(padded, cp_size)[cp_rank]
+            trained = np.flatnonzero((mine >= prompt - 1) & (mine < length))
+            tokens.append(np.pad(sequence[:-1], (0, padded - length))[mine])
+            positions.append(mine)
+            rows.append(here + trained)
+            labels.append(sequence[mine[trained] + 1])
+            slots.append(slot_offsets[s] + mine[trained] - (prompt - 1))
+            bounds.append(bounds[-1] + padded)
+            response_bounds.append(response_bounds[-1] + len(trained))
+            here += len(mine)
+        whole = math.lcm(segment_multiple, multiple * cp_size)
+        if padding := -bounds[-1] % whole or (whole if not sequences else 0):
+            tokens.append(np.zeros(padding // cp_size, np.int64))
+            positions.append(context_positions(padding, cp_size)[cp_rank])
             bounds.append(bounds[-1] + padding)
 
         def long(parts: list[np.ndarray]) -> torch.Tensor:

@@ -1,22 +1,28 @@
-"""Checkpoints of a run: Megatron's distributed format, loadable under any other layout, plus rank 0's own state.
+"""The policy, optimizer included, in Megatron's distributed format, written by any layout and loadable under any other.
 
-A checkpoint is a folder `checkpoints/step-NNNNNN` that appears, by a rename, only when it is complete: a kill or a full
-disk during a save loses at most that save. No random state is stored: nothing in a step draws random numbers (no
-dropout), and the prompt stream's order is a function of its own seed and position.
+A save has three parts: it is planned by all ranks together (`begin_save`), every rank writes its own file, and rank 0
+publishes the folder once all are written (`Save.complete`). With `background` the middle part is a thread of each rank
+that works on a copy in host memory and enters no collective, while the training goes on. Megatron's own asynchronous
+writers are not used: their helper processes outlive a killed rank.
+
+No random state is stored: nothing in a step draws random numbers (no dropout), and the prompt stream's order is a
+function of its own seed and position.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -24,82 +30,187 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from dynamo_megatron.output_dir import STATE_FILE, complete_checkpoints
+from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
 from dynamo_megatron.policy.policy import Policy
 
 
-class _SynchronousSave(TorchDistSaveShardedStrategy):
-    """The torch_dist format written by the rank itself: Megatron's writer leaves a helper process per rank behind."""
+class _HostCopy:
+    """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner):
+        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
+
+    @staticmethod
+    def _copy(data: Any) -> Any:
+        return data.detach().to("cpu", copy=True) if torch.is_tensor(data) else data
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._data[item.index]
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer in two halves: the plan is made with all ranks, the file is written when `write` is called."""
+
+    def __init__(self, folder: Path, *, background: bool):
+        # No copies ahead in the background: their CUDA stream would be of the thread's device, not of this rank's.
+        ahead = 0 if background else 10_000_000
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
+        self._background = background
+        self.results: list[WriteResult] = []
+        self.error: str | None = "its writer ended without a result"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        self._plan, self._source = plan, _HostCopy(plan, planner) if self._background else planner
+        nothing_yet: Future = Future()
+        nothing_yet.set_result([])
+        return nothing_yet
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        self._metadata = metadata
+
+    def write(self) -> None:
+        try:
+            self.results = super().write_data(self._plan, self._source).value()
+            self.error = None
+        except (OSError, RuntimeError) as error:  # torch closes the file of a full disk with an error of its own
+            self.error = str(_first_cause(error)).splitlines()[0]
+        del self._source
+
+    def write_metadata(self, results: list[list[WriteResult]]) -> None:
+        super().finish(self._metadata, results)
+
+
+class _PlannedSave(TorchDistSaveShardedStrategy):
+    """The torch_dist strategy that leaves the writing of the files to `writer`."""
+
+    def __init__(self, writer: _Writer):
+        super().__init__("torch_dist", 1)
+        self._writer = writer
 
     def save(self, sharded_state_dict, checkpoint_dir):
         named, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        torch_checkpoint.save(mcore_to_pyt_state_dict(named, False), storage_writer=self._writer, planner=planner)
+
+
+class Save:
+    """A save under way: begun on all ranks, written by each for itself, to be completed on all ranks."""
+
+    def __init__(self, policy: Policy, folder: Path, step: int, writer: _Writer, background: bool):
+        self.step = step
+        self._layout, self._folder, self._writer = policy.layout, folder, writer
+        self._contents = _contents(policy)
+        self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            writer.write()
+
+    def written(self) -> bool:
+        """This rank has nothing left to write, or has failed to."""
+        return not self._thread.is_alive()
+
+    def complete(self, keep_last: int, timeout: float) -> None:
+        """Waits for every rank's file, at most `timeout` seconds for this one's, and publishes the checkpoint;
+        collective over all ranks. Raises OSError where a rank could not write: earlier checkpoints stay."""
+        if not self.written():
+            self._thread.join(timeout)
+        if not self.written():
+            raise TimeoutError(f"waited {timeout:g} s for the checkpoint of step {self.step} to be written")
+        layout, first = self._layout, self._layout.rank == 0
+        parts: list | None = [None] * layout.world_size if first else None
+        dist.gather_object((self._writer.results, self._writer.error), parts, dst=0, group=layout.host)
+        failed = [self._publish(parts, keep_last) if first else None]
+        dist.broadcast_object_list(failed, src=0, group=layout.host)
+        if failed[0] is not None:
+            raise OSError(_not_saved(self._folder, self.step, failed[0]))
+
+    def _publish(self, parts: list[tuple[list[WriteResult], str | None]], keep_last: int) -> str | None:
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error is not None]
         try:
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(named, False),
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-                planner=MCoreSavePlanner(
-                    dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-                ),
-            )
-        except CheckpointException as error:  # a BaseException, with every rank's own failure in it
-            causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
-            raise OSError(f"{checkpoint_dir}: not saved: {causes[-1] if causes else error}") from None
+            if not errors:
+                self._writer.write_metadata([results for results, _ in parts])
+                publish(self._folder, self.step, self._contents, keep_last)
+        except OSError as error:
+            errors = [str(error)]
+        if errors:
+            shutil.rmtree(self._folder, ignore_errors=True)  # what is left of it would keep a full disk full
+        return errors[0] if errors else None
 
 
-def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
-    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = policy.model.sharded_state_dict(metadata={**format_of, **groups})
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata={**format_of, **groups})
-    return {"model": model, "optimizer": optimizer}, format_of
-
-
-def save_checkpoint(policy: Policy, root: Path, step: int, state: dict | None, keep_last: int) -> Path:
-    """Saves step `step` under `root`; collective over all ranks. `state` (plain data) is rank 0's, None elsewhere.
-
-    The oldest checkpoints beyond `keep_last` are removed afterwards. Raises OSError where the disk is full.
-    """
-    final, aside = root / f"step-{step:06d}", root / f".step-{step:06d}.unfinished"
-    first = policy.layout.rank == 0
-    if first:
-        for unfinished in root.glob(".step-*.unfinished"):
-            shutil.rmtree(unfinished)
-        aside.mkdir(parents=True)
-    dist.barrier(group=policy.layout.host)
+def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, background: bool) -> Save:
+    """Begins to save step `step` under `root`; collective over all ranks. `state` (plain data) is rank 0's, None
+    elsewhere. The weights and `state` may change as soon as this returns. Raises OSError where the disk is full."""
+    layout = policy.layout
+    box = [unfinished_folder(root, step) if layout.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=layout.host)
+    folder = box[0]
+    writer = _Writer(folder, background=background)
     sharded, metadata = _sharded_state(policy, loading=False)
-    dist_checkpointing.save(sharded, str(aside), _SynchronousSave("torch_dist", 1), content_metadata=metadata)
-    dist.barrier(group=policy.layout.host)
-    if first:
-        with open(aside / STATE_FILE, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        for _, old in complete_checkpoints(root)[:-keep_last]:
-            shutil.rmtree(old)
-    dist.barrier(group=policy.layout.host)
-    return final
-
-
-def load_state(folder: Path) -> dict:
-    """Rank 0's state of a checkpoint. Raises ValueError where it cannot be read."""
+    # Each of the ranks that hold the same parameters writes a part of them.
+    strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
     try:
-        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder / STATE_FILE}: {error}") from None
+        dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
+        if layout.rank == 0:
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    except CheckpointException as error:  # a BaseException, with every rank's own failure in it
+        causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
+        raise OSError(_not_saved(folder, step, causes[-1] if causes else str(error))) from None
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise
+        raise OSError(_not_saved(folder, step, str(_first_cause(error)).splitlines()[0])) from None
+    return Save(policy, folder, step, writer, background)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return error if error.__context__ is None else _first_cause(error.__context__)
+
+
+def _not_saved(folder: Path, step: int, why: str) -> str:
+    return f"{folder.parent}: the checkpoint of step {step} was not saved: {why}"
 
 
 def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> None:
-    """Loads the weights and, if asked to, the optimizer, whatever layout saved them; collective over all ranks."""
+    """Loads the weights and, if asked to, the optimizer, whatever layout saved them; collective over all ranks.
+
+    Raises ValueError for a checkpoint that is not complete or is of another model.
+    """
+    if (why := fault(folder)) is not None:
+        raise ValueError(f"{folder} is not a complete checkpoint: {why}")
+    check_model(folder, policy.spec.dimensions())
     sharded, _ = _sharded_state(policy, loading=True)
     if not optimizer:
         del sharded["optimizer"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
         loaded = dist_checkpointing.load(sharded, str(folder))
-    policy.model.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
+
+
+def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
+    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    return {**model, "optimizer": optimizer}, format_of
+
+
+def _contents(policy: Policy) -> dict[str, Any]:
+    """What the manifest says of the model and of the layout that saved it."""
+    parallel, layout = policy.config.parallel.model_dump(), policy.layout
+    return {
+        "model": policy.spec.dimensions(),
+        "dtype": policy.config.model.dtype,
+        "layout": {"ranks": layout.world_size, **parallel, "dp": layout.dp.size()},
+    }

@@ -24,7 +24,11 @@ class Layout:
     local_rank: int
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, experts apart
+    ep: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup  # the ranks that hold the same experts
     host: dist.ProcessGroup  # all ranks, for CPU tensors and objects
 
     @property
@@ -37,7 +41,7 @@ class Layout:
 
     @property
     def speaks_for_its_share(self) -> bool:
-        """True on the one rank of each data-parallel share that contributes its tokens to a world-wide sum."""
+        """True on the one rank of each data- and context-parallel share that adds its tokens to a world-wide sum."""
         return self.is_last_stage and self.tp.rank() == 0
 
     @property
@@ -60,6 +64,7 @@ class Layout:
 
 def join_ranks(config: Config, store: dist.Store) -> Layout:
     """Creates the process group over `store` and Megatron's groups. Reads RANK, WORLD_SIZE and LOCAL_RANK."""
+    p = config.parallel
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     cuda = torch.cuda.is_available()
@@ -74,8 +79,12 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=True,
         distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
     )
@@ -86,6 +95,10 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         local_rank=local_rank,
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        expert_dp=parallel_state.get_expert_data_parallel_group(),
         host=dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
     )

@@ -1,18 +1,27 @@
-"""The policy network: Megatron's GPTModel from a Hugging Face config, one packed forward path for every layout."""
+"""The policy network: Megatron's GPTModel from a Hugging Face config, one packed forward path for every layout.
+
+`PolicyModel` is one chunk of it, a stage of the pipeline or, interleaved, a part of one.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch
@@ -36,7 +45,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns hidden states [T, h], complete on every tensor-parallel rank.
+    """GPTModel whose last stage returns hidden states [t, h], complete on every tensor-parallel rank.
 
     The policy head (`dynamo_megatron.kernels`) takes them with `head_weight`; its gradient of the hidden states is
     already summed over the tensor-parallel ranks, so nothing is reduced on the way back.
@@ -52,6 +61,11 @@ class PolicyModel(GPTModel):
         return hidden_states.squeeze(1)
 
     @property
+    def layer_offset(self) -> int:
+        """The number, in the whole model, of the first layer here."""
+        return get_transformer_layer_offset(self.config, vp_stage=self.vp_stage)
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """[padded vocab / tp, h]"""
         if self.share_embeddings_and_output_weights:
@@ -64,6 +78,9 @@ class PolicyModel(GPTModel):
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
             cu_seqlens_kv=micro_batch.cu_seqlens,
+            # Every position belongs to a segment, padding too: where context parallelism cuts is the same.
+            cu_seqlens_q_padded=micro_batch.cu_seqlens,
+            cu_seqlens_kv_padded=micro_batch.cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
@@ -77,6 +94,7 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     """Megatron's config for a model under the configured layout."""
     cuda, dtype = torch.cuda.is_available(), getattr(torch, config.model.dtype)
+    p, recompute = config.parallel, config.trainer.recompute
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -93,23 +111,31 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
-        sequence_parallel=config.parallel.sequence_parallel,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        sequence_parallel=p.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron demands it with variable lengths, dense models too
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         use_cpu_initialization=not cuda,
         # No random initialisation, yet Megatron's initialiser must run: it marks the tensor-parallel parameters.
         init_method=_leave_unset,
         output_layer_init_method=_leave_unset,
         embedding_init_method=_leave_unset,
-        batch_p2p_comm=cuda,
+        # The interleaved schedule overlaps its sends with compute, which excludes batching them.
+        overlap_p2p_comm=p.vpp > 1,
+        batch_p2p_comm=cuda and p.vpp == 1,
         batch_p2p_sync=cuda,
-        deallocate_pipeline_outputs=cuda,  # gloo's isend still reads the buffer that would be freed
+        # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
+        deallocate_pipeline_outputs=cuda,
         gradient_accumulation_fusion=Fusions.detect().gradient_accumulation != "off",
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -117,33 +143,83 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=config.trainer.deterministic and cuda,
+        **_experts(spec, config),
     )
 
 
-def build_model(spec: ModelSpec, config: Config, layout: Layout) -> PolicyModel:
-    """This rank's stage and shard of the model, with parameters not yet set."""
-    megatron = transformer_config(spec, config)
-    norm = RMSNorm
-    if Fusions.detect().norm == "transformer-engine":
-        from megatron.core.extensions.transformer_engine import TENorm as norm
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+def _experts(spec: ModelSpec, config: Config) -> dict:
+    """What TransformerConfig takes of a mixture of experts; no token is dropped, and an expert is not cut."""
+    settings = {"moe_token_dispatcher_type": "alltoall"}  # Megatron demands it with variable lengths, dense models too
+    if not spec.num_experts:
+        return settings
+    return settings | {
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
+        "moe_router_topk": spec.router_topk,
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        # Its gradient would come unscaled beside a loss whose weights are normalised over the mini-batch.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": _uses_transformer_engine(),
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _uses_transformer_engine() -> bool:
+    return Fusions.detect().norm == "transformer-engine"
+
+
+def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, type]:
+    """The layer and the last norm: TransformerEngine's modules on a GPU that has them, else Megatron's own."""
+    experts = spec.num_experts or None
+    if _uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
+        )
+        return layer, TENorm
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    layers = [layer] * get_num_layers_to_build(megatron)
-    return PolicyModel(
-        megatron,
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
-        vocab_size=spec.padded_vocab(config.parallel.tp),
-        max_sequence_length=spec.max_positions,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-        rope_scaling=spec.rope_scaling_factor is not None,
-        rope_scaling_factor=spec.rope_scaling_factor or 8.0,
-    ).to(layout.device)
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
+    """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
+    megatron, count = transformer_config(spec, config), config.parallel.vpp
+    layer, norm = _layer_spec(spec)
+    chunks = [
+        PolicyModel(
+            megatron,
+            TransformerBlockSubmodules(
+                layer_specs=[layer] * get_num_layers_to_build(megatron, vp_stage=chunk if count > 1 else None),
+                layer_norm=norm,
+            ),
+            vocab_size=spec.padded_vocab(config.parallel.tp),
+            max_sequence_length=spec.max_positions,
+            pre_process=layout.is_first_stage and chunk == 0,
+            post_process=layout.is_last_stage and chunk == count - 1,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+            rope_scaling=spec.rope_scaling_factor is not None,
+            rope_scaling_factor=spec.rope_scaling_factor or 8.0,
+            vp_stage=chunk if count > 1 else None,
+        ).to(layout.device)
+        for chunk in range(count)
+    ]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_expert(name):
+                # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the
+                # expert. With ep 1 Megatron takes it for a dense parameter and leaves out the tensor-parallel ranks.
+                parameter.allreduce = False
+    return chunks

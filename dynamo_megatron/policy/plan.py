@@ -1,38 +1,95 @@
-"""Which rollouts go into which micro-batch of which data-parallel rank. Pure Python.
+"""Which sequences go into which micro-batch of which data-parallel rank. Pure Python.
 
-Policy: the longest rollouts first, each to the data-parallel rank with the fewest tokens so far; on a rank, first fit
-into micro-batches of at most `budget` tokens.
-Invariants: every rollout is in exactly one micro-batch; a rollout longer than the budget has a micro-batch to itself;
-every rank has the same number of micro-batches (some may be empty, none if there is nothing at all); rollouts within
-a micro-batch are in ascending order; the plan is a function of the lengths alone.
+Policy: as few micro-batches as the token budget allows, rounded up to a multiple of ranks times `multiple`; the
+costliest sequences first, each into the cheapest micro-batch that has room for it. Micro-batches are then dealt out by
+falling cost, so that the k-th ones of all ranks, which run at the same time, cost about the same; of each such round
+the costliest goes to the rank with the least so far.
+
+Invariants:
+- every sequence is in exactly one micro-batch;
+- a micro-batch has at most `budget` tokens, or a single sequence that is longer;
+- every rank has the same number of micro-batches, a multiple of `multiple`, some of them perhaps empty (the pipeline
+  and the collectives still run them); none at all if there is no sequence;
+- within a micro-batch sequences are in ascending order;
+- the plan is a function of the lengths alone: it does not depend on the tokens, the step or the rank that makes it.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo_megatron.models import ModelSpec
 
 
-def plan_micro_batches(lengths: Sequence[int], dp_size: int, budget: int) -> list[list[list[int]]]:
-    """`plan[dp_rank][micro_batch]` = indices of rollouts; `lengths` and `budget` in tokens."""
-    shares: list[list[int]] = [[] for _ in range(dp_size)]
-    loads = [0] * dp_size
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(dp_size), key=lambda r: (loads[r], r))
-        shares[rank].append(index)
-        loads[rank] += lengths[index]
-    plan = [_first_fit(share, lengths, budget) for share in shares]
-    count = max(len(micro_batches) for micro_batches in plan)
-    return [micro_batches + [[]] * (count - len(micro_batches)) for micro_batches in plan]
+@dataclass(frozen=True)
+class SequenceCost:
+    """What a sequence of L tokens costs, in multiply-adds of a forward pass: `linear * L + quadratic * L^2`."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec) -> SequenceCost:
+        """Projections, MLP (the chosen experts') and head of every token; causal attention over the tokens before."""
+        heads = spec.num_attention_heads * spec.kv_channels
+        attention = spec.hidden_size * (2 * heads + 2 * spec.num_query_groups * spec.kv_channels)
+        widths = spec.router_topk * spec.moe_ffn_hidden_size if spec.num_experts else spec.ffn_hidden_size
+        layer = attention + 3 * spec.hidden_size * widths
+        # Two products (with keys and with values), each over half the square.
+        return cls(spec.num_layers * layer + spec.vocab_size * spec.hidden_size, spec.num_layers * heads)
+
+    def __call__(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
 
 
-def _first_fit(indices: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in indices:
-        k = next((k for k, free in enumerate(room) if lengths[index] <= free), len(bins))
-        if k == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[k].append(index)
-        room[k] -= lengths[index]
+def plan_micro_batches(
+    lengths: Sequence[int], dp_size: int, budget: int, *, cost: SequenceCost, multiple: int = 1
+) -> list[list[list[int]]]:
+    """`plan[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens.
+
+    `multiple`: of what the number of micro-batches of a rank must be one; the interleaved pipeline schedule of
+    Megatron-core needs the number of stages.
+    """
+    if not lengths:
+        return [[] for _ in range(dp_size)]
+    costs = [cost(length) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    step = dp_size * multiple
+    count = step * max(1, -(-sum(min(length, budget) for length in lengths) // (budget * step)))
+    while (bins := _spread(order, lengths, costs, count, budget)) is None:
+        count += step
+    bins.sort(key=lambda b: (-sum(costs[i] for i in b), b))
+    plan: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    loads = [0.0] * dp_size
+    for start in range(0, count, dp_size):
+        ranks = sorted(range(dp_size), key=lambda r: (loads[r], r))
+        for rank, members in zip(ranks, bins[start : start + dp_size], strict=True):
+            plan[rank].append(members)
+            loads[rank] += sum(costs[i] for i in members)
+    return plan
+
+
+def _spread(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
+) -> list[list[int]] | None:
+    """The sequences, in this order, each into the cheapest of `count` micro-batches with room; None: one found none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    cheapest = [(0.0, b) for b in range(count)]  # a heap
+    for i in order:
+        full = []
+        while cheapest and bins[cheapest[0][1]] and tokens[cheapest[0][1]] + lengths[i] > budget:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        load, b = cheapest[0]
+        bins[b].append(i)
+        tokens[b] += lengths[i]
+        heapq.heapreplace(cheapest, (load + costs[i], b))
+        for entry in full:
+            heapq.heappush(cheapest, entry)
     return [sorted(b) for b in bins]

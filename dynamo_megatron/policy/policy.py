@@ -17,17 +17,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder, load_weights
+from dynamo_megatron.models import ModelSpec, load_weights, open_weights
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.model import build_model
-from dynamo_megatron.policy.plan import plan_micro_batches
+from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
 from dynamo_megatron.records import Sequences
 
 
@@ -46,28 +45,26 @@ class ResponseStats:
 
 
 class Policy:
-    """One rank's part of the policy. Raises ValueError where model folder and layout do not fit."""
+    """One rank's part of the policy. Raises ValueError where model folder and layout do not fit.
+
+    `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` of them, apart in the
+    model. `ddp` wraps them, in the same order.
+    """
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self.spec, self.config, self.layout = spec, config, layout
-        model = build_model(spec, config, layout)
-        self.layer_offset = get_transformer_layer_offset(model.config)
-        with SafetensorsFolder(config.model.path, spec) as folder:
-            load_weights(
-                model,
-                spec,
-                folder,
-                layer_offset=self.layer_offset,
-                tp_rank=layout.tp.rank(),
-                tp_size=layout.tp.size(),
-            )
+        self.chunks = build_chunks(spec, config, layout)
+        megatron = self.chunks[0].config
+        self.reference = self._load_reference() if config.algorithm.kl.coef > 0 else None
+        self._load(config.model.path)
         if spec.tied and layout.is_last_stage:
-            model.head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
-        self.model = model
-        self.reference = {n: p.detach().cpu().clone() for n, p in model.named_parameters()} if self._needs_kl else None
+            self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.ddp = DistributedDataParallel(model.config, ddp, model)
-        model.config.finalize_model_grads_func = finalize_model_grads
+        self.ddp = [
+            DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
+        megatron.finalize_model_grads_func = finalize_model_grads
         o = config.optimizer
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -78,17 +75,33 @@ class Policy:
                 adam_beta2=o.betas[1],
                 adam_eps=o.eps,
                 clip_grad=o.clip_grad,
-                bf16=model.config.bf16,
-                params_dtype=model.config.params_dtype,
+                bf16=megatron.bf16,
+                params_dtype=megatron.params_dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.ddp],
+            self.ddp,
         )
         self.loss_config = config.policy_loss()
 
     @property
-    def _needs_kl(self) -> bool:
-        return self.config.algorithm.kl.coef > 0
+    def _head_weight(self) -> torch.Tensor:
+        """[padded vocab / tp, h], on the last stage."""
+        return self.chunks[-1].head_weight
+
+    def _load(self, path: str) -> None:
+        layout = self.layout
+        with open_weights(path, self.spec) as folder:
+            for chunk in self.chunks:
+                load_weights(
+                    chunk,
+                    self.spec,
+                    folder,
+                    layer_offset=chunk.layer_offset,
+                    tp_rank=layout.tp.rank(),
+                    tp_size=layout.tp.size(),
+                    ep_rank=layout.ep.rank(),
+                    ep_size=layout.ep.size(),
+                )
 
     @property
     def _head(self) -> dict:
@@ -104,11 +117,24 @@ class Policy:
     def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
         """This rank's micro-batches of the sequences `members`."""
         lengths = np.diff(source.offsets)[members] - 1
-        plan = plan_micro_batches(lengths.tolist(), self.layout.dp.size(), self.config.trainer.micro_batch_tokens)
-        multiple = self.layout.tp.size() if self.config.parallel.sequence_parallel else 1
+        layout, parallel = self.layout, self.config.parallel
+        plan = plan_micro_batches(
+            lengths.tolist(),
+            layout.dp.size(),
+            self.config.trainer.micro_batch_tokens,
+            cost=SequenceCost.of_model(self.spec),
+            multiple=parallel.pp if parallel.vpp > 1 else 1,
+        )
         return [
-            MicroBatch.pack(source, [int(members[i]) for i in micro], multiple=multiple, device=self.layout.device)
-            for micro in plan[self.layout.dp.rank()]
+            MicroBatch.pack(
+                source,
+                [int(members[i]) for i in micro],
+                multiple=layout.tp.size() if parallel.sequence_parallel else 1,
+                device=layout.device,
+                cp_rank=layout.cp.rank(),
+                cp_size=layout.cp.size(),
+            )
+            for micro in plan[layout.dp.rank()]
         ]
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
@@ -116,9 +142,9 @@ class Policy:
         if not micro_batches:
             return
 
-        def forward_step(iterator, model):
+        def forward_step(iterator, chunk):
             micro_batch = next(iterator)
-            output = self.model.forward_packed(micro_batch)
+            output = chunk.module.forward_packed(micro_batch)
 
             def loss_function(hidden):
                 loss = on_hidden(micro_batch, hidden.index_select(0, micro_batch.rows))
@@ -128,10 +154,10 @@ class Policy:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            data_iterator=[iter(micro_batches) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=max(m.tokens.shape[1] for m in micro_batches),
+            seq_length=1,  # with variable_seq_lengths the stages tell each other
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -143,7 +169,7 @@ class Policy:
         gathered = torch.zeros(4, int(source.response_offsets[-1]))
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            stats = kernels.token_stats(hidden, self.model.head_weight, micro_batch.labels, **self._head)
+            stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head)
             rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
             gathered[:, micro_batch.slots.cpu()] = torch.stack(rows).cpu()
             return hidden.new_zeros(())
@@ -153,22 +179,32 @@ class Policy:
         )
         return ResponseStats(*self.layout.world_sum(gathered))
 
+    def _load_reference(self) -> list[torch.Tensor]:
+        """The reference policy's parameters, in the order of `_parameters`, in host memory."""
+        self._load(self.config.algorithm.kl.reference or self.config.model.path)
+        cuda = torch.cuda.is_available()
+        return [p.detach().cpu().clone().pin_memory() if cuda else p.detach().clone() for p in self._parameters]
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
+
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
-        """float32 [R] logprobs under the initial weights, or None where no KL term is on."""
+        """float32 [R] logprobs under the reference policy, or None where no KL term is on."""
         if self.reference is None:
             return None
-        parameters = dict(self.model.named_parameters())
-        current = {name: p.detach().cpu().clone() for name, p in parameters.items()}
-        self._set_parameters(parameters, self.reference)
+        self._exchange_reference()
         stats = self.token_stats(batch)
-        self._set_parameters(parameters, current)
+        self._exchange_reference()
         return stats.logprobs
 
-    @staticmethod
     @torch.no_grad()
-    def _set_parameters(parameters: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-        for name, p in parameters.items():
-            p.copy_(values[name])
+    def _exchange_reference(self) -> None:
+        """The reference's parameters to where the policy's are, and those to host memory: never a third copy."""
+        for parameter, held in zip(self._parameters, self.reference, strict=True):
+            present = parameter.clone()
+            parameter.copy_(held)
+            held.copy_(present)
 
     def update(
         self,
@@ -211,7 +247,7 @@ class Policy:
             here = slots[take]
             return here, kernels.policy_loss(
                 hidden,
-                self.model.head_weight,
+                self._head_weight,
                 micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
                 shaped.advantages[here].to(device),
                 stats.logprobs[here].to(device),
@@ -242,7 +278,7 @@ class Policy:
             ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
-                hidden, self.model.head_weight, micro_batch.labels, ones, None, weight, PolicyLossConfig(), **head
+                hidden, self._head_weight, micro_batch.labels, ones, None, weight, PolicyLossConfig(), **head
             )
             return here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()})
 
@@ -270,7 +306,8 @@ class Policy:
                 broken.update(source.prompt_ids[s] for s in owners[bad])
             return output.loss
 
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(self._micro_batches(source, members), on_hidden, forward_only=False)
         self.optimizer.prepare_grads()
@@ -290,7 +327,7 @@ class Policy:
         return result
 
     def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
-        gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self.model.parameters())
+        gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self._parameters)
         trained = {source.prompt_ids[s] for m in self._micro_batches(source, members) for s in m.sequences}
         mine = (self.layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained))
         everyone: list = [None] * self.layout.world_size

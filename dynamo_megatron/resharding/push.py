@@ -1,7 +1,8 @@
 """Weights from the training layout to the rollout server, through a Hugging Face folder on disk.
 
-Each pipeline stage writes its own layers, gathered over its tensor-parallel ranks one parameter at a time; rank 0 adds
-the index and what else the model's folder holds, so that the folder loads in transformers as well.
+Each pipeline stage writes its own layers, gathered over its tensor-parallel ranks one parameter at a time, and of the
+expert-parallel ranks each its own experts; rank 0 adds the index and what else the model's folder holds, so that the
+folder loads in transformers as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dynamo_megatron.models import named_huggingface_tensors
+from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.output_dir import EXPORT_FILE
 from dynamo_megatron.policy.policy import Policy
 
@@ -85,7 +88,7 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     dist.barrier(group=layout.host)
-    writes = layout.tp.rank() == 0 and layout.dp.rank() == 0
+    speaks, speaks_for_experts = layout.tp.rank() == 0 and layout.dp_cp.rank() == 0, layout.expert_dp.rank() == 0
     weight_map: dict[str, str] = {}
     bucket: dict[str, torch.Tensor] = {}
     written = held = files = 0
@@ -93,7 +96,7 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
     def flush() -> None:
         nonlocal held, files
         if bucket:
-            name = f"model-stage{layout.pp.rank():02d}-{files:05d}.safetensors"
+            name = f"model-rank{layout.rank:05d}-{files:05d}.safetensors"
             try:
                 save_file(bucket, str(folder / name), metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk comes as this
@@ -103,19 +106,22 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
             bucket.clear()
             held, files = 0, files + 1
 
-    tensors = named_huggingface_tensors(
-        policy.model,
-        policy.spec,
-        layer_offset=policy.layer_offset,
-        tp_group=layout.tp if layout.tp.size() > 1 else None,
-    )
-    for name, tensor in tensors:
-        if writes:
-            bucket[name] = tensor.cpu().contiguous()
-            held += tensor.nbytes
-            written += tensor.nbytes
-            if held >= FILE_BYTES:
-                flush()
+    for chunk in policy.chunks:
+        tensors = named_huggingface_tensors(
+            chunk,
+            policy.spec,
+            layer_offset=chunk.layer_offset,
+            tp_group=layout.tp if layout.tp.size() > 1 else None,
+            ep_rank=layout.ep.rank(),
+            ep_size=layout.ep.size(),
+        )
+        for name, tensor in tensors:
+            if speaks_for_experts if is_expert(name) else speaks:
+                bucket[name] = tensor.cpu().contiguous()
+                held += tensor.nbytes
+                written += tensor.nbytes
+                if held >= FILE_BYTES:
+                    flush()
     flush()
     parts: list = [None] * layout.world_size
     dist.all_gather_object(parts, (weight_map, written), group=layout.host)
@@ -126,9 +132,8 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
             "weight_map": {k: v for names, _ in parts for k, v in names.items()},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-        for file in source.iterdir():
-            if file.is_file() and not file.name.startswith("model") and file.suffix not in (".safetensors", ".bin"):
-                shutil.copy(file, folder / file.name)
+        for file in companion_files(source):
+            shutil.copy(file, folder / file.name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = policy.config.model.dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

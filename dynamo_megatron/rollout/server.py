@@ -17,6 +17,7 @@ import aiohttp
 import torch
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -121,6 +122,8 @@ class SGLangServer:
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
+        if is_torch_dist(self._model.path):
+            command += ["--load-format", "dummy"]  # SGLang cannot read it; the first push brings the weights
         if on_cpu:
             # Room for a few of the longest sequences; the KV cache would otherwise take a share of all memory.
             longest = self._model.max_length or 2 * config.max_new_tokens

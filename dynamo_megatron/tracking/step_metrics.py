@@ -88,7 +88,7 @@ def step_metrics(
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
     requested = max(1, result.counts["requested"])
-    seconds = {name: clock.seconds.get(name, 0.0) for name in ("generate", "logprobs", "update")}
+    seconds = {name: clock.seconds.get(name, 0.0) for name in ("save", "generate", "logprobs", "update")}
     elapsed = clock.total()
     return {
         "step": step,

@@ -48,9 +48,10 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
 
 
 @pytest.mark.full
-def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path):
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path, background):
     output = tmp_path / "run"
-    run = start_run(workspace, *recorded, "checkpoint.every=100")
+    run = start_run(workspace, *recorded, "checkpoint.every=100", f"checkpoint.async={background}")
     run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(timeout=30) == 75

@@ -50,14 +50,16 @@ def same(a, b) -> None:
 
 
 def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspace, start_run, step_lines, steps):
+    """The straight run saves while the training waits, this one in the background."""
     output = workspace / "killed"
-    run = start_run(workspace, *recorded("killed"))
+    command = (*recorded("killed"), "checkpoint.async=true")
+    run = start_run(workspace, *command)
     run.wait_until(lambda: len(step_lines(output)) >= KILL_AFTER, f"{KILL_AFTER} steps")
     run.kill()
     assert run.left_behind(within=30) == []
     done = len(step_lines(output))
     assert done < steps, "the kill came too late to mean anything"
-    again = start_run(workspace, *recorded("killed"))
+    again = start_run(workspace, *command)
     assert again.wait() == 0, again.text[-3000:]
     assert "resumed from" in again.text
     assert [row["step"] for row in step_lines(output)] == list(range(1, steps + 1))

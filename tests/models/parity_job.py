@@ -1,86 +1,143 @@
-"""One of two ranks: parity_job.py STORE FOLDER... compares Megatron's GPTModel with transformers on every folder."""
+"""Run by test_parity.py, as four ranks: parity_job.py CASES.json compares Megatron's GPTModel with transformers, and
+its checkpoints with the converter's.
 
+A case has `folder` (Hugging Face), `dtype`, `parallel` and may have
+`logits`: compare them with transformers' in float32 (no pipeline, no expert parallelism);
+`mcore`: what hf2mcore wrote of the folder: Megatron's own loader gives the parameters that load_weights gives;
+`run`: save a checkpoint under this folder, as a training run does.
+"""
+
+import json
 import sys
+import warnings
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
+sys.path.append(str(Path(__file__).parents[1] / "policy"))
+
+from forked_ranks import fork_ranks, wait_for
 
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
+backend.fix_torch_adam_checkpoints()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
+from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import (  # noqa: E402
-    SafetensorsFolder,
     load_model_config,
     load_weights,
     named_huggingface_tensors,
+    open_weights,
 )
+from dynamo_megatron.models.mapping import is_expert  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
+from dynamo_megatron.policy.checkpoint import begin_save  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.model import build_model  # noqa: E402
+from dynamo_megatron.policy.model import build_chunks  # noqa: E402
+from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.records import Sequences  # noqa: E402
 
+RANKS = 4
 LENGTH = 48
-
-
-def one_sequence(tokens):
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        tokens=tokens[None],
-        positions=torch.arange(LENGTH)[None],
-        cu_seqlens=torch.tensor([0, LENGTH], dtype=torch.int32),
-        rows=nothing,
-        labels=nothing,
-        slots=nothing,
-        response_bounds=torch.zeros(1, dtype=torch.int32),
-        sequences=[],
-    )
 
 
 @torch.no_grad()
 def logits_gap(model, spec, folder):
-    tokens = torch.randint(0, spec.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0))
-    logits = model.forward_packed(one_sequence(tokens)) @ model.head_weight.T
-    logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)[:, : spec.vocab_size]
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens[None]).logits[0]
+    tokens = torch.randint(0, spec.vocab_size, (LENGTH + 1,), generator=torch.Generator().manual_seed(0))
+    sequence = Sequences(["0"], tokens.numpy(), np.array([0, LENGTH + 1]), np.array([1]))
+    hidden = model.forward_packed(MicroBatch.pack(sequence, [0], multiple=1, device=tokens.device))
+    logits = tensor_parallel.gather_from_tensor_model_parallel_region(hidden @ model.head_weight.T)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens[None, :-1]).logits[0]
     assert reference.std() > 0.3, "logits too flat to tell a misplaced weight"
-    return (logits - reference).abs().max().item()
+    return (logits[:, : spec.vocab_size] - reference).abs().max().item()
 
 
-def compare(folder, tp, pp, store):
+def place(layout, chunk):
+    return {
+        "layer_offset": chunk.layer_offset,
+        "ep_rank": layout.ep.rank(),
+        "ep_size": layout.ep.size(),
+    }
+
+
+def check_round_trip(chunks, spec, case, layout):
+    """Every tensor of the folder comes back from exactly one place, bit-equal."""
+    source, mine = {}, []
+    for file in Path(case["folder"]).glob("*.safetensors"):
+        source |= load_file(file)
+    speaks, speaks_for_experts = layout.tp.rank() == layout.dp_cp.rank() == 0, layout.expert_dp.rank() == 0
+    for chunk in chunks:
+        for name, tensor in named_huggingface_tensors(chunk, spec, **place(layout, chunk), tp_group=layout.tp):
+            assert tensor.dtype == source[name].dtype and torch.equal(tensor, source[name]), name
+            if speaks_for_experts if is_expert(name) else speaks:
+                mine.append(name)
+    assert sorted(n for names in layout.gather(mine) for n in names) == sorted(source), "missing, or given twice"
+
+
+def check_megatron_loads(chunks, spec, config, case, layout):
+    metadata = {"dp_cp_group": layout.dp_cp}
+    others = build_chunks(spec, config, layout)
+    sharded = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(others)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = dist_checkpointing.load(sharded, case["mcore"])
+    for i, (other, chunk) in enumerate(zip(others, chunks, strict=True)):
+        other.load_state_dict(loaded[str(i)])
+        for (name, theirs), ours in zip(other.named_parameters(), chunk.parameters(), strict=True):
+            assert torch.equal(theirs, ours), f"{name}: Megatron loads another tensor"
+
+
+def compare(case, store):
+    folder, parallel = case["folder"], case["parallel"]
     spec = load_model_config(folder)
     config = Config(
-        model={"path": folder, "dtype": "float32"},
+        model={"path": case.get("mcore", folder), "dtype": case["dtype"]},
         data={"source": "none"},
         output_dir="none",
-        parallel={"tp": tp, "pp": pp},
+        parallel=parallel,
         trainer={"timeout": 60},
     )
     layout = join_ranks(config, store)
-    model = build_model(spec, config, layout)
-    where = {"layer_offset": get_transformer_layer_offset(model.config)}
-    with SafetensorsFolder(folder, spec) as files:
-        load_weights(model, spec, files, **where, tp_rank=layout.tp.rank(), tp_size=layout.tp.size())
-    back = dict(named_huggingface_tensors(model, spec, **where, tp_group=layout.tp))
-    source = load_file(f"{folder}/model.safetensors")
-    assert all(torch.equal(tensor, source[name]) for name, tensor in back.items())
-    stages = [None] * pp
-    dist.all_gather_object(stages, list(back), group=layout.pp)
-    assert sorted(name for stage in stages for name in stage) == sorted(source), "a tensor is missing, or given twice"
-    gap = logits_gap(model, spec, folder) if pp == 1 else 0.0
-    print(f"PARITY {folder} tp {tp} pp {pp}: logits within {gap:.1e}", flush=True)
-    assert gap < 1e-5
+    chunks = build_chunks(spec, config, layout)
+    with open_weights(folder, spec) as files:
+        for chunk in chunks:
+            tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}
+            load_weights(chunk, spec, files, **place(layout, chunk), **tp)
+    check_round_trip(chunks, spec, case, layout)
+    if "mcore" in case:
+        check_megatron_loads(chunks, spec, config, case, layout)
+    if "run" in case:
+        state = {} if layout.rank == 0 else None
+        policy = Policy(spec, config, layout)
+        begin_save(policy, Path(case["run"]) / "checkpoints", 3, state, background=False).complete(1, timeout=60)
+    gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else 0.0
+    assert gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
+    if layout.rank == 0:
+        print(json.dumps({"folder": folder, "parallel": parallel, "gap": gap}), flush=True)
+    dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
+def main(cases_file: str) -> None:
+    cases = json.loads(Path(cases_file).read_text())
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        store = connect_store(60)
+        for number, case in enumerate(cases):
+            compare(case, dist.PrefixStore(f"case{number}", store))
+
+    logs = Path(cases_file).parent
+    wait_for(fork_ranks(RANKS, body, logs), logs)
+
+
 if __name__ == "__main__":
-    file_store = dist.FileStore(sys.argv[1], 2)
-    for path in sys.argv[2:]:
-        for tp, pp in ((1, 1), (2, 1), (1, 2)):
-            compare(path, tp, pp, dist.PrefixStore(f"{path} {tp} {pp}", file_store))
+    main(sys.argv[1])

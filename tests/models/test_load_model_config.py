@@ -39,6 +39,23 @@ LLAMA = {
     "rope_scaling": LLAMA3_ROPE,
 }
 
+QWEN3_MOE = {  # as Qwen3-30B-A3B's
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001,
+}
+
 
 def write(folder, config):
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -77,7 +94,7 @@ def test_llama3_rope(tmp_path, key):
     assert not spec.qkv_bias and not spec.qk_norm
 
 
-@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA, QWEN3_MOE], ids=["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_a_file_that_transformers_5_rewrites_reads_the_same(tmp_path, config):
     old = load_model_config(write(tmp_path, config))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "new")
@@ -95,7 +112,7 @@ def test_family_overrides_model_type(tmp_path):
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (QWEN2 | {"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "llama, qwen2, qwen3"]),
+        (QWEN2 | {"model_type": "qwen2_moe"}, ["model_type", "qwen2_moe", "llama, qwen2, qwen3"]),
         (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (QWEN2 | {"use_sliding_window": True}, ["sliding_window"]),
@@ -116,6 +133,13 @@ def test_family_overrides_model_type(tmp_path):
         (QWEN2 | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "12"]),
         (QWEN2 | {"hidden_size": 1537}, ["hidden_size", "head_dim"]),
         ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, ["vocab_size", "missing"]),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
+        (QWEN3_MOE | {"shared_expert_intermediate_size": 512}, ["shared_expert_intermediate_size"]),
+        (QWEN3_MOE | {"num_experts": None}, ["num_local_experts", "missing"]),
+        (QWEN3_MOE | {"num_local_experts": 64}, ["num_experts", "128", "64"]),
+        (QWEN3_MOE | {"num_experts_per_tok": 129}, ["num_experts_per_tok", "129"]),
+        (QWEN3_MOE | {"attention_bias": True}, ["attention_bias"]),
         ("{", ["JSON"]),
         ("[]", ["JSON object"]),
     ],
@@ -124,6 +148,13 @@ def test_what_cannot_be_mapped_is_named(tmp_path, config, named):
     message = refusal(load_model_config, write(tmp_path, config))
     assert str(tmp_path / "config.json") in message
     assert all(word in message for word in named), message
+
+
+def test_qwen3_moe(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN3_MOE))
+    assert (spec.num_experts, spec.router_topk, spec.moe_ffn_hidden_size, spec.norm_topk_prob) == (128, 8, 768, True)
+    assert spec.qk_norm and spec.kv_channels == 128
+    assert list(spec.experts_of(3, 8)) == list(range(48, 64))
 
 
 def test_missing_folder_and_file(tmp_path):
@@ -148,3 +179,14 @@ def test_check_parallel(tmp_path):
     assert "parallel.tp: 4" in message and "key/value heads" in message and "use one of 1, 2" in message
     message = refusal(spec.check_parallel, 1, 3)
     assert "parallel.pp: 3" in message and "use one of 1, 2, 4, 7, 14, 28" in message
+    spec.check_parallel(1, 4, vpp=7)
+    message = refusal(spec.check_parallel, 1, 4, vpp=2)
+    assert "parallel.vpp: 2" in message and "7 layers of a stage" in message and "use one of 1, 7" in message
+    assert "has no experts" in refusal(spec.check_parallel, 1, 1, ep=2)
+
+
+def test_check_parallel_of_experts(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN3_MOE | {"moe_intermediate_size": 7, "intermediate_size": 7}))
+    spec.check_parallel(4, 2, ep=8)  # an expert is not cut
+    message = refusal(spec.check_parallel, 1, 1, ep=3)
+    assert "parallel.ep: 3" in message and "128 experts" in message and "use one of 1, 2, 4" in message

@@ -4,25 +4,20 @@ from safetensors.torch import load_file
 
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import (
+    expert_number,
     global_name,
     huggingface_names,
     huggingface_shapes,
+    is_expert,
+    is_sharded,
+    parameter_names,
     to_huggingface,
     to_megatron,
 )
 
 # vocab 104 needs padding to 112, 128 and 128 rows; on four ranks the padding is more than half of the last shard
 SIZES = {"heads": 8, "kv_heads": 4, "vocab": 104, "hidden": 32, "ffn": 64, "layers": 2}
-FAMILIES = ["llama", "qwen2", "qwen3"]
-
-
-def parameter_names(spec):
-    for layer in range(spec.num_layers):
-        yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
-    yield "embedding.word_embeddings.weight"
-    yield "decoder.final_layernorm.weight"
-    if not spec.tied:
-        yield "output_layer.weight"
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,6 +79,26 @@ def test_global_name():
         "decoder.layers.11.mlp.linear_fc2.weight"
     )
     assert global_name("module.decoder.final_layernorm.weight", 8) == "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "own", ["mlp.experts.local_experts.1.linear_fc1.weight", "mlp.experts.linear_fc1.weight1"], ids=["local", "grouped"]
+)
+def test_global_name_of_an_expert(own):
+    name = global_name(f"module.decoder.layers.3.{own}", 8, 6)
+    assert name == "decoder.layers.11.mlp.experts.local_experts.7.linear_fc1.weight"
+    assert expert_number(name) == expert_number("model.layers.11.mlp.experts.7.up_proj.weight") == 7
+    assert is_expert(name) and not is_expert("decoder.layers.3.mlp.router.weight")
+    assert expert_number("decoder.layers.3.mlp.router.weight") is None
+
+
+def test_an_expert_is_whole_on_every_tensor_parallel_rank(tiny_model):
+    spec = load_model_config(tiny_model("qwen3_moe", head_dim=8, **SIZES))
+    name = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    gate, up = torch.zeros(48, 32), torch.ones(48, 32)
+    for rank in range(2):
+        assert torch.equal(to_megatron(spec, name, [gate, up], rank, 2), torch.cat([gate, up]))
+    assert not is_sharded(name) and is_sharded("decoder.layers.1.self_attention.linear_qkv.weight")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""Run by every rank of test_layouts.py: the same rollouts through several layouts, results written for comparison."""
+"""Run by every rank of the layout guard (layout_guard.py): cases, each on a team of the ranks, results as files."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from dynamo_megatron.policy import backend
 
@@ -15,10 +19,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
@@ -26,21 +32,24 @@ from dynamo_megatron.records import RolloutBatch  # noqa: E402
 from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
 
 
-def rollouts(vocabulary: int, order_seed: int | None) -> RolloutBatch:
-    """Groups of 2, 7 and 15 rollouts, one prompt twice, of any length; optionally in another order."""
-    generator, engine = np.random.default_rng(7), np.random.default_rng(8)
+def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:
+    """Four groups of random sizes, one prompt twice, responses of random lengths; optionally in another
+    order."""
+    generator = np.random.default_rng(seed)
     rows = []
-    for group, (prompt, count) in enumerate([("a", 2), ("b", 7), ("c", 15), ("a", 5)]):
-        length = int(generator.integers(3, 12))
-        start = generator.integers(0, vocabulary, length)
-        for k in range(count):
+    for group, prompt in enumerate("abca"):
+        start = generator.integers(0, vocabulary, int(generator.integers(3, 12)))
+        for k in range(int(generator.integers(2, 14))):
             response = generator.integers(0, vocabulary, int(generator.integers(1, 30)))
-            logprobs = engine.normal(-np.log(vocabulary), 0.3, len(response)).astype(np.float32)
+            logprobs = generator.normal(-np.log(vocabulary), 0.3, len(response)).astype(np.float32)
             rows.append(
                 (f"{group}-{k}", f"g{group}", prompt, start, response, float(generator.random() < 0.5), logprobs)
             )
-    order = np.arange(len(rows)) if order_seed is None else np.random.default_rng(order_seed).permutation(len(rows))
-    rows = [rows[i] for i in order]
+    if order_seed is not None:  # the groups' order is kept: mini-batches are cut by it
+        rows = [rows[i] for i in np.random.default_rng(order_seed).permutation(len(rows))]
+        firsts = {row[1]: i for i, row in reversed(list(enumerate(rows)))}
+        leading = [firsts[group] for group in sorted(firsts)]
+        rows = [rows[i] for i in leading] + [row for i, row in enumerate(rows) if i not in leading]
     ids, groups, prompts, starts, responses, rewards, logprobs = zip(*rows, strict=True)
     return RolloutBatch(
         rollout_ids=list(ids),
@@ -56,65 +65,194 @@ def rollouts(vocabulary: int, order_seed: int | None) -> RolloutBatch:
     )
 
 
-def main(cases_file: str) -> None:
-    cases = json.loads(Path(cases_file).read_text())
-    store = connect_store(60)
-    for number, case in enumerate(cases):
-        config = Config.model_validate(case["config"])
-        spec = load_model_config(config.model.path)
-        layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
+class Routing:
+    """Which experts the routers chose for each response token: a set's bits by layer and slot."""
+
+    def __init__(self, policy: Policy, slots: int):
+        self._layout, self._now = policy.layout, None
+        self._sequence_parallel = policy.config.parallel.sequence_parallel
+        self.chosen = torch.zeros(policy.spec.num_layers, slots, dtype=torch.int64)
+        self._handles = []
+        for chunk in policy.chunks:
+            for layer in chunk.decoder.layers:
+                self._handles.append(layer.mlp.router.register_forward_hook(self._record))
+            chunk.forward_packed = self._watch(chunk.forward_packed)
+
+    def _watch(self, forward):
+        def watched(micro_batch):
+            self._now = micro_batch
+            return forward(micro_batch)
+
+        return watched
+
+    def _record(self, router, _inputs, outputs) -> None:
+        bits = (outputs[1].long() << torch.arange(outputs[1].shape[1])).sum(1)
+        first = self._layout.tp.rank() * len(bits) if self._sequence_parallel else 0
+        rows, slots = self._now.rows, self._now.slots
+        here = (rows >= first) & (rows < first + len(bits))
+        self.chosen[router.layer_number - 1, slots[here]] = bits[rows[here] - first]
+
+    def finish(self) -> torch.Tensor:
+        for handle in self._handles:
+            handle.remove()
+        dist.all_reduce(self.chosen, op=dist.ReduceOp.MAX)
+        return self.chosen
+
+
+def write_gradients(policy: Policy, folder: Path) -> None:
+    """The finished gradients as a Hugging Face folder, through the same mapping as the weights."""
+    for ddp in policy.ddp:
+        for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            for bucket in bucket_group.buckets:
+                mine = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    values = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p.main_grad)
+        write_huggingface(policy, folder)
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+
+
+def before_the_step(policy: Policy, act) -> None:
+    """Has `act` called once the gradients of an update are complete."""
+    prepare = policy.optimizer.prepare_grads
+
+    def prepare_grads():
+        act()
+        return prepare()
+
+    policy.optimizer.prepare_grads = prepare_grads
+
+
+def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBatch:
+    """What the guard must notice."""
+    if fault == "micro_batch_mean":
+        micro = policy._micro_batches(batch.rollouts, batch.mini_batches[0])
+        weights = batch.weights.copy()
+        for m in micro:
+            weights[m.sequences] = 1 / len(micro) / max(1, len(m.slots))
+        return dataclasses.replace(batch, weights=weights)
+    if fault == "cp_factor":
+        size = policy.layout.cp.size()
+        before_the_step(policy, lambda: [ddp.scale_gradients(1 / size) for ddp in policy.ddp])
+    if fault == "tied_head":
+        policy._head_weight.zero_out_wgrad = False
+    if fault == "stale_parameters":
+        policy.chunks[0].config.no_sync_func = policy.ddp[0].no_sync  # gradients are reduced after the last micro-batch
+    return batch
+
+
+@contextlib.contextmanager
+def built_with(fault: str | None):
+    """Policies built here are built wrong."""
+    with contextlib.ExitStack() as stack:
+
+        def replaced(name: str, **arguments) -> None:
+            stock = getattr(policy_module, name)
+            stack.enter_context(mock.patch.object(policy_module, name, partial(stock, **arguments)))
+
+        if fault == "stale_parameters":  # gathered in the next forward pass only
+            replaced("DistributedDataParallelConfig", overlap_grad_reduce=True, overlap_param_gather=True)
+            replaced("OptimizerConfig", overlap_param_gather=True)
+        if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
+            stock_ddp = policy_module.DistributedDataParallel
+
+            def dense(config, ddp_config, chunk, **arguments):
+                for parameter in chunk.parameters():
+                    parameter.allreduce = True
+                return stock_ddp(config, ddp_config, chunk, **arguments)
+
+            stack.enter_context(mock.patch.object(policy_module, "DistributedDataParallel", dense))
+        yield
+
+
+def run_case(case: dict, store: dist.Store) -> None:
+    config, out = Config.model_validate(case["config"]), Path(case["out"])
+    spec = load_model_config(config.model.path)
+    layout = join_ranks(config, store)
+    fault = case.get("fault")
+    with built_with(fault):
         policy = Policy(spec, config, layout)
-        source = rollouts(spec.vocab_size, case.get("order_seed"))
-        batch = TrainBatch.build(source, config)
-        if case.get("seeded_fault") == "micro_batch_mean":
-            micro = policy._micro_batches(source, batch.mini_batches[0])
-            weights = batch.weights.copy()
-            for m in micro:
-                weights[m.sequences] = 1 / len(micro) / max(1, len(m.slots))
-            batch = dataclasses.replace(batch, weights=weights)
-        out = Path(case["out"])
-        if case.get("seeded_fault") in ("nan", "no_signal"):
-            (out / "fault.json").write_text(json.dumps(run_fault(case["seeded_fault"], policy, batch)))
-            leave()
-            continue
-        results = []
-        for _ in range(2):
-            stats = policy.token_stats(batch)
-            reference = policy.reference_logprobs(batch)
-            updates = [policy.update(batch, mini, stats, reference, 1e-3) for mini in batch.mini_batches]
-            results.append((stats, updates))
-        write_huggingface(policy, out / "hf")
-        if layout.rank == 0:
-            by_id = {}
-            offsets = source.response_offsets
-            for s, name in enumerate(source.rollout_ids):
-                part = slice(offsets[s], offsets[s + 1])
-                by_id[name] = [results[0][0].logprobs[part].tolist(), results[0][0].entropy[part].tolist()]
-            (out / "result.json").write_text(json.dumps({"updates": [r[1] for r in results], "tokens": by_id}))
-        leave()
+    source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
+    batch = TrainBatch.build(source, config)
+    if fault in ("nan", "no_signal"):
+        (out / "fault.json").write_text(json.dumps(run_fault(fault, policy, batch)))
+        return
+    written = []
 
+    def write_once() -> None:
+        if not written:
+            written.append(True)
+            write_gradients(policy, out / "gradients")
 
-def leave() -> None:
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    before_the_step(policy, write_once)
+    batch = seed_fault(fault, policy, batch)  # what it does before a step comes before the gradients are written
+    routing = Routing(policy, len(source.engine_logprobs)) if spec.num_experts else None
+    updates, experts = [], None
+    values: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": [], "reference": []}
+    for _ in range(2):
+        stats = policy.token_stats(batch)
+        if routing is not None and experts is None:
+            experts = routing.finish()
+        reference = policy.reference_logprobs(batch)
+        updates += [policy.update(batch, mini, stats, reference, 1e-3) for mini in batch.mini_batches]
+        for name, value in zip(values, (stats.logprobs, stats.entropy, reference), strict=True):
+            if value is not None:
+                values[name].append(value)
+    if experts is not None:
+        values["experts"] = [experts]
+    offsets = source.response_offsets
+    tokens = {
+        rollout: {
+            name: [t[..., offsets[s] : offsets[s + 1]].tolist() for t in passes] for name, passes in values.items()
+        }
+        for s, rollout in enumerate(source.rollout_ids)
+    }
+    write_huggingface(policy, out / "hf")
+    if layout.rank == 0:
+        (out / "result.json").write_text(json.dumps({"updates": updates, "tokens": tokens}))
 
 
 def run_fault(fault: str, policy: Policy, batch: TrainBatch) -> dict:
     """What an update says to one rollout's NaN, or to advantages that are all 0; and whether a weight moved."""
     advantages = np.zeros_like(batch.advantages) if fault == "no_signal" else batch.advantages.copy()
     if fault == "nan":
-        advantages[batch.rollouts.rollout_ids.index("1-3")] = np.nan
+        advantages[batch.rollouts.rollout_ids.index("1-1")] = np.nan
     stats = policy.token_stats(batch)
-    before = [p.detach().clone() for p in policy.model.parameters()]
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
     said = ""
     try:
         mini = np.arange(len(advantages))
         said = policy.update(dataclasses.replace(batch, advantages=advantages), mini, stats, None, 1e-3)
     except NonFiniteError as error:
         said = str(error)
-    after = policy.model.parameters()
-    return {"said": said, "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))}
+    return {"said": said, "moved": any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))}
+
+
+def main(rounds_file: str) -> None:
+    """A round is cases that run at the same time, each on the next so many ranks."""
+    rank, ranks = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+    store = connect_store(300)
+    for number, cases in enumerate(json.loads(Path(rounds_file).read_text())):
+        first = 0
+        for case in cases:
+            if first <= rank < first + case["ranks"]:
+                os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
+                start = time.monotonic()
+                run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
+                dist.barrier()
+                parallel_state.destroy_model_parallel()
+                dist.destroy_process_group()
+                print(f"{time.monotonic() - start:5.1f} s {case['out']}", flush=True)
+            first += case["ranks"]
+    store.set(f"done{rank}", "")
+    if rank == 0:  # it serves the store
+        store.wait([f"done{r}" for r in range(int(ranks))])
 
 
 if __name__ == "__main__":

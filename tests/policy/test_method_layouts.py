@@ -1,11 +1,12 @@
-"""Every method of configs/methods on one rank in two packings, and on two ranks as TP2 and as DP2: the same update."""
+"""Every method of configs/methods in another packing, as TP2, DP2 and CP2: the same update as one process."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+import layout_guard as guard
 import pytest
 import yaml
+from layout_guard import Row
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 # `micro_batch` scope: the published behaviour, which depends on the packing.
@@ -19,54 +20,56 @@ CORRECTIONS = {
     for kind in ("truncate", "mask")
     for level in ("token", "sequence")
 }
+OTHERS = {"sequence_mean": {"modulation": {"expectation": "sequence_mean", "tau": 0.5}}}  # whole sequences: not with CP
+LAYOUTS = ("1", "TP2", "DP2", "CP2")
 
 pytestmark = pytest.mark.full
-
-_spec = importlib.util.spec_from_file_location("test_layouts", Path(__file__).with_name("test_layouts.py"))
-layouts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(layouts)
-models = layouts.models
 
 
 def method(name: str) -> dict:
     """Its algorithm section, with two updates a step, so that the second one has ratios."""
     if name in CORRECTIONS:
         return method("grpo") | {"rollout_correction": CORRECTIONS[name]}
+    if name in OTHERS:
+        return method("grpo") | OTHERS[name]
     algorithm = yaml.safe_load((METHODS / f"{name}.yaml").read_text())["algorithm"]
     algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if k in algorithm["loss"]}}
     return algorithm
 
 
+PAIRS = [
+    (name, layout)
+    for name in (*NAMES, *CORRECTIONS, *OTHERS)
+    for layout in LAYOUTS
+    if name not in OTHERS or layout != "CP2"
+]
+
+
 @pytest.fixture(scope="module")
-def runs(models, tmp_path_factory) -> Path:
+def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("methods")
-    one, two = [], []
-    for name in (*NAMES, *CORRECTIONS):
-        for cases, label, parallel, budget in (
-            (one, "one", {}, 400),
-            (one, "budget", {}, 100),
-            (two, "tp2", {"tp": 2}, 100),
-            (two, "dp2", {}, 100),
-        ):
-            config = layouts.case_config(models["qwen2"], parallel, budget, **method(name))
-            cases.append({"config": config, "out": str(folder / f"{name}-{label}")})
-    layouts.launch(one, 1, folder / "one-rank")
-    layouts.launch(two, 2, folder / "two-ranks")
+    models = guard.make_models(folder / "models")
+    cases = []
+    for name in (*NAMES, *CORRECTIONS, *OTHERS):
+        cases.append(guard.reference_case(models, folder, "qwen2", out=name, algorithm=method(name)))
+    for name, layout in PAIRS:
+        out = f"{name}-{layout}"
+        cases.append(guard.case(models, folder, Row("qwen2", layout), out=out, algorithm=method(name)))
+    guard.launch(cases, folder / "launch")
     return folder
 
 
-@pytest.mark.parametrize("other", ["budget", "tp2", "dp2"])
-@pytest.mark.parametrize("name", [*NAMES, *CORRECTIONS])
-def test_the_update_does_not_depend_on_the_partition(runs, name, other):
-    found = layouts.differences(runs / f"{name}-one", runs / f"{name}-{other}")
-    print(name, other, found)
-    assert max(found.values()) <= layouts.TOLERANCE, found
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
+def test_the_update_does_not_depend_on_the_partition(runs, name, layout):
+    found = guard.gaps(runs / name, runs / f"{name}-{layout}")
+    print(name, layout, found)
+    assert not guard.beyond(Row("qwen2", layout), found), found
 
 
-@pytest.mark.parametrize("name", [n for n in (*NAMES, *CORRECTIONS) if n != "grpo"])
+@pytest.mark.parametrize("name", [n for n in (*NAMES, *CORRECTIONS, *OTHERS) if n != "grpo"])
 def test_it_is_not_the_update_of_grpo(runs, name):
-    found = layouts.differences(runs / "grpo-one", runs / f"{name}-one")
-    assert found["weights"] > 3 * layouts.TOLERANCE, found
+    found = guard.gaps(runs / "grpo", runs / name)
+    assert found["weights"] > 3e-5, found
     if name in ("fork_tokens", "clip_cov", "kl_cov"):
-        updates = json.loads((runs / f"{name}-one" / "result.json").read_text())["updates"]
-        assert all(u["selected"] >= 5 for step in updates for u in step)
+        updates = json.loads((runs / name / "result.json").read_text())["updates"]
+        assert all(u["selected"] >= 5 for u in updates)

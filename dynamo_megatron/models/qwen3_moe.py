@@ -1,0 +1,50 @@
+"""Qwen3 mixture of experts (30B-A3B, 235B-A22B): Qwen3's attention, every MLP replaced by routed experts.
+
+The router is a linear layer whose softmax picks `num_experts_per_tok` experts a token; there are no shared experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dynamo_megatron.models.qwen3 import QWEN3_LAYER
+from dynamo_megatron.models.spec import ModelSpec, decoder_spec, flag, integer
+
+ATTENTION = {name: parts for name, parts in QWEN3_LAYER.items() if not name.startswith("mlp.")}
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Raises ValueError naming the field that cannot be mapped: anything but routed experts in every layer."""
+    if flag(config, "attention_bias"):
+        raise ValueError("attention_bias: true is not supported")
+    if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        raise ValueError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
+    for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
+        if config.get(key):
+            raise ValueError(f"{key}: {config[key]!r}: shared experts are not supported")
+    # transformers 5 writes num_local_experts, older ones and the published files num_experts
+    experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    if integer(config, "num_local_experts", experts) != experts:
+        raise ValueError(f"num_experts: {experts} is not num_local_experts {config['num_local_experts']}")
+    topk = integer(config, "num_experts_per_tok")
+    if topk > experts:
+        raise ValueError(f"num_experts_per_tok: {topk} of {experts} experts")
+    return replace(
+        decoder_spec(config, "qwen3_moe", layer_names=_layer_names(experts), qk_norm=True),
+        num_experts=experts,
+        router_topk=topk,
+        moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
+        norm_topk_prob=flag(config, "norm_topk_prob"),
+    )
+
+
+def _layer_names(experts: int) -> dict[str, tuple[str, ...]]:
+    names = {**ATTENTION, "mlp.router.weight": ("mlp.gate.weight",)}
+    for e in range(experts):
+        here, there = f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}"
+        names[f"{here}.linear_fc1.weight"] = (f"{there}.gate_proj.weight", f"{there}.up_proj.weight")
+        names[f"{here}.linear_fc2.weight"] = (f"{there}.down_proj.weight",)
+    return names

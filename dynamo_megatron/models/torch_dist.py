@@ -1,0 +1,170 @@
+"""Megatron's distributed checkpoint files (`torch_dist`), read and written a tensor at a time, without ranks or a GPU.
+
+The format is torch.distributed.checkpoint's: `.metadata` says which chunks a tensor is stored in and where, `*.distcp`
+files hold them; Megatron adds `metadata.json` and `common.pt`. The same tensor may be cut in any way: reading a region
+reads the chunks that overlap it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def is_torch_dist(path: str | Path) -> bool:
+    """Whether the folder holds a checkpoint of this format."""
+    return (Path(path) / ".metadata").is_file()
+
+
+class TorchDistReader:
+    """The tensors of one checkpoint folder: `tensors`, by key, and `read`.
+
+    Raises ValueError, one line naming the file: no such checkpoint, a file of it missing, truncated or malformed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not is_torch_dist(self.path):
+            raise ValueError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
+        try:
+            self._metadata = FileSystemReader(self.path).read_metadata()
+            stored = self._metadata.state_dict_metadata.items()
+            self.tensors = {
+                key: StoredTensor(tuple(t.size), t.properties.dtype)
+                for key, t in stored
+                if isinstance(t, TensorStorageMetadata)
+            }
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, OSError) as error:
+            raise ValueError(f"{self.path / '.metadata'}: not readable ({type(error).__name__}: {error})") from None
+        ends: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self.path / name
+            if not file.is_file():
+                raise ValueError(f"{file}: no such file, though .metadata names it")
+            if file.stat().st_size < end:
+                raise ValueError(f"{file}: truncated, {file.stat().st_size} bytes of {end}")
+
+    def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """The region of tensor `key` that starts at `offset`, on the CPU in the stored dtype.
+
+        Raises ValueError where the chunks do not hold all of it or a file cannot be read.
+        """
+        stored = self._metadata.state_dict_metadata[key]
+        result, filled = None, 0
+        for chunk in stored.chunks:
+            start = [max(a, b) for a, b in zip(chunk.offsets, offset, strict=True)]
+            ends = zip(chunk.offsets, chunk.sizes, offset, size, strict=True)
+            shape = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
+            if min(shape, default=1) <= 0:
+                continue
+            tensor = self._chunk(MetadataIndex(key, chunk.offsets))
+            tensor = narrow_tensor_by_index(tensor, [s - a for s, a in zip(start, chunk.offsets, strict=True)], shape)
+            filled += tensor.numel()
+            if shape == list(size):
+                result = tensor
+                break
+            if result is None:
+                result = torch.empty(tuple(size), dtype=stored.properties.dtype)
+            narrow_tensor_by_index(result, [s - b for s, b in zip(start, offset, strict=True)], shape).copy_(tensor)
+        if result is None or filled != math.prod(size):
+            raise ValueError(
+                f"{self.path}: tensor {key}: {filled} of the {math.prod(size)} values at {list(offset)} are stored"
+            )
+        return result
+
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        info = self._metadata.storage_data[index]
+        file = self.path / info.relative_path
+        with open(file, "rb") as stream:
+            try:
+                return torch.load(
+                    _create_file_view(stream, info.offset, info.length), map_location="cpu", weights_only=True
+                )
+            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                text = " ".join(str(error).split())[:200]
+                raise ValueError(f"{file}: tensor {index.fqn} cannot be read ({text})") from None
+
+
+class TorchDistWriter:
+    """Writes a checkpoint into folder `path`, which is there and empty; it is readable after `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, Any] = {}
+        self._results: list[WriteResult] = []
+        self._full = 0  # files that take no more
+
+    def add(self, key: str, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
+        """Stores `tensor` as the part at `offset` of tensor `key` of the whole shape `shape`; as many dimensions.
+
+        Raises ValueError where another part of the tensor has another dtype; OSError.
+        """
+        whole = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
+        whole = self._tensors.setdefault(key, whole)
+        assert whole.size == torch.Size(shape), f"{key}: {whole.size}, {shape}"
+        if whole.properties.dtype != tensor.dtype:
+            raise ValueError(f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; give one dtype")
+        whole.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage
+        self._write(MetadataIndex(key, offset), tensor)
+
+    def add_object(self, key: str, value: Any) -> None:
+        """Stores plain data."""
+        self._tensors[key] = BytesStorageMetadata()
+        self._write(MetadataIndex(key), value)
+
+    def _write(self, index: MetadataIndex, value: Any) -> None:
+        file = self.path / f"__{self._full}_0.distcp"
+        with open(file, "ab") as stream:
+            start = stream.tell()
+            try:
+                torch.save(value, stream)
+            except RuntimeError as error:  # a full disk comes as this
+                raise OSError(f"{file}: not written: {str(error).splitlines()[0]}") from None
+            end = stream.tell()
+        self._results.append(WriteResult(index, end - start, _StorageInfo(file.name, start, end - start)))
+        self._full += end >= FILE_BYTES
+
+    def close(self) -> None:
+        """Writes what makes the tensors findable. Nothing is synced to the disk. Raises OSError."""
+        torch.save({"content_metadata": {}}, self.path / "common.pt")
+        (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
+        writer = FileSystemWriter(self.path, sync_files=False)
+        writer.set_up_storage_writer(is_coordinator=True)
+        writer.finish(Metadata(self._tensors), [self._results])

@@ -1,0 +1,222 @@
+"""`dynamo-megatron convert` both ways: bit-equal, streamed, and every bad input one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dynamo_megatron import cli
+from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
+from dynamo_megatron.models import load_model_config, open_weights, safetensors_writer, torch_dist
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}
+
+
+@pytest.fixture(scope="session")
+def converted(tiny_model, tmp_path_factory):
+    """(Hugging Face folder, what hf2mcore made of it). Do not change them."""
+    folder = tiny_model("qwen2", **SIZES)
+    mcore = tmp_path_factory.mktemp("converted") / "mcore"
+    hf2mcore(folder, mcore)
+    return folder, mcore
+
+
+def say(capsys, *words):
+    """(exit code, the line on stderr) of `dynamo-megatron convert WORDS`."""
+    code = cli.main(["convert", *map(str, words)])
+    return code, capsys.readouterr().err.rstrip("\n")
+
+
+def refusal(capsys, out, *words):
+    """The one line of a refused conversion, which leaves nothing behind."""
+    before = sorted(out.parent.iterdir())
+    capsys.readouterr()
+    code, line = say(capsys, *words)
+    assert code == 2 and line and "\n" not in line, line
+    assert sorted(out.parent.iterdir()) == before
+    return line
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_bit_equal(tiny_model, tmp_path, monkeypatch, family, dtype, tied):
+    monkeypatch.setattr(safetensors_writer, "FILE_BYTES", 20_000)  # several files, as a large model has
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)
+    folder = tiny_model(family, dtype=dtype, tied=tied, **SIZES)
+    hf2mcore(folder, tmp_path / "mcore")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    source, back = load_file(folder / "model.safetensors"), {}
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and len(list((tmp_path / "mcore").glob("*.distcp"))) > 2
+    for file in files:
+        tensors = load_file(file)
+        assert not back.keys() & tensors.keys()
+        back |= tensors
+    assert back.keys() == source.keys()
+    assert all(t.dtype == source[name].dtype and torch.equal(t, source[name]) for name, t in back.items())
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes() or file.name == "config.json"
+    with open_weights(tmp_path / "hf", load_model_config(tmp_path / "hf")) as opened:
+        assert set(opened.names) == set(source)  # the index agrees
+    assert compare_weights(folder, tmp_path / "mcore") == (dict.fromkeys(back, 0.0), [])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype(converted, tmp_path, dtype):
+    folder, mcore = converted
+    hf2mcore(folder, tmp_path / "mcore", dtype)
+    mcore2hf(tmp_path / "mcore", tmp_path / "there")
+    mcore2hf(mcore, tmp_path / "back", dtype)
+    source = load_file(folder / "model.safetensors")
+    for out in ("there", "back"):
+        assert json.loads((tmp_path / out / "config.json").read_text())["dtype"] == dtype
+        for name, tensor in load_file(tmp_path / out / "model.safetensors").items():
+            assert torch.equal(tensor, source[name].to(getattr(torch, dtype))), name
+
+
+def test_a_value_too_large_for_float16_is_refused(tiny_model, tmp_path, capsys):
+    folder = changed(tiny_model("qwen2", **SIZES), tmp_path, lambda t: t["model.norm.weight"].fill_(1e5))
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out", "--dtype", "float16")
+    assert "model.norm.weight" in line and "float16" in line
+
+
+def test_a_tied_folder_may_carry_its_head(tiny_model, tmp_path):
+    tied = tiny_model("qwen2", tied=True, **SIZES)
+    folder = changed(tied, tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    hf2mcore(folder, tmp_path / "mcore")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(tied / "model.safetensors").keys()
+
+
+def changed(folder, tmp_path, change):
+    copy = shutil.copytree(folder, tmp_path / "changed")
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: [t.pop(n) for n in list(t) if "norm" in n], ["5 tensors missing", "and 2 more"]),
+        (lambda t: t.update(extra=torch.ones(1)), ["1 tensor without a place", "extra"]),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), ["of another shape", "[31] instead of [32]"]),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+def test_wrong_tensors_are_listed(converted, tmp_path, capsys, change, named):
+    folder = changed(converted[0], tmp_path, change)
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert all(word in line for word in [str(folder), *named]), line
+
+
+def test_damaged_and_foreign_folders(converted, tiny_model, tmp_path, capsys):
+    def refused(*words):
+        return refusal(capsys, tmp_path / "out", *words, tmp_path / "out")
+
+    folder = shutil.copytree(converted[0], tmp_path / "folder")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "model.safetensors: corrupt or truncated" in refused("hf2mcore", folder)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    weights.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors: no such file" in refused("hf2mcore", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    assert "gemma2" in refused("hf2mcore", folder)
+    assert "no such folder" in refused("hf2mcore", tmp_path / "nowhere")
+    assert "neither a checkpoint nor a run" in refused("mcore2hf", folder)
+
+    mcore = shutil.copytree(converted[1], tmp_path / "mcore")
+    data = mcore / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-5000])
+    assert "__0_0.distcp: truncated" in refused("mcore2hf", mcore)
+    data.unlink()
+    assert "__0_0.distcp: no such file" in refused("mcore2hf", mcore)
+    (mcore / ".metadata").write_bytes(b"nothing")
+    assert ".metadata: not readable" in refused("mcore2hf", mcore)
+
+
+def test_a_checkpoint_of_another_model(converted, tiny_model, tmp_path, capsys):
+    mcore = shutil.copytree(converted[1], tmp_path / "mcore")
+    shutil.copy(tiny_model("qwen3", **SIZES) / "config.json", mcore)
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", mcore, tmp_path / "out")
+    assert "another model" in line and "family qwen2 instead of qwen3" in line
+    (mcore / "manifest.json").unlink()  # another program's checkpoint has none: its tensors tell
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", mcore, tmp_path / "out")
+    assert "missing" in line and "q_layernorm" in line and "linear_qkv.bias" in line
+
+
+def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, capsys, monkeypatch):
+    """A family's file that mistook a field: the config says 2 key/value heads, the spec 4."""
+    from dynamo_megatron.models import FAMILIES as families
+    from dynamo_megatron.models.spec import decoder_spec, integer
+
+    def mistaken(config):
+        assert integer(config, "num_key_value_heads") == 2
+        return decoder_spec({**config, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}, "qwen2", layer_names={})
+
+    monkeypatch.setitem(families, "qwen2", mistaken)
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
+    assert "num_key_value_heads: 2, Megatron: 4" in line and "rms_norm_eps: 1e-06, Megatron: 1e-05" in line
+
+
+def test_targets(converted, tmp_path, capsys, monkeypatch):
+    folder, mcore = converted
+    (tmp_path / "file").write_text("")
+    line = refusal(capsys, tmp_path / "x", "hf2mcore", folder, tmp_path / "file")
+    assert "file: is there already" in line
+    line = refusal(capsys, tmp_path / "x", "mcore2hf", mcore, tmp_path / "file" / "out")
+    assert "cannot be written" in line
+    assert "--step" in refusal(capsys, tmp_path / "x", "mcore2hf", tmp_path, tmp_path / "x", "--step", "7")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**5))
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert "GB, the disk has 0.000 GB free" in line
+
+
+@pytest.mark.full
+def test_a_disk_that_fills_up(converted, tmp_path):
+    """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
+    for number, words in enumerate((("hf2mcore", converted[0]), ("mcore2hf", converted[1]))):
+        command = "import resource, sys; from dynamo_megatron import cli; "
+        command += "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); sys.exit(cli.main(sys.argv[1:]))"
+        with open(tmp_path / f"err-{number}", "w") as err:
+            words = [*map(str, words), str(tmp_path / "out")]
+            code = subprocess.run([sys.executable, "-P", "-c", command, "convert", *words], stderr=err).returncode
+        said = (tmp_path / f"err-{number}").read_text().splitlines()
+        assert code == 1 and len(said) == 1 and "out: not written" in said[0], said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["err-0", "err-1"]
+
+
+def test_verify(converted, tmp_path, tool, monkeypatch, capsys):
+    verify = tool("verify_conversion")
+
+    def run(a, b):
+        monkeypatch.setattr(sys, "argv", ["verify_conversion", str(a), str(b)])
+        return verify.main(), capsys.readouterr()
+
+    folder, mcore = converted
+    code, said = run(folder, mcore)
+    assert code == 0 and "27 of 27 tensors bit-equal" in said.out and "largest difference 0 " in said.out
+    other = changed(folder, tmp_path, lambda t: t["model.norm.weight"][3].add_(0.5))
+    code, said = run(mcore, other)
+    assert code == 1 and "26 of 27" in said.out and "largest difference 0.5 in model.norm.weight" in said.out
+    code, said = run(folder, tmp_path)
+    assert code == 2 and said.err.count("\n") == 1
+
+
+def test_tools_are_the_command(converted, tmp_path, tool):
+    for name, source in zip(("hf_to_megatron", "megatron_to_hf"), converted, strict=True):
+        assert tool(name).main([str(source), str(tmp_path / name)]) == 0
+        assert compare_weights(source, tmp_path / name)[1] == []

@@ -1,0 +1,109 @@
+"""Run by test_checkpoint.py: trains under one layout, saves, and takes the next step under that and other layouts."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+from forked_ranks import fork_ranks, wait_for
+
+from dynamo_megatron.policy import backend
+
+backend.enable_cpu()
+backend.fix_torch_adam_checkpoints()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from dynamo_megatron.config import Config  # noqa: E402
+from dynamo_megatron.coordination import connect_store  # noqa: E402
+from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy.checkpoint import _Writer, begin_save, load_checkpoint  # noqa: E402
+from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
+from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.records import Sequences  # noqa: E402
+from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
+
+
+def train(policy: Policy, step: int) -> None:
+    """One optimizer step on sequences that are a function of its number."""
+    generator = np.random.default_rng(step)
+    lengths = generator.integers(6, 30, 12)
+    sequences = Sequences(
+        prompt_ids=[str(i) for i in range(12)],
+        tokens=generator.integers(0, policy.spec.vocab_size, int(lengths.sum())),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=generator.integers(1, 6, 12),
+    )
+    policy.fit(sequences, np.full(12, 1 / sequences.response_lengths.sum()), 1e-3)
+
+
+def hold_writing() -> threading.Event:
+    """From now on a file is written only once the event is set: a disk so slow that the training is done first."""
+    event, write = threading.Event(), _Writer.write
+
+    def held(writer: _Writer) -> None:
+        assert event.wait(60)
+        write(writer)
+
+    _Writer.write = held
+    return event
+
+
+def run(case: dict, number: int, store: dist.Store) -> None:
+    config = Config.model_validate(case["config"])
+    layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
+    policy = Policy(load_model_config(config.model.path), config, layout)
+    out = Path(case["out"])
+    if "load" in case:
+        if refused := case.get("refused"):
+            try:
+                load_checkpoint(policy, Path(case["load"]))
+            except ValueError as error:
+                (out / "refused.txt").write_text(str(error))
+            assert refused
+        else:
+            load_checkpoint(policy, Path(case["load"]))
+            train(policy, 4)
+            write_huggingface(policy, out / "hf")
+    else:
+        for step in (1, 2, 3):
+            train(policy, step)
+        state = {"of": "rank 0"} if layout.rank == 0 else None
+        begin_save(policy, out / "sync", 3, state, background=False).complete(keep_last=1, timeout=60)
+        trained = hold_writing()
+        save = begin_save(policy, out / "async", 3, state, background=True)
+        train(policy, 4)
+        assert not save.written()
+        trained.set()
+        save.complete(keep_last=1, timeout=60)
+        write_huggingface(policy, out / "hf")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def main(cases_file: str) -> None:
+    folder = Path(cases_file).parent
+    for name, cases in json.loads(Path(cases_file).read_text()).items():
+
+        def body(cases=cases) -> None:
+            torch.set_num_threads(1)
+            store = connect_store(60)
+            for number, case in enumerate(cases):
+                start = time.monotonic()
+                run(case, number, store)
+                print(f"{case['out']}: {time.monotonic() - start:.1f} s", flush=True)
+
+        logs = folder / name
+        logs.mkdir()
+        wait_for(fork_ranks(int(name.rpartition("-")[2]), body, logs), logs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,137 @@
+"""Checkpoint folders on disk: what is found complete, whatever was cut off, removed or damaged."""
+
+import functools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.checkpoint_folder import (
+    choose_checkpoint,
+    complete_checkpoints,
+    fault,
+    latest_checkpoint,
+    publish,
+    read_manifest,
+    unfinished_folder,
+)
+
+FILES = {".metadata": b"m", "__0_0.distcp": b"data of rank 0", "__1_0.distcp": b"data", "state.json": b"{}"}
+DISK_CALLS = ("open", "fsync", "mkdir", "rename", "unlink", "rmdir")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def save(root: Path, step: int, keep_last: int = 1) -> Path:
+    aside = unfinished_folder(root, step)
+    for name, content in FILES.items():
+        (aside / name).write_bytes(content)
+    return publish(aside, step, {"model": {"family": "qwen2"}}, keep_last)
+
+
+def steps(root: Path) -> list[int]:
+    return [step for step, _ in complete_checkpoints(root)]
+
+
+def test_a_manifest_lists_every_file_with_its_size(tmp_path):
+    manifest = read_manifest(save(tmp_path, 7))
+    assert manifest["files"] == {name: len(content) for name, content in FILES.items()}
+    assert manifest["step"] == 7 and manifest["model"] == {"family": "qwen2"}
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for step in (3, 6, 9, 1_000_000):
+        save(tmp_path, step, keep_last=2)
+    assert steps(tmp_path) == [9, 1_000_000]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-1000000"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp: missing"),
+        (lambda f: os.truncate(f / "__0_0.distcp", 5), "__0_0.distcp: 5 bytes instead of 14"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory"),
+        (lambda f: os.truncate(f / "manifest.json", 20), "manifest.json: "),
+    ],
+)
+def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
+    older, newer = save(tmp_path, 3, keep_last=2), save(tmp_path, 6, keep_last=2)
+    damage(newer)
+    assert why in fault(newer) and "\n" not in fault(newer)
+    assert latest_checkpoint(tmp_path) == (3, older)
+    said = []
+    assert choose_checkpoint(tmp_path, said.append) == (3, older)
+    assert said == [f"warning: the checkpoint of step 6 is damaged: {fault(newer)}; going on from step 3"]
+    save(tmp_path, 6, keep_last=2)  # the run comes to this step again
+    assert steps(tmp_path) == [3, 6]
+
+
+def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
+    assert choose_checkpoint(tmp_path, print) is None
+    (save(tmp_path, 3) / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"step 3 is damaged: .*state.json: missing, and no other is complete"):
+        choose_checkpoint(tmp_path, print)
+
+
+def test_a_damaged_one_does_not_count_among_those_kept(tmp_path):
+    for step in (3, 6):
+        save(tmp_path, step, keep_last=2)
+    (tmp_path / "step-000006" / "state.json").unlink()
+    save(tmp_path, 9, keep_last=2)
+    assert steps(tmp_path) == [3, 9]
+
+
+def test_a_kill_between_any_two_calls_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """Killed after the first call that reaches the disk, after the second, and so on; then the run goes on."""
+    begun = tmp_path / "begun"
+    save(begun, 3)
+    outcomes = []
+    for last in range(1000):
+        root = tmp_path / f"killed-{last}"
+        shutil.copytree(begun, root)
+        left = last
+        with monkeypatch.context() as patched:
+            for name in DISK_CALLS:
+
+                def counted(call, *arguments, **options):
+                    nonlocal left
+                    if left == 0:
+                        raise Killed
+                    left -= 1
+                    return call(*arguments, **options)
+
+                patched.setattr(os, name, functools.partial(counted, getattr(os, name)))
+            try:
+                save(root, 6)
+            except Killed:
+                pass
+            else:
+                break
+        outcomes.append(steps(root))
+        assert outcomes[-1] in ([3], [3, 6], [6])
+        save(root, 9)
+        assert steps(root) == [9] and [p.name for p in root.iterdir()] == ["step-000009"]
+    assert [3] in outcomes and [6] in outcomes and len(outcomes) > 15
+
+
+def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append(f"{Path(source).name} -> {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    save(tmp_path / "checkpoints", 3)
+    aside = ".step-000003.unfinished"
+    assert done == [*sorted(FILES), aside, "manifest.json", aside, f"{aside} -> step-000003", "checkpoints"]

@@ -1,0 +1,108 @@
+"""Inspecting what is at rest: Hugging Face folders, runs with a damaged checkpoint, paths that are neither."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dynamo_megatron import inspection
+from dynamo_megatron.inspection import describe, differences, in_bytes, inspect
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """run(*words) -> (exit code, stdout, stderr) of tools/inspect_checkpoint.py."""
+    main = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"))["main"]
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", *map(str, words)])
+        code = main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def edited(tiny_model, tmp_path) -> Path:
+    """The tiny model with one value, one dtype and one shape changed, one tensor less and one more."""
+    folder = tmp_path / "edited"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][50, 3] += 0.5
+    tensors["model.layers.0.input_layernorm.weight"] = tensors["model.layers.0.input_layernorm.weight"].bfloat16()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:100].clone()
+    tensors["of_mine"] = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_hugging_face_folder_by_layer_pattern(tiny_model):
+    text = describe(inspect(tiny_model))
+    assert "Hugging Face folder, complete" in text and "family: qwen2" in text
+    assert "model.layers.*.mlp.down_proj.weight  [64, 128] float32, 2 times" in text
+    assert "optimizer: none" in text and "model.safetensors: 356.9 KiB" in text
+
+
+def test_differences_are_listed_by_tensor(tiny_model, edited, tool, monkeypatch):
+    monkeypatch.setattr(inspection, "BLOCK_BYTES", 1000)  # a few rows at once
+    assert tool("--diff", tiny_model, tiny_model)[:2] == (0, "the same tensors, bit for bit\n")
+    code, out, _ = tool("--diff", tiny_model, edited)
+    assert code == 1
+    weight = load_file(tiny_model / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    lines = dict(line.split(": ", 1) for line in out.splitlines()[:-1])
+    assert lines.pop("lm_head.weight") == "shape [128, 64] and [100, 64]"
+    assert lines.pop("of_mine") == f"only in {edited}"
+    assert lines.pop("model.norm.weight") == f"only in {tiny_model}"
+    assert lines.pop("model.layers.0.input_layernorm.weight").startswith("float32 and bfloat16, largest difference ")
+    relative = 0.5 / float(weight.norm())
+    assert lines.pop("model.layers.1.mlp.down_proj.weight") == (
+        f"largest difference 5.000e-01, relative (norm) {relative:.3e}"
+    )
+    assert not lines and out.splitlines()[-1] == "5 of the tensors differ"
+
+
+def test_nan_is_a_difference(tmp_path):
+    for name, value in (("a", 1.0), ("b", float("nan"))):
+        (tmp_path / name).mkdir()
+        save_file({"x": torch.tensor([1.0, value])}, tmp_path / name / "model.safetensors")
+    (line,) = differences(inspect(tmp_path / "a"), inspect(tmp_path / "b"))
+    assert line.startswith("x: largest difference inf")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda f: None, "no such file or folder"),
+        (lambda f: f.mkdir(), "neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors"),
+        (lambda f: (f / "checkpoints").mkdir(parents=True), "a run without a complete checkpoint"),
+    ],
+)
+def test_a_path_that_is_none_of_these_is_one_line(tmp_path, tool, make, why):
+    make(tmp_path / "path")
+    assert tool(tmp_path / "path") == (2, "", f"{tmp_path / 'path'}: {why}\n")
+
+
+def test_a_truncated_file_is_one_line(tiny_model, tmp_path, tool):
+    shutil.copytree(tiny_model, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    code, _, said = tool(tmp_path / "cut")
+    assert code == 2 and said.startswith(f"{file}: not readable (") and said.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tool):
+    folder = tmp_path / "checkpoints" / "step-000003"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    code, out, _ = tool(folder)
+    assert code == 1 and f"{folder / 'manifest.json'}: No such file or directory" in out
+    code, _, said = tool(tmp_path)
+    assert code == 2 and "a run without a complete checkpoint; step 3: " in said
+
+
+def test_sizes_have_a_unit():
+    assert [in_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
