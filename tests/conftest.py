@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+# Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
+# does. Processes that tests start decide for themselves.
+os.environ["TRITON_INTERPRET"] = "1"
+import dynamo_megatron.kernels.triton_kernels  # noqa: F401
+
+del os.environ["TRITON_INTERPRET"]
+
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 
 ROOT = Path(__file__).parents[1]
