@@ -29,12 +29,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
 from head_contenders import PACKAGES, PEER_ERRORS, Contender, contenders, why_not
-from head_kernels import kernel_figures
 from head_report import draw, markdown
 from measure import clocks, interleaved, machine, peak_bytes
 
 HERE = Path(__file__).parent
-TINY = {"warm_up": 1, "rounds": (3, 3)}
+TINY = {"warm_up": 0, "rounds": (2, 2)}
 
 
 def our_backends(device: torch.device) -> list[str]:
@@ -107,22 +106,23 @@ def run_case(case: Case, field: Sequence[Contender], device: torch.device, round
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes, a few rounds; runs on a CPU")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as '14B/8192/tp1*'")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; runs/head with --tiny")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        sys.exit(_refused("benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works"))
+        return _refused("benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [c for c in (tiny_cases() if options.tiny else all_cases()) if fnmatch.fnmatch(c.name, options.only)]
     if not cases:
-        sys.exit(_refused(f"--only: no case is named {options.only!r}; such as {all_cases()[0].name}"))
+        return _refused(f"--only: no case is named {options.only!r}; a name is such as {all_cases()[0].name}")
     out = options.out or (Path("runs/head") if options.tiny else HERE / "results")
     out.mkdir(parents=True, exist_ok=True)
     one_rank(device)
-    field = contenders(our_backends(device), device)
+    backends = our_backends(device)
+    field = contenders(backends, device)
     result: dict[str, Any] = {
         "machine": machine(["torch", "triton", "megatron-core", "numpy", *PACKAGES]),
         "tiny": options.tiny,
@@ -133,12 +133,16 @@ def main() -> None:
         result["cases"].append(run_case(case, field, device, TINY if options.tiny else {}))
         accuracy_inputs.cache_clear()
         (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a killed run keeps it
-    result["kernels"] = kernel_figures(device, tiny=options.tiny)
+    if "triton" in backends:
+        from head_kernels import kernel_figures  # imports Triton, which reads TRITON_INTERPRET then
+
+        result["kernels"] = kernel_figures(device, tiny=options.tiny)
     (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
     draw(result, out / "head.png")
     print(markdown(result))
     dist.destroy_process_group()
+    return 0
 
 
 def _refused(message: str) -> int:
@@ -147,4 +151,4 @@ def _refused(message: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -57,7 +57,7 @@ def all_cases() -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    shape = Case("tiny/64", tokens=64, hidden=16, columns=300)
+    shape = Case("tiny", tokens=16, hidden=16, columns=300)
     return [shape, *variants(shape)]
 
 

@@ -26,7 +26,7 @@ from measure import machine, peak_bytes
 
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
-from dynamo_megatron.kernels import policy_loss, reference
+from dynamo_megatron.kernels import chunked, policy_loss, reference
 
 SHAPE = {"tokens": 4096, "vocabulary": 152064, "hidden": 256}
 TINY = {"tokens": 64, "vocabulary": 3000, "hidden": 16}
@@ -89,13 +89,13 @@ def in_child(**arguments: Any) -> dict[str, int]:
 
 
 def rows(shape: dict[str, int], chunks: tuple[int | None, ...]) -> list[dict[str, Any]]:
-    shard = reference.Shard(0, shape["vocabulary"], shape["vocabulary"])
+    token_bytes = reference.workspace_buffers(torch.float32, torch.device("cpu")) * shape["vocabulary"] * 4
     result = []
     for gradient in ("eager", "recompute"):
         for asked in chunks:
-            chunk = min(asked or reference.chunk_size(shard, 4), shape["tokens"])
+            chunk = min(asked or chunked.chunk_size(token_bytes), shape["tokens"])
             row = {"gradient": gradient, "chunk": chunk, "default": asked is None}
-            row["workspace"] = reference.BUFFERS * chunk * shape["vocabulary"] * 4
+            row["workspace"] = chunk * token_bytes
             row["weight gradient"] = shape["vocabulary"] * shape["hidden"] * 4
             result.append({**row, **in_child(**shape, chunk=asked, gradient=gradient)})
     return result

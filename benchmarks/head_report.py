@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from dynamo_megatron.evaluation.results import markdown_row
 
+SHOWN = ("14B/8192/tp1", "14B/8192/tp1/peaked", "14B/8192/tp8", "7B/8192/tp1")  # in the picture
 COLUMNS = ("ms", "p10", "p90", "of floor", "GB", "logprob", "entropy", "dX", "dW")
 
 
@@ -33,9 +34,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             markdown_row(["---", "---:", "---", *["---:"] * len(COLUMNS)]),
         ]
         lines += [markdown_row(_row(name, figures)) for name, figures in case["contenders"].items()]
-    kernels = result.get("kernels", {})
-    if kernels:
-        lines += ["", "## Single kernels", "", *(f"- {name}: {value}" for name, value in kernels.items())]
+    if "kernels" in result:
+        lines += _kernels(result["kernels"])
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)
     return "\n".join([*lines, "", f"Measured on: {machine}.", "", "![time and memory](head.png)"])
 
@@ -55,9 +55,23 @@ def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _kernels(kernels: Mapping[str, Any]) -> list[str]:
+    head = ["kernel", "tokens", "columns", "microseconds", "GB/s", "of copy"]
+    lines = ["", "## Single kernels", "", markdown_row(head), markdown_row(["---", *["---:"] * 5])]
+    for row in kernels["speed"]:
+        rate, share = row["GB/s"], row["of copy"]
+        cells = ["", ""] if rate is None else [f"{rate:.0f}", f"{share:.2f}"]
+        size = [str(row["tokens"]), str(row["columns"])]
+        lines.append(markdown_row([row["kernel"], *size, f"{1e6 * row['seconds']['median']:.0f}", *cells]))
+    repeated = kernels["in place"]
+    found = ", ".join(f"{name} {count} times" for name, count in repeated["different"].items())
+    return [*lines, "", f"Other bits in place than out of place, of {repeated['repeats']} times: {found}."]
+
+
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Time against memory of loss and gradients, for up to four cases. Writes a PNG."""
-    cases = result["cases"][:4]
+    """Time and memory of loss and gradients for the cases of `SHOWN`, or the first ones. Writes a PNG."""
+    by_name = {case["case"]: case for case in result["cases"]}
+    cases = [by_name[name] for name in SHOWN if name in by_name] or result["cases"][:4]
     figure = Figure(figsize=(12, 2.2 + 3.0 * len(cases)), dpi=110, layout="constrained")
     title = "The policy head: loss and gradients" + (" (tiny shapes: no figures)" if result["tiny"] else "")
     figure.suptitle(title, weight="bold")
