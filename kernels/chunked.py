@@ -154,6 +154,7 @@ class ChunkedHead:
             merged, t = self.backend.merge_with_loss(parts, self.temperature, config, tokens.at(chunk), ranges)
             g_h = t.grad_entropy if config.entropy_coef else None
             gradients.add(chunk, x, w, z, merged.maximum - shift, merged.log_sum, merged.entropy, t.grad_logprobs, g_h)
+            del z  # or two chunks of logits would be alive with the next one's
             stats[:, chunk] = torch.stack(merged)
             terms[:, chunk] = torch.stack(t[:3])
             sums += t.sums
@@ -180,6 +181,7 @@ class ChunkedHead:
             g_h = None if grad_entropy is None else grad_entropy[chunk]
             row = (stats.maximum, stats.log_sum, stats.entropy, grad_logprobs)
             gradients.add(chunk, x, w, z, *(r[chunk] for r in row), g_h)
+            del z
         return gradients.finish()
 
     def scatter(self, values: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import pytest
 # Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
 # does. Processes that tests start decide for themselves.
 os.environ["TRITON_INTERPRET"] = "1"
+import triton.experimental.gluon  # noqa: F401  what the interpreter would import with its first kernel
+
 import dynamo_megatron.kernels.triton_kernels  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]

@@ -21,7 +21,7 @@ from dynamo_megatron.kernels import triton_kernels as kernels
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 STATISTICS = {"logits": "*fp32", "labels": "*i64", "part": "*fp32", "TEMPERATURE": 0.7}
 GRADIENT = {
-    **{name: "*fp32" for name in ("logits", "maximum", "log_sum", "entropy", "grad_logprobs", "grad_entropy")},
+    **dict.fromkeys(("logits", "maximum", "log_sum", "entropy", "grad_logprobs", "grad_entropy"), "*fp32"),
     "labels": "*i64",
     "TEMPERATURE": 0.7,
 }
