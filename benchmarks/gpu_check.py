@@ -39,11 +39,17 @@ def kernel_tests(tests: list[str], scratch: Path) -> dict[str, Any]:
     """pytest's outcome of the kernels' tests."""
     report, log = scratch / "kernel-tests.xml", scratch / "kernel-tests.log"
     command = [sys.executable, "-P", "-m", "pytest", *tests, f"--junitxml={report}"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with open(log, "w", encoding="utf-8") as file:
         code = subprocess.run(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=TIMEOUT["kernel tests"]
+            command,
+            cwd=ROOT,
+            env={**os.environ, "KERNEL_TESTS_DEVICE": device},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT["kernel tests"],
         ).returncode
-    result: dict[str, Any] = {"paths": tests, "exit code": code}
+    result: dict[str, Any] = {"paths": tests, "device": device, "exit code": code}
     if report.exists():
         suite = ElementTree.parse(report).getroot().find("testsuite")
         result |= {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}

@@ -1,10 +1,37 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 # pytest's importlib mode adds no test folder to the path; plain_head is shared by the files here.
 sys.path.insert(0, str(Path(__file__).parent))
+
+DEVICE = torch.device(os.environ.get("KERNEL_TESTS_DEVICE", "cpu"))
+
+
+class _MadeOnDevice(TorchFunctionMode):
+    """Tensors that are made without a device come to `DEVICE`, with the values that they have on the CPU."""
+
+    MAKERS = frozenset(
+        (torch.arange, torch.full, torch.ones, torch.rand, torch.randint, torch.randn, torch.tensor, torch.zeros)
+    )
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.to(DEVICE) if func in self.MAKERS and "device" not in (kwargs or {}) else result
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """KERNEL_TESTS_DEVICE=cuda runs the same tests with the compiled kernels on a GPU (`make gpu-check`)."""
+    if DEVICE.type == "cpu":
+        yield DEVICE
+        return
+    with _MadeOnDevice():
+        yield DEVICE
 
 
 @pytest.fixture
