@@ -133,14 +133,14 @@ def gradient_kernel(
             tl.store(gradient + column, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=inside)
         else:
             z = tl.load(logits + column, mask=inside, other=0.0)
-            log2_p = (z - top) * (LOG2E / TEMPERATURE) - offset
+            log2_p = tl.fma(z - top, LOG2E / TEMPERATURE, -offset)
             p = tl.exp2(log2_p)
             pull = g
             if grad_entropy is not None:
                 pull = tl.fma(g_h, tl.maximum(log2_p, FLOOR) * LN2 + h, g)
             d = -pull * p
             d = tl.where(column == label, d + g, d)
-            d = tl.where(column < columns, d, 0.0)
+            d = tl.where(column < columns, d, 0.0)  # also where g is NaN
             if gradient.dtype.element_ty != logits.dtype.element_ty:
                 tl.debug_barrier()
             tl.store(gradient + column, d.to(gradient.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
-"""Compiles every kernel for GPUs that need not be there; prints what ptxas made of it, as JSON.
+"""Compiles kernels for GPUs that need not be there; prints what ptxas made of them, as JSON.
 
-`compile_kernels.py [CC ...]`, compute capabilities as 90. Run by a process of its own: in one with the interpreter
-there is nothing to compile.
+`compile_kernels.py CC[,CC] [NAME ...]`, compute capabilities as 90; without names every variant. Run it as a process
+of its own: in one with the interpreter there is nothing to compile.
 """
 
 import json
@@ -30,7 +30,7 @@ LOSS = {"LOW": 0.2, "HIGH": 0.28, "CEILING": 10.0, "KL_COEF": 0.1, "KL_KIND": "k
 LOSS |= {"ALPHA": 0.2, "LAMBDA_MIN": 0.6, "GAMMA": 50.0, "TAU": 0.99, "TEMPERATURE": 0.7, "BLOCK": backend.MERGE_BLOCK}
 MERGE = {**dict.fromkeys((*TENSORS, "terms", "sums"), "*fp32"), **LOSS}
 MERGE_ALONE = {**MERGE, **dict.fromkeys((*TENSORS[2:], "terms", "sums"))}
-# name: (kernel, arguments: a type, or the value of a constexpr; integers not named are i32, warps, 128-bit loads)
+# name: (kernel, arguments as a type or a constexpr's value, with i32 for those not named, warps)
 VARIANTS = {
     "statistics": (
         kernels.statistics_kernel,
@@ -57,11 +57,11 @@ ALIGNED = ("rows", "row_stride", "gradient_stride")  # multiples of 16, as the t
 
 
 def compiled(kernel, arguments: dict, warps: int, capability: int) -> dict[str, int | list[str]]:
-    """Registers, bytes of stack and local memory, spills, 128-bit loads, and the order of loads, barriers, stores."""
+    """Registers, bytes of stack and local memory, and counts of instructions; the order of those on global memory."""
     signature, constants, hints = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments.get(name, "i32")
-        is_type = isinstance(value, str) and name not in ("KL_KIND",)
+        is_type = isinstance(value, str) and name != "KL_KIND"
         signature[name] = value if is_type else "constexpr"
         if not is_type:
             constants[(i,)] = value
@@ -69,7 +69,9 @@ def compiled(kernel, arguments: dict, warps: int, capability: int) -> dict[str, 
             hints[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", capability, 32)
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=hints)
-    binary = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1}).asm["cubin"]
+    binary = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1, **backend.FUSION}).asm[
+        "cubin"
+    ]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -86,11 +88,13 @@ def compiled(kernel, arguments: dict, warps: int, capability: int) -> dict[str, 
         "wide_loads": len(re.findall(r"\bLDG\.E\.128", sass)),
         "narrow_loads": len(re.findall(r"\bLDG\.E(?!\.128)", sass)),
         "order": re.findall(r"\b(LDG\.E\.128|BAR\.SYNC|STG\.E(?:\.\d+)?)", sass),
-        "fma": len(re.findall(r"\bFFMA", sass)),
-        "mufu": re.findall(r"\bMUFU\.\w+", sass),
+        "fused": len(re.findall(r"\bFFMA", sass)),
     }
 
 
 if __name__ == "__main__":
-    capabilities = [int(word) for word in sys.argv[1:]]
-    json.dump({f"{n}-{cc}": compiled(*v, cc) for n, v in VARIANTS.items() for cc in capabilities}, sys.stdout)
+    names = sys.argv[2:] or VARIANTS
+    json.dump(
+        {f"{name} sm_{cc}": compiled(*VARIANTS[name], int(cc)) for name in names for cc in sys.argv[1].split(",")},
+        sys.stdout,
+    )
