@@ -80,6 +80,7 @@ def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[
 
 def run_case(case: Case, field: Sequence[Contender], device: torch.device, rounds: Mapping[str, Any]) -> dict[str, Any]:
     """Every contender's figures for one case."""
+    torch._dynamo.reset()  # shapes are compiled as they are, and after a few of them it would stop compiling
     inputs = make_inputs(case, device)
     before = clocks()
     found = {contender.name: attempt(contender, inputs, device) for contender in field}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -48,13 +49,16 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str]:
-    """Driver, clocks, power and temperature as nvidia-smi says them; empty without a GPU."""
-    if not torch.cuda.is_available():
+    """Driver, clocks, power and temperature as nvidia-smi says them; empty without a GPU or without nvidia-smi."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return {}
     asked = ["driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"]
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    return dict(zip(asked, (field.strip() for field in answer.strip().split(",")), strict=True))
+    uuid = torch.cuda.get_device_properties(0).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        return {"nvidia-smi": " ".join((done.stdout + done.stderr).split())}
+    return dict(zip(asked, (field.strip() for field in done.stdout.strip().split(",")), strict=True))
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:

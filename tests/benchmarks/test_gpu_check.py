@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu_check.json").read_text())
     assert result["passed"] and result["tiny"]
-    assert result["kernel tests"]["tests"] > 0 and result["kernel tests"]["failures"] == 0
+    assert result["kernel tests"]["cpu"]["tests"] > 0 and result["kernel tests"]["cpu"]["failures"] == 0
     assert result["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
     training = result["training"]
     assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["headline"] == training["steps"][-1]
@@ -73,7 +74,7 @@ def test_the_whole_command_at_tiny_size(tmp_path):
 
 @pytest.mark.full
 def test_a_failed_run_is_told(tmp_path):
-    """The log's end, and no headline: here the rollouts are longer than the model's limit."""
-    work = training_steps.dataclasses.replace(TINY, kv_heads=3)
+    """The log's end, and no headline: here a response is longer than the model's positions."""
+    work = dataclasses.replace(TINY, response_tokens=(2100,))
     result = training_steps.run(work, tmp_path / "training", "torch", 200)
     assert result["exit code"] != 0 and result["log"] and "headline" not in result

@@ -13,6 +13,8 @@ from head_cases import MODELS, TOKENS, VOCABULARY, all_cases, errors, in_float64
 from head_contenders import ours, three_gemms
 from PIL import Image
 
+from dynamo_megatron.kernels import chunked
+
 HEAD = Path(__file__).parents[2] / "benchmarks" / "head.py"
 CPU = torch.device("cpu")
 OURS = ("eager", "recompute", "statistics")
@@ -118,3 +120,12 @@ def test_reference_memory_is_bounded_by_the_chunk(gradient):
     for chunk, peak in peaks.items():
         workspace = 2 * chunk * 20_000 * 4
         assert workspace <= peak <= workspace + weight_gradient + 0.1e6, (chunk, peak)
+
+
+def test_committed_memory_is_bounded_by_the_chunk():
+    result = json.loads((HEAD.parent / "results" / "head_memory.json").read_text())
+    assert result["shape"] == head_memory.SHAPE and len({row["chunk"] for row in result["rows"]}) == 3
+    for row in result["rows"]:
+        bound = row["workspace"] + row["weight gradient"]
+        assert row["workspace"] <= row["tensors"] <= row["process"] <= 1.05 * bound
+        assert row["workspace"] <= chunked.WORKSPACE_BYTES
