@@ -44,7 +44,9 @@ def check(result: dict, folder: Path, backends: list[str]) -> None:
                 assert figures["skipped"] in ("not installed", "has no temperature"), name
                 continue
             assert figures["seconds"]["p10"] <= figures["seconds"]["median"] <= figures["seconds"]["p90"]
-            assert all(error < 3e-6 for error in figures.get("errors", {}).values()), (case["case"], name, figures)
+            # The naive entropy, log sum minus mean logit, cancels where the logits are large.
+            limit = 3e-6 if name.startswith(OURS) else 3e-5
+            assert all(error < limit for error in figures.get("errors", {}).values()), (case["case"], name, figures)
         # One process, one set of inputs: what never has whole logits in several forms takes less memory.
         contenders = case["contenders"]
         assert contenders["eager, torch"]["peak bytes"] < contenders["naive"]["peak bytes"] < 10 * 16 * 300 * 4 + 1e5
