@@ -205,7 +205,8 @@ def policy_loss(
     mean goes over a sequence's labelled tokens.
 
     gradient "eager" forms the gradient with the loss (3 GEMMs; 4 with "sequence_mean") and promises that the loss's
-    upstream gradient is 1, checked in backward (on a GPU another one makes the gradients NaN); "recompute" forms it in backward (4 GEMMs) for any upstream gradient.
+    upstream gradient is 1, checked in backward (on a GPU another one makes the gradients NaN); "recompute" forms it in
+    backward (4 GEMMs) for any upstream gradient.
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.

@@ -17,7 +17,7 @@ pytestmark = [
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
-RANGES = ModulationRanges(*torch.tensor([0.3, 3.0, 0.2]))
+RANGES = ModulationRanges(*torch.tensor([0.3, 3.0, 0.2], dtype=torch.float64))
 
 
 def shards(logits, vocab, tp):
