@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ("statistics", "gradient_bf16_entropy", "merge_loss_k3")
+QUICK = ("statistics", "gradient_bf16_entropy", "merge_loss_k3", "merge_loss_least")
 
 
 def compiled(*words: str) -> dict[str, dict]:
