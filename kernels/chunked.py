@@ -148,6 +148,8 @@ class ChunkedHead:
         sums = stats.new_zeros(len(METRICS))
         gradients = _Gradients(self, hidden, weight, wanted)
         w = self.as_operand(weight)
+        if ranges is not None:  # to the device once, not with every chunk
+            ranges = ModulationRanges(*(torch.as_tensor(r, dtype=self.dtype, device=hidden.device) for r in ranges))
         for chunk in self.chunks():
             x, z = self.logits(hidden, w, chunk)
             parts, shift = self.partials_(z, chunk)

@@ -7,6 +7,7 @@ statistics, loss and clip decisions are bitwise equal on all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -57,6 +58,14 @@ def _hand_back(weight: Tensor, wanted: bool, dw: Tensor | None) -> Tensor | None
     return weight.new_zeros(()).expand(weight.shape)
 
 
+def _poison_unless_one_(upstream: Tensor, gradients: Iterable[Tensor | None]) -> None:
+    """Adds NaN to one element of each gradient where upstream is not 1; on a GPU nobody waits for that answer."""
+    poison = torch.where(upstream == 1.0, 0.0, torch.nan)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.view(-1)[:1].add_(poison)
+
+
 class _EagerLoss(torch.autograd.Function):
     """Hangs (dX, dW), formed with the loss, on the graph; they hold for an upstream gradient of 1 alone."""
 
@@ -71,11 +80,9 @@ class _EagerLoss(torch.autograd.Function):
         weight, dx, dw = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
         if upstream.is_cuda:
-            # Asking for the value would wait for the GPU: one NaN, which the gradient norm shows, says it there.
-            poison = torch.where(upstream == 1.0, 0.0, torch.nan)
-            for gradient in (dx, dw if dw is not None or not wanted[1] else weight.main_grad):
-                if gradient is not None:
-                    gradient.view(-1)[:1].add_(poison)
+            # The gradient norm shows the NaN before the optimizer's step.
+            went = weight.main_grad if wanted[1] and dw is None else dw
+            _poison_unless_one_(upstream, (dx, went))
         elif upstream.item() != 1.0:
             raise ValueError(
                 f"gradient: 'eager' formed the gradients for an upstream gradient of 1, got {upstream.item()}; "
@@ -198,7 +205,8 @@ def policy_loss(
     mean goes over a sequence's labelled tokens.
 
     gradient "eager" forms the gradient with the loss (3 GEMMs; 4 with "sequence_mean") and promises that the loss's
-    upstream gradient is 1, checked in backward; "recompute" forms it in backward (4 GEMMs) for any upstream gradient.
+    upstream gradient is 1, checked in backward (on a GPU another one makes the gradients NaN); "recompute" forms it in
+    backward (4 GEMMs) for any upstream gradient.
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.

@@ -91,13 +91,10 @@ def merge(parts: Tensor, temperature: float) -> Statistics:
 def merge_with_loss(
     parts: Tensor, temperature: float, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
 ) -> tuple[Statistics, Terms]:
-    """As `reference.merge_with_loss`, in one launch; needs ranges where there is modulation."""
+    """As `reference.merge_with_loss`, in one launch; needs ranges, as tensors, where there is modulation."""
     assert config.modulation is None or ranges is not None
     n = parts.shape[2]
-    if config.modulation is None:
-        ranges = None
-    else:
-        ranges = torch.stack([torch.as_tensor(r, dtype=parts.dtype, device=parts.device) for r in ranges])
+    ranges = None if config.modulation is None else torch.stack(ranges)
     terms = parts.new_empty(3, n)
     sums = parts.new_empty(triton.cdiv(n, MERGE_BLOCK), SUMS.value)
     statistics = _merge(parts, temperature, tokens, config, ranges, terms, sums)

@@ -2,7 +2,8 @@
 
 All compute in the logits' dtype (float32; float64 where the caller's tensors are). Row offsets are int64 and rows lie
 on grid axis 0, the only one without a limit of 65535. No atomics: a rerun gives the same bits. Numbers that are fixed
-for a run are constexpr, so that none is promoted to float64. The mathematics is that of `reference` and `terms`.
+for a run are constexpr, so that none is promoted to float64. Those that vary are not specialized: no new compilation
+for another chunk size, and 1 stays a number with `.to`. The mathematics is that of `reference` and `terms`.
 """
 
 import triton
@@ -49,7 +50,7 @@ def _accumulate(z, m, s, u, s2, u2, TO_LOG2: tl.constexpr):
     return m, s + e, u + de, tl.fma(e, e, s2), tl.fma(de, e, u2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("n", "columns", "start"))
 def statistics_kernel(
     logits, labels, part, n, rows, columns, start, row_stride, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -89,7 +90,7 @@ def statistics_kernel(
     tl.store(part + 5 * n, target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("columns", "start"))
 def gradient_kernel(
     logits,
     gradient,
@@ -201,7 +202,7 @@ def _kl(logp, ref, KIND: tl.constexpr):
     return estimate, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("n", "shards"))
 def merge_kernel(
     parts,
     statistics,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ("statistics", "gradient_bf16_entropy", "merge_loss_k3")
+QUICK = ("statistics", "gradient_bf16_entropy", "merge_loss_k3", "merge_loss_least")
 
 
-def compiled(*words: str) -> dict[str, dict]:
-    script = Path(__file__).with_name("compile_kernels.py")
-    run = subprocess.run([sys.executable, "-P", script, *words], capture_output=True, text=True, timeout=400)
+def output_of(script: str, *words: str):
+    command = [sys.executable, "-P", Path(__file__).with_name(script), *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 
@@ -21,7 +21,7 @@ def compiled(*words: str) -> dict[str, dict]:
     "words", [("90", *QUICK), pytest.param(("80,90,100",), marks=pytest.mark.full)], ids=["hopper", "all"]
 )
 def test_no_spill_and_wide_loads(words):
-    kernels = compiled(*words)
+    kernels = output_of("compile_kernels.py", *words)
     assert len(kernels) >= len(QUICK)
     for name, k in kernels.items():
         assert k["spills"] == k["stack"] == k["local"] == 0 and k["registers"] <= 128, (name, k)
@@ -34,3 +34,7 @@ def test_no_spill_and_wide_loads(words):
             order = k["order"]
             first, last = order.index("LDG.E.128"), len(order) - order[::-1].index("LDG.E.128")
             assert set(order[first:last]) == {"LDG.E.128"} and order[last] == "BAR.SYNC", (name, k)
+
+
+def test_every_launch_binds_and_compiles():
+    assert output_of("launch_kernels.py") == 33

@@ -11,7 +11,7 @@ import torch
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import policy_loss, token_stats
+from dynamo_megatron.kernels import head, policy_loss, token_stats
 
 REPO = Path(__file__).parents[2]
 VECTORS = Path(os.environ.get("DYNAMO_VECTORS", REPO.parent / "shared" / "vectors"))
@@ -204,6 +204,14 @@ def test_nan_is_not_hidden(backend):
 def test_eager_refuses_another_upstream_gradient(backend):
     with pytest.raises(ValueError, match=r"gradient: 'eager'.*upstream gradient of 1, got 1.7"):
         run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
+
+
+def test_on_a_gpu_another_upstream_gradient_makes_gradients_nan():
+    right, wrong = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 4)
+    head._poison_unless_one_(torch.tensor(1.0), (right, None, torch.ones(0, 4)))
+    assert (right == 1).all()
+    head._poison_unless_one_(torch.tensor(1.7), (wrong,))
+    assert wrong.isnan().sum() == 1
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

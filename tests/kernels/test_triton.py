@@ -7,6 +7,7 @@ import torch
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
 from dynamo_megatron.kernels import policy_loss, reference, token_logprobs, triton_backend
+from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.kernels.types import METRICS, Shard, Tokens
 
 pytestmark = [
@@ -16,7 +17,7 @@ pytestmark = [
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
-RANGES = ModulationRanges(0.3, 3.0, 0.2)
+RANGES = ModulationRanges(*torch.tensor([0.3, 3.0, 0.2], dtype=torch.float64))
 
 
 def shards(logits, vocab, tp):
@@ -243,3 +244,36 @@ def test_token_logprobs_take_any_upstream_gradient(backend):
         weight.grad = None
         token_logprobs(hidden, weight, c.labels, **options)[only].sum().backward()
         assert weight.grad.isfinite().all() and weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
+def test_row_offsets_beyond_int32(operand):
+    storage = torch.empty(2**31 + 64)  # what is not written takes no memory
+    logits, labels = poisoned(37, 40, 3, 2.0)
+    far = storage.as_strided((3, 40), (2**30, 1))
+    far.copy_(logits)
+    shard, ones = Shard(0, 40, 37), torch.ones(3)
+    (want, _), (got, _) = (triton_backend.shard_statistics_(z, labels, shard, 1.0) for z in (logits, far))
+    assert torch.equal(got, want)
+    row = (want[0], want[1].log(), ones, ones, ones)
+    want, got = (triton_backend.logits_gradient_(z, labels, shard, *row, 1.0, operand) for z in (logits, far))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, dtype):
+    weight = torch.randn(40, 8).to(dtype)
+    options = {"temperature": 0.7, "tp_group": None}
+    check_backend(weight, FULL, backend="triton", **options)
+    right = triton_backend.logits_gradient_
+    monkeypatch.setattr(triton_backend, "logits_gradient_", lambda *a: right(*a).mul_(1.1))
+    with pytest.raises(ValueError, match=r"kernels.backend: on this machine .* differ by .* of hidden.grad"):
+        check_backend(weight, FULL, backend="triton", **options)
+    check_backend(weight, FULL, backend="auto", **options)  # on a CPU that is the reference
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    c = plain.case()
+    with pytest.raises(ValueError, match=r"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1"):
+        token_logprobs(c.hidden, c.weight, c.labels, backend="triton")
