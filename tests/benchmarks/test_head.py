@@ -124,10 +124,11 @@ def test_reference_memory_is_bounded_by_the_chunk(gradient):
         assert workspace <= peak <= workspace + weight_gradient + 0.1e6, (chunk, peak)
 
 
-def test_committed_memory_is_bounded_by_the_chunk():
+def test_committed_memory_is_bounded_by_the_chunk_and_in_the_docs():
     result = json.loads((HEAD.parent / "results" / "head_memory.json").read_text())
     assert result["shape"] == head_memory.SHAPE and len({row["chunk"] for row in result["rows"]}) == 3
     for row in result["rows"]:
         bound = row["workspace"] + row["weight gradient"]
         assert row["workspace"] <= row["tensors"] <= row["process"] <= 1.05 * bound
         assert row["workspace"] <= chunked.WORKSPACE_BYTES
+    assert head_memory.markdown(result) in (HEAD.parents[1] / "docs" / "kernels.md").read_text()
