@@ -2,6 +2,7 @@
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
 # make test       what CI runs; make test-all: every check at full count
 # make lint       ruff
+# make gpu-check  kernel tests, head benchmark and three training steps on this machine's GPU; needs no network, sets up nothing
 # The first call sets up .venv from the package registries; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -15,7 +16,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo compare test test-all lint clean
+.PHONY: setup demo compare test test-all lint gpu-check clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -70,6 +71,9 @@ test-all: $(INSTALLED) $(MODEL)/config.json
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+gpu-check:
+	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -P benchmarks/gpu_check.py
 
 clean:
 	rm -rf .venv models runs

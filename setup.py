@@ -39,6 +39,6 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],
         "data": ["pyarrow", "datasets"],
-        "test": ["hypothesis", "pytest", "pytest-timeout", "ruff", "tensorboard", "pyarrow", "datasets"],
+        "test": ["hypothesis", "pytest", "pytest-timeout", "ruff", "tensorboard", "pyarrow", "datasets", "triton"],
     },
 )

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
+from measure import machine
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman, waterfill
 from dynamo_megatron.algorithm.allocators.waterfill import published_priority
@@ -197,18 +199,6 @@ def variances() -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    with open("/proc/cpuinfo") as file:
-        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "load average before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     lines = ["# Allocation", "", "CPU seconds of one allocation, every prompt seen before, bounds 8..24, mean 16.", ""]
     names = [name for name in result["timings"][0] if name != "prompts"]
@@ -268,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     options = parser.parse_args()
-    result = {"machine": machine(), "timings": timings(), "variances": variances()}
+    result = {"machine": machine(["numpy"]), "timings": timings(), "variances": variances()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "allocation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (options.out / "allocation.md").write_text(markdown(result) + "\n", encoding="utf-8")

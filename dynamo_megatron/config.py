@@ -244,7 +244,7 @@ class TrainerConfig(Section):
 
 
 class KernelsConfig(Section):
-    backend: Literal["auto", "torch"] = "auto"
+    backend: Literal["auto", "torch", "triton"] = "auto"  # auto: triton on a GPU, torch on a CPU
     gradient: Literal["eager", "recompute"] = "eager"
     chunk_tokens: Positive | None = None  # None: what the workspace bound allows
 

@@ -3,7 +3,7 @@
 Importing this package imports nothing heavy: the public names load with their first use.
 """
 
-__all__ = ["PolicyLossOutput", "TokenStats", "policy_loss", "token_stats"]
+__all__ = ["PolicyLossOutput", "TokenLogprobs", "TokenStats", "policy_loss", "token_logprobs", "token_stats"]
 
 
 def __getattr__(name: str):

@@ -6,49 +6,22 @@ from which, over the whole vocabulary,
     logp = (z_y - m)/T - log s,  H = log s - u/s,  sum p^2 = s2/s^2,  sum p^2 log p = (u2 - s2 log s)/s^2.
 Subtracting m before dividing keeps H exact to rounding where |z| is large; lse - sum p z would cancel.
 Row statistics are [6, c] tensors so that one all-gather carries them.
+
+The functions from `workspace_buffers` on are what a backend is: `triton_backend` has the same ones.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-WORKSPACE_BYTES = 2_500_000_000
-BUFFERS = 2  # [c, V/tp] tensors alive at once: the logits and one temporary
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.kernels.terms import loss_terms
+from dynamo_megatron.kernels.types import Shard, Statistics, Terms, Tokens
 
 # e^FLOOR is exactly 0 in float32 and in float64, and FLOOR is finite: -inf logits never make 0 * inf.
 FLOOR = -1000.0
-
-
-class Shard(NamedTuple):
-    """The columns of the vocabulary that this rank's weight rows stand for."""
-
-    start: int  # global index of the first column
-    rows: int  # rows of the weight: V/tp, padding included
-    columns: int  # those that are part of the vocabulary, 0 to `rows`; the rest is padding
-
-
-class Statistics(NamedTuple):
-    """Per row of logits, over the whole vocabulary; [c] each, natural log."""
-
-    maximum: Tensor  # of the logits before division by the temperature; 0 where all are -inf
-    log_sum: Tensor  # log sum_j exp((z_j - maximum) / T)
-    logprobs: Tensor
-    entropy: Tensor
-    expected_pi_lambda: Tensor  # sum_j p_j^2 (log p_j + H)
-    collision: Tensor  # sum_j p_j^2
-
-
-def chunk_size(shard: Shard, itemsize: int) -> int:
-    """Rows of logits for which all buffers stay within `WORKSPACE_BYTES`; at least 1."""
-    return max(1, WORKSPACE_BYTES // (BUFFERS * shard.rows * itemsize))
-
-
-def shift_(logits: Tensor, maximum: Tensor, temperature: float) -> Tensor:
-    """In place: (logits - maximum) / temperature. logits [c, k], maximum [c]."""
-    return logits.sub_(maximum[:, None]).div_(temperature).clamp_(min=FLOOR)
 
 
 def finite_maximum(maximum: Tensor) -> Tensor:
@@ -61,27 +34,39 @@ def _owned(labels: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     return (local >= 0) & (local < shard.columns), local.clamp(0, shard.columns - 1)
 
 
-def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> Tensor:
-    """(m, s, u, s2, u2, z_y) of this shard, [6, c]; z_y is 0 where the label is another shard's.
+def workspace_buffers(operand: torch.dtype, device: torch.device) -> int:
+    """[c, V/tp] tensors of the compute dtype alive at once: the logits and one temporary."""
+    return 2
 
-    logits [c, V/tp] are left as d = (z - m) / T. An all-padding shard gives m = -inf and zeros, which merge to nothing.
+
+def operand_dtype(hidden: torch.dtype, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """What the GEMMs multiply; their results are in the compute dtype."""
+    return compute
+
+
+def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor]:
+    """(m, s, u, s2, u2, z_y) of this shard, [6, c], and what the logits are left short of, [c].
+
+    z_y is 0 where the label is another shard's. logits [c, V/tp] are left as z - m, for `logits_gradient_`.
+    An all-padding shard gives m = -inf and zeros, which merge to nothing.
     """
     part = logits.new_zeros(6, logits.shape[0])
     part[0] = -torch.inf
     if shard.columns == 0:
-        return part
+        return part, finite_maximum(part[0])
     z = logits[:, : shard.columns]
     owned, column = _owned(labels, shard)
     part[0] = z.amax(1)
     part[5] = torch.where(owned, z.gather(1, column[:, None])[:, 0], 0.0)
-    shift_(z, finite_maximum(part[0]), temperature)
-    e = z.exp()
+    shift = finite_maximum(part[0])
+    z.sub_(shift[:, None]).clamp_(min=FLOOR * temperature)
+    e = torch.div(z, temperature).exp_()
     part[1] = e.sum(1)
-    part[2] = e.mul_(z).sum(1)
-    torch.add(z, z, out=e).exp_()
+    part[2] = e.mul_(z).sum(1) / temperature
+    torch.mul(z, 2 / temperature, out=e).exp_()
     part[3] = e.sum(1)
-    part[4] = e.mul_(z).sum(1)
-    return part
+    part[4] = e.mul_(z).sum(1) / temperature
+    return part, shift
 
 
 def merge(parts: Tensor, temperature: float) -> Statistics:
@@ -107,31 +92,42 @@ def merge(parts: Tensor, temperature: float) -> Statistics:
     )
 
 
+def merge_with_loss(
+    parts: Tensor, temperature: float, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
+) -> tuple[Statistics, Terms]:
+    """`merge`, then the loss of these tokens with the exact expectation, and its gradients."""
+    stats = merge(parts, temperature)
+    return stats, loss_terms(config, stats, tokens, stats.expected_pi_lambda, ranges)
+
+
 def logits_gradient_(
-    shifted: Tensor,
+    logits: Tensor,
     labels: Tensor,
     shard: Shard,
+    maximum: Tensor,
     log_sum: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     temperature: float,
+    operand: torch.dtype,
 ) -> Tensor:
-    """In place, d -> dL/dz = [g_l (1[j = y] - p_j) - g_H p_j (log p_j + H)] / T; padding columns become 0.
+    """In place, z -> dL/dz = [g_l (1[j = y] - p_j) - g_H p_j (log p_j + H)] / T; padding columns become 0.
 
-    shifted [c, V/tp] holds d with log p = d - log_sum; the other tensors are [c]. grad_entropy None: 0.
+    log p = (logits - maximum) / T - log_sum for logits [c, V/tp]; the other tensors are [c]. grad_entropy None: 0.
+    The result, [c, V/tp], has the operands' dtype.
     """
-    shifted[:, shard.columns :] = 0.0
+    logits[:, shard.columns :] = 0.0
     if shard.columns == 0:
-        return shifted
-    z = shifted[:, : shard.columns]
+        return logits
+    z = logits[:, : shard.columns]
     owned, column = _owned(labels, shard)
     g = grad_logprobs / temperature
-    z.sub_(log_sum[:, None])
+    z.sub_(maximum[:, None]).div_(temperature).clamp_(min=FLOOR).sub_(log_sum[:, None])
     if grad_entropy is None:
         z.exp_().mul_(-g[:, None])
     else:
         p = z.exp()
         z.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(g[:, None]).mul_(p)
     z[torch.arange(len(z), device=z.device), column] += torch.where(owned, g, 0.0)
-    return shifted
+    return logits

@@ -1,4 +1,4 @@
-"""The policy loss of each labelled token and its derivatives by logprob and entropy: what the head multiplies out."""
+"""The policy loss of labelled tokens in PyTorch, and its derivatives by logprob and entropy."""
 
 from __future__ import annotations
 
@@ -7,39 +7,62 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_megatron.algorithm.losses import policy_loss_terms
+from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO, policy_loss_terms
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulate, modulation_ranges
 from dynamo_megatron.config import PolicyLossConfig
-from dynamo_megatron.kernels.reference import Statistics
-
-DAMPED, BOOSTED = 0.9, 1.1  # a token counts as damped where beta_stab is below, as boosted where beta_comp is above
+from dynamo_megatron.kernels.types import BOOSTED, DAMPED, Statistics, Terms, Tokens
 
 
-class Terms(NamedTuple):
-    """The policy loss per labelled token, [n] each; the gradients are of sum_t w_t loss_t."""
+class Loss(NamedTuple):
+    """Of some labelled tokens; `loss` and sums[0] are differentiable in logprobs and entropy."""
 
-    grad_logprobs: Tensor
-    grad_entropy: Tensor
-    advantages: Tensor
-    loss: Tensor
-    kl: Tensor
-    clipped: Tensor
-    clipped_dual: Tensor
-    damped: Tensor
-    boosted: Tensor
+    loss: Tensor  # [n], without weights
+    advantages: Tensor  # [n], after modulation
+    sums: Tensor  # [10], of METRICS; sums[0] is sum_t w_t loss_t
 
 
-class Tokens(NamedTuple):
-    """The caller's constants per labelled token, [n] each."""
-
-    advantages: Tensor
-    weights: Tensor
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None = None
-    old_kl_coef: Tensor | None = None
-
-    def at(self, chunk: slice) -> Tokens:
-        return Tokens(*(None if t is None else t[chunk] for t in self))
+def summed_loss(
+    config: PolicyLossConfig,
+    logprobs: Tensor,
+    entropy: Tensor,
+    tokens: Tokens,
+    expected_pi_lambda: Tensor,
+    ranges: ModulationRanges | None,
+) -> Loss:
+    """Modulation and loss of labelled tokens, [n] each; ranges None: over these tokens."""
+    advantages = tokens.advantages
+    logp, h = logprobs.detach(), entropy.detach()
+    old_logprobs = logp if tokens.old_logprobs is None else tokens.old_logprobs
+    damped = boosted = torch.zeros_like(advantages)
+    if config.modulation is not None and len(advantages):
+        m = config.modulation
+        mask = torch.ones_like(advantages)
+        change = entropy_change(
+            advantages,
+            logp,
+            h,
+            old_logprobs,
+            mask,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            expected_pi_lambda=expected_pi_lambda,
+        )
+        if ranges is None:
+            ranges = modulation_ranges(h, change, mask)
+        modulated = modulate(
+            advantages, h, change, ranges, alpha=m.alpha, lambda_min=m.lambda_min, gamma=m.gamma, tau=m.tau
+        )
+        advantages = modulated.advantages
+        damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
+    loss = policy_loss_terms(
+        logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config, tokens.old_kl_coef
+    )
+    kl = torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach()
+    ratio = (logp - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    counts = (loss.clipped, loss.clipped_dual, damped, boosted)
+    values = (h, kl, kl.square(), ratio, ratio.square(), *counts)
+    sums = [(tokens.weights * loss.loss).sum(), *(v.sum(dtype=logp.dtype) for v in values)]
+    return Loss(loss.loss, advantages, torch.stack(sums))
 
 
 def loss_terms(
@@ -49,46 +72,10 @@ def loss_terms(
     expected_pi_lambda: Tensor,
     ranges: ModulationRanges | None,
 ) -> Terms:
-    """Modulation, loss and its derivatives for some labelled tokens; ranges None: over these tokens."""
-    advantages = tokens.advantages
-    old_logprobs = stats.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-    damped = boosted = torch.zeros_like(advantages)
-    if config.modulation is not None and len(advantages):
-        m = config.modulation
-        mask = torch.ones_like(advantages)
-        change = entropy_change(
-            advantages,
-            stats.logprobs,
-            stats.entropy,
-            old_logprobs,
-            mask,
-            config.clip_ratio_low,
-            config.clip_ratio_high,
-            expected_pi_lambda=expected_pi_lambda,
-        )
-        if ranges is None:
-            ranges = modulation_ranges(stats.entropy, change, mask)
-        modulated = modulate(
-            advantages, stats.entropy, change, ranges, alpha=m.alpha, lambda_min=m.lambda_min, gamma=m.gamma, tau=m.tau
-        )
-        advantages = modulated.advantages
-        damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
+    """`summed_loss` of tokens with these statistics, and its gradients."""
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropy = stats.entropy.detach().requires_grad_()
-        loss = policy_loss_terms(
-            logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config, tokens.old_kl_coef
-        )
-        grads = torch.autograd.grad(
-            (tokens.weights * loss.loss).sum(), (logprobs, entropy), allow_unused=True, materialize_grads=True
-        )
-    return Terms(
-        *grads,
-        advantages,
-        loss=loss.loss.detach(),
-        kl=torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach(),
-        clipped=loss.clipped,
-        clipped_dual=loss.clipped_dual,
-        damped=damped,
-        boosted=boosted,
-    )
+        loss = summed_loss(config, logprobs, entropy, tokens, expected_pi_lambda, ranges)
+        grads = torch.autograd.grad(loss.sums[0], (logprobs, entropy), allow_unused=True, materialize_grads=True)
+    return Terms(*grads, loss.advantages, loss.sums.detach())

@@ -11,6 +11,16 @@ from pathlib import Path
 
 import pytest
 
+# Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
+# does. Processes that tests start decide for themselves.
+if os.environ.get("KERNEL_TESTS_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.experimental.gluon  # noqa: F401  what the interpreter would import with its first kernel
+
+    import dynamo_megatron.kernels.triton_kernels  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
+
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 
 ROOT = Path(__file__).parents[1]

@@ -25,8 +25,8 @@ from dynamo_megatron.algorithm.allocators.waterfill import published_priority
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change
 from dynamo_megatron.config_method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
-from dynamo_megatron.kernels.reference import Statistics
-from dynamo_megatron.kernels.terms import Tokens, loss_terms
+from dynamo_megatron.kernels.terms import loss_terms
+from dynamo_megatron.kernels.types import Statistics, Tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimators.md"
 MARKS = "<!-- {}: {} -->"  # around a table of the page: begin or end, and its name

@@ -22,6 +22,7 @@ from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
+from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec, load_weights, open_weights
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
@@ -82,6 +83,9 @@ class Policy:
             self.ddp,
         )
         self.loss_config = config.policy_loss()
+        if layout.is_last_stage:
+            head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
+            check_backend(self._head_weight, self.loss_config, **head)
 
     @property
     def _head_weight(self) -> torch.Tensor:

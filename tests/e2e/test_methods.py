@@ -66,8 +66,8 @@ def warm(tmp_path_factory, command_line) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.full) for m in METHODS])
-def test_it_trains(warm, command_line, method):
+def train(warm: Path, command_line, method: str, output: Path, *more: str) -> list[dict]:
+    """The metrics of a run of `method` from the warm start and the recording."""
     keys = (
         f"model.path={warm}/warmup/hf",
         f"data.source={warm}/problems.jsonl",
@@ -79,14 +79,33 @@ def test_it_trains(warm, command_line, method):
         f"trainer.steps={STEPS}",
         "eval.every=null",
         "checkpoint.export_hf=never",
-        f"output_dir={warm}/{method}",
+        f"output_dir={output}",
+        *more,
     )
     configs = (ROOT / "configs" / "demo" / "rl.yaml", ROOT / "configs" / "methods" / f"{method}.yaml")
     code, text = command_line(warm, "train", *configs, *keys)
     assert code == 0, text[-3000:]
-    rows = [json.loads(line) for line in (warm / method / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.full) for m in METHODS])
+def test_it_trains(warm, command_line, method):
+    rows = train(warm, command_line, method, warm / method)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["policy/grad_norm"] > 0 for row in rows)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     if method == "dapo":
         assert all(row["rollout/refill_rounds"] > 0 for row in rows)
+
+
+@pytest.mark.full
+def test_the_triton_head_trains_as_the_reference_does(warm, command_line, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch_rows, triton_rows = (
+        train(warm, command_line, "dynamo", warm / backend, "trainer.steps=2", f"kernels.backend={backend}")
+        for backend in ("torch", "triton")
+    )
+    assert len(torch_rows) == len(triton_rows) == 2
+    for want, got in zip(torch_rows, triton_rows, strict=True):
+        for name in ("policy/loss", "policy/entropy", "policy/grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), name

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import policy_loss, reference, token_stats
+from dynamo_megatron.kernels import chunked, policy_loss, reference, token_stats, triton_backend
 
 CONFIG = PolicyLossConfig(modulation=ModulationConfig(), kl_coef=0.1, entropy_coef=0.01)
 CHUNK, ROWS = 16, 600
@@ -45,13 +45,17 @@ class Storages(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("gradient", ["stats", "eager", "recompute"])
-def test_logits_stay_within_the_workspace(monkeypatch, gradient):
+@pytest.mark.parametrize(
+    ("backend", "dtype", "buffers"),
+    [("torch", torch.float32, 2), ("triton", torch.float32, 1), ("triton", torch.bfloat16, 2)],
+)
+def test_logits_stay_within_the_workspace(monkeypatch, gradient, backend, dtype, buffers):
     buffer = CHUNK * ROWS * 4
-    workspace = reference.BUFFERS * buffer
-    monkeypatch.setattr(reference, "WORKSPACE_BYTES", workspace)
-    c = plain.case(tokens=100, vocab=599, rows=ROWS, h=4, dtype=torch.float32)
+    workspace = buffers * buffer
+    monkeypatch.setattr(chunked, "WORKSPACE_BYTES", workspace)
+    c = plain.case(tokens=50, vocab=599, rows=ROWS, h=4, dtype=dtype)
     hidden, weight = c.hidden.requires_grad_(), c.weight.requires_grad_()
-    options = {"vocab_size": c.vocab, "temperature": 0.7}
+    options = {"vocab_size": c.vocab, "temperature": 0.7, "backend": backend}
     if gradient != "stats":
         ranges = (0.0, 7.0, 1.0) if gradient == "eager" else None
         options |= {"ref_logprobs": c.ref, "ranges": ranges, "gradient": gradient}
@@ -65,6 +69,9 @@ def test_logits_stay_within_the_workspace(monkeypatch, gradient):
     assert storages.peak <= workspace
 
 
-def test_chunk_size_counts_every_buffer():
-    assert reference.chunk_size(reference.Shard(0, 152064, 152064), 4) == 2055
-    assert reference.chunk_size(reference.Shard(0, 10**9, 10**9), 4) == 1
+def test_the_largest_chunk_that_fits_in_whole_gemm_tiles():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert chunked.chunk_size(reference.workspace_buffers(torch.float32, cpu) * 152064 * 4) == 2048
+    assert chunked.chunk_size(triton_backend.workspace_buffers(torch.bfloat16, cuda) * 152064 * 4) == 4096
+    assert chunked.chunk_size(100 * 1000 * 1000) == 25
+    assert chunked.chunk_size(10**10) == 1

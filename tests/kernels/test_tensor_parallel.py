@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,38 +8,65 @@ import pytest
 import torch
 import tp_worker
 
-SIZE = 2
+LAUNCHES = {
+    "torch-2": ("torch", 2, tuple(tp_worker.CASES)),
+    "triton-2": ("triton", 2, ("eager", "empty_shard", "bfloat16")),
+    "triton-4": ("triton", 4, tuple(tp_worker.CASES)),
+    "torch-4": ("torch", 4, tuple(tp_worker.CASES)),
+}
+QUICK = ("torch-2", "triton-2")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tp")
+def launched(tmp_path_factory):
+    """launched(name) -> what each rank of one of LAUNCHES left."""
+    done = {}
+
+    def launch(name):
+        if name not in done:
+            backend, size, cases = LAUNCHES[name]
+            done[name] = run(tmp_path_factory.mktemp(name), backend, size, cases)
+        return done[name]
+
+    return launch
+
+
+def run(folder, backend, size, cases):
     worker = Path(__file__).with_name("tp_worker.py")  # run as a script, it finds plain_head beside it
     log = folder / "output.txt"
     with log.open("w") as output:
         processes = [
             subprocess.Popen(
-                [sys.executable, worker, str(rank), str(SIZE), folder],
+                [sys.executable, worker, str(rank), str(size), folder, backend, *cases],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "TRITON_INTERPRET": "1"},
             )
-            for rank in range(SIZE)
+            for rank in range(size)
         ]
         try:
-            codes = [process.wait(timeout=180) for process in processes]
+            codes = [process.wait(timeout=400) for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    assert codes == [0] * SIZE, log.read_text()
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(SIZE)]
+    assert codes == [0] * size, log.read_text()
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(size)]
 
 
-@pytest.mark.parametrize("name", tp_worker.CASES)
-def test_shards_agree_and_match_the_whole(ranks, name):
-    results = [rank[name] for rank in ranks]
-    for first, second in zip(results[0]["same"], results[1]["same"], strict=True):
-        assert torch.equal(first, second)
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [
+        pytest.param(launch, name, marks=() if launch in QUICK else pytest.mark.full)
+        for launch, (_, _, names) in LAUNCHES.items()
+        for name in names
+    ],
+)
+def test_shards_agree_and_match_the_whole(launched, launch, name):
+    results = [rank[name] for rank in launched(launch)]
+    for other in results[1:]:
+        for mine, its in zip(results[0]["same"], other["same"], strict=True):
+            assert torch.equal(mine, its)
     arguments, gradient, _ = tp_worker.CASES[name]
     c = plain.case(**arguments)
     loss, logprobs, entropy = results[0]["same"][:3]
@@ -50,7 +78,9 @@ def test_shards_agree_and_match_the_whole(ranks, name):
     want = plain.policy(c, tp_worker.CONFIG, ranges=tp_worker.RANGES if gradient == "eager" else None)
     keep = c.labels != plain.IGNORE
     tol = 1e-11 if c.hidden.dtype == torch.float64 else 1e-5
-    grad_tol = 2**-8 if c.hidden.dtype == torch.bfloat16 else tol
+    grad_tol = tol
+    if c.hidden.dtype == torch.bfloat16:  # the interpreter cuts off where a GPU rounds
+        grad_tol = 2**-8 if launch.startswith("torch") else 2**-6
     for got, expected, limit in (
         (loss, want.loss, tol),
         (logprobs[keep], want.logprobs, tol),
@@ -58,4 +88,4 @@ def test_shards_agree_and_match_the_whole(ranks, name):
         (hidden_grad, want.hidden_grad, grad_tol),
         (weight_grad, want.weight_grad, grad_tol),
     ):
-        torch.testing.assert_close(got.double(), expected, rtol=limit, atol=max(tol, 1e-5) if limit > tol else tol)
+        torch.testing.assert_close(got.double(), expected, rtol=limit, atol=max(tol, 1e-4) if limit > tol else tol)

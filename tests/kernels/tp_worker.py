@@ -1,4 +1,7 @@
-"""One rank of a tensor-parallel group over gloo: `tp_worker.py RANK SIZE FOLDER`; leaves FOLDER/rank-RANK.pt."""
+"""One rank of a tensor-parallel group over gloo; leaves FOLDER/rank-RANK.pt.
+
+`tp_worker.py RANK SIZE FOLDER BACKEND [CASE ...]`; with backend triton in Triton's interpreter.
+"""
 
 import sys
 from datetime import timedelta
@@ -30,13 +33,14 @@ CASES = {
 }
 
 
-def main(rank: int, size: int, folder: str) -> None:
+def main(rank: int, size: int, folder: str, backend: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     results = {}
-    for name, (arguments, gradient, chunk_tokens) in CASES.items():
+    for name in names or CASES:
+        arguments, gradient, chunk_tokens = CASES[name]
         c = plain.case(**arguments)
         if name == "no_labels":
             c.labels[:] = plain.IGNORE
@@ -54,6 +58,7 @@ def main(rank: int, size: int, folder: str) -> None:
             ranges=RANGES if gradient == "eager" else None,
             vocab_size=c.vocab,
             tp_group=dist.group.WORLD,
+            backend=backend,
             gradient=gradient,
             chunk_tokens=chunk_tokens,
         )
@@ -67,4 +72,4 @@ def main(rank: int, size: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

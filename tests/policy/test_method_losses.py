@@ -13,8 +13,8 @@ import torch
 
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config_files import compose
-from dynamo_megatron.kernels.reference import Statistics
-from dynamo_megatron.kernels.terms import Tokens, loss_terms
+from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.records import RolloutBatch
 
@@ -78,18 +78,20 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
         config.algorithm,
     )
     nothing = torch.zeros_like(stats.new)
+    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef)
     terms = loss_terms(
         config.policy_loss(),
         Statistics(nothing, nothing, stats.new, stats.entropy, stats.expected, nothing),
-        Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef),
+        tokens,
         stats.expected,
         shaped.ranges,
     )
+    loss = summed_loss(config.policy_loss(), stats.new, stats.entropy, tokens, stats.expected, shaped.ranges).loss
     fields = {
         "advantages": shaped.advantages,
         "weights": shaped.weights,
         "modulated": terms.advantages,
-        "loss": terms.loss,
+        "loss": loss,
         "grad_logprobs": terms.grad_logprobs,
         "grad_entropy": terms.grad_entropy,
     }

@@ -1,0 +1,155 @@
+"""The policy head against bare GEMMs, the naive Megatron path and other people's kernels: time, memory, accuracy.
+
+    python -P benchmarks/head.py [--only '14B/8192/*'] [--out benchmarks/results]
+    python -P benchmarks/head.py --tiny                   # without a GPU: that it works, no figures about speed
+
+Writes head.json (figures, machine, versions), head.md and head.png, and prints the table. A call is a forward and
+backward pass from hidden states, weight and labels to loss and both gradients, or to statistics where the name says so.
+One GPU: a tensor-parallel shard is a vocabulary of the shard's size, and communication is in no figure. "of floor": the
+time of three bare GEMMs of the same shapes (one for statistics) through the contender's, both measured in turns in one
+process. Memory: what a call takes beyond hidden states, weight and our heads' float32 main_grad. Accuracy: against the
+plain formula in float64 from the same inputs, at 512 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
+from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
+from head_contenders import PACKAGES, PEER_ERRORS, Contender, contenders, why_not
+from head_report import draw, markdown
+from measure import clocks, interleaved, machine, peak_bytes
+
+HERE = Path(__file__).parent
+TINY = {"warm_up": 0, "rounds": (2, 2)}
+
+
+def our_backends(device: torch.device) -> list[str]:
+    """Triton needs a GPU, or its interpreter."""
+    triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return ["torch", "triton"] if triton else ["torch"]
+
+
+def one_rank(device: torch.device) -> None:
+    """The process group of one rank that the naive Megatron path reduces over."""
+    from megatron.core import parallel_state
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=300)
+    )
+    parallel_state.initialize_model_parallel()
+
+
+def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[str, Any]:
+    """Accuracy and peak memory of one contender, or why there is none. Our own heads may not fail."""
+    if (reason := why_not(contender, inputs)) is not None:
+        return {"skipped": reason}
+    few = accuracy_inputs(inputs.case, device)
+    peers = PEER_ERRORS if contender.package is not None else ()
+    try:
+        result: dict[str, Any] = {}
+        if contender.target is not None:
+            few.main_weight.main_grad.zero_()
+            few.forget_gradients()
+            result["errors"] = errors(contender.run(few), in_float64(few, contender.target), few.labels)
+        contender.run(inputs)  # compiles what it compiles
+        inputs.forget_gradients()
+        result["peak bytes"] = peak_bytes(lambda: contender.run(inputs), device)
+        return result
+    except torch.OutOfMemoryError:
+        return {"skipped": "out of memory"}
+    except peers as error:
+        return {"skipped": f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    finally:
+        inputs.forget_gradients()
+        few.forget_gradients()
+
+
+def run_case(case: Case, field: Sequence[Contender], device: torch.device, rounds: Mapping[str, Any]) -> dict[str, Any]:
+    """Every contender's figures for one case."""
+    torch._dynamo.reset()  # shapes are compiled as they are, and after a few of them it would stop compiling
+    inputs = make_inputs(case, device)
+    before = clocks()
+    found = {contender.name: attempt(contender, inputs, device) for contender in field}
+    calls = {
+        contender.name: (lambda run=contender.run: run(inputs))
+        for contender in field
+        if "skipped" not in found[contender.name]
+    }
+    times = interleaved(calls, device, before=inputs.forget_gradients, **rounds)
+    for contender in field:
+        result = found[contender.name]
+        result |= {"gemms": contender.gemms, "target": contender.target}
+        if contender.name in times:
+            result["seconds"] = times[contender.name]
+            result["of floor"] = times[contender.floor]["median"] / times[contender.name]["median"]
+    shape = {name: getattr(case, name) for name in ("tokens", "hidden", "columns", "temperature", "trained")}
+    return {
+        "case": case.name,
+        **shape,
+        "entropy bonus": case.entropy_coef,
+        "entropy": inputs.entropy,
+        "clocks": [before, clocks()],
+        "contenders": found,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, a few rounds; runs on a CPU")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as '14B/8192/tp1*'")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; runs/head with --tiny")
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        return _refused("benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = [c for c in (tiny_cases() if options.tiny else all_cases()) if fnmatch.fnmatch(c.name, options.only)]
+    if not cases:
+        return _refused(f"--only: no case is named {options.only!r}; a name is such as {all_cases()[0].name}")
+    out = options.out or (Path("runs/head") if options.tiny else HERE / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    one_rank(device)
+    backends = our_backends(device)
+    field = contenders(backends, device)
+    result: dict[str, Any] = {
+        "machine": machine(["torch", "triton", "megatron-core", "numpy", *PACKAGES]),
+        "tiny": options.tiny,
+        "cases": [],
+    }
+    for case in cases:
+        print(case.name, file=sys.stderr, flush=True)
+        result["cases"].append(run_case(case, field, device, TINY if options.tiny else {}))
+        accuracy_inputs.cache_clear()
+        (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a killed run keeps it
+    if "triton" in backends:
+        from head_kernels import kernel_figures  # imports Triton, which reads TRITON_INTERPRET then
+
+        result["kernels"] = kernel_figures(device, tiny=options.tiny)
+    (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
+    draw(result, out / "head.png")
+    print(markdown(result))
+    dist.destroy_process_group()
+    return 0
+
+
+def _refused(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Who takes part in benchmarks/head.py: one function each, from hidden states and weight to loss and gradients.
+
+The peers' calls follow their published interfaces of the versions in `PACKAGES`; where such a package is missing, it
+is listed as not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from head_cases import Inputs, Output, plain_statistics, policy_objective
+from measure import installed
+from torch import Tensor
+
+from dynamo_megatron.kernels import policy_loss, token_stats
+
+PACKAGES = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1", "quack-kernels": "0.6.5"}
+PEER_ERRORS = (ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
+
+
+class Contender(NamedTuple):
+    """`gemms`: products of the whole shape, forward and backward. `target`: see `in_float64`; None: gives no result."""
+
+    name: str
+    run: Callable[[Inputs], Output]
+    gemms: int
+    target: Literal["policy", "clipped", "cross-entropy", "statistics"] | None = "policy"
+    package: str | None = None  # the distribution that it is of
+    any_temperature: bool = True
+
+    @property
+    def floor(self) -> str:
+        """The bare GEMMs it is compared with: three for loss and gradients, one for statistics."""
+        return "1 GEMM" if self.gemms == 1 else "3 GEMMs"
+
+
+def _finish(inputs: Inputs, loss: Tensor, logprobs: Tensor | None = None, entropy: Tensor | None = None) -> Output:
+    loss.backward()
+    given = (t if t is None else t.detach() for t in (logprobs, entropy))
+    return Output(loss.detach(), *given, inputs.hidden.grad, inputs.weight.grad)
+
+
+@torch.no_grad()
+def one_gemm(inputs: Inputs) -> Output:
+    inputs.hidden @ inputs.weight.t()
+    return Output()
+
+
+@torch.no_grad()
+def one_gemm_float32_out(inputs: Inputs) -> Output:
+    torch.mm(inputs.hidden, inputs.weight.t(), out_dtype=torch.float32)
+    return Output()
+
+
+@torch.no_grad()
+def three_gemms(inputs: Inputs) -> Output:
+    """Forward, dX and dW; the logits stand in for their gradient."""
+    logits = inputs.hidden @ inputs.weight.t()
+    return Output(hidden_grad=logits @ inputs.weight, weight_grad=logits.t() @ inputs.hidden)
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    """Entropy of softmax over a sharded vocabulary, as it is commonly written: whole-logits operations, three
+    reductions, the softmax saved."""
+
+    @staticmethod
+    def forward(ctx, logits, group):
+        maximum = logits.amax(-1, keepdim=True)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        softmax = (logits - maximum).exp_()
+        total = softmax.sum(-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        softmax /= total
+        mean = (softmax * logits).sum(-1, keepdim=True)
+        dist.all_reduce(mean, group=group)
+        ctx.save_for_backward(logits, softmax, mean)
+        return (maximum + total.log() - mean)[:, 0]
+
+    @staticmethod
+    def backward(ctx, upstream):
+        logits, softmax, mean = ctx.saved_tensors
+        return upstream[:, None] * softmax * (mean - logits), None
+
+
+def _megatron_statistics(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """float32 logits, Megatron's vocabulary-parallel cross-entropy on a clone (it writes into them), the entropy."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = (inputs.hidden @ inputs.weight.t()).float()
+    if inputs.case.temperature != 1:
+        logits = logits / inputs.case.temperature
+    entropy = _VocabParallelEntropy.apply(logits, parallel_state.get_tensor_model_parallel_group())
+    labels = inputs.labels.clamp(min=0)
+    return -vocab_parallel_cross_entropy(logits.clone()[:, None], labels[:, None])[:, 0], entropy
+
+
+def naive(inputs: Inputs) -> Output:
+    logprobs, entropy = _megatron_statistics(inputs)
+    return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
+
+
+@torch.no_grad()
+def naive_statistics(inputs: Inputs) -> Output:
+    return Output(None, *_megatron_statistics(inputs))
+
+
+@functools.cache
+def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    # Without a GPU the graph is traced and split but no code is generated, which would need a compiler.
+    backend = "inductor" if device_type == "cuda" else "aot_eager"
+    return torch.compile(plain_statistics, backend=backend, dynamic=False)
+
+
+def compiled(inputs: Inputs) -> Output:
+    statistics = _compiled(inputs.hidden.device.type)
+    logprobs, entropy = statistics(inputs.hidden, inputs.weight, inputs.labels, inputs.case.temperature, torch.float32)
+    return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
+
+
+def ours(backend: str, gradient: str) -> Callable[[Inputs], Output]:
+    def run(inputs: Inputs) -> Output:
+        output = policy_loss(
+            inputs.hidden,
+            inputs.main_weight,
+            inputs.labels,
+            inputs.advantages,
+            inputs.old_logprobs,
+            inputs.weights,
+            inputs.case.loss,
+            ranges=inputs.ranges,
+            temperature=inputs.case.temperature,
+            backend=backend,
+            gradient=gradient,
+        )
+        output.loss.backward()
+        return Output(
+            output.loss.detach(),
+            output.stats.logprobs,
+            output.stats.entropy,
+            inputs.hidden.grad,
+            inputs.main_weight.main_grad,
+        )
+
+    return run
+
+
+def our_statistics(backend: str) -> Callable[[Inputs], Output]:
+    def run(inputs: Inputs) -> Output:
+        temperature = inputs.case.temperature
+        stats = token_stats(inputs.hidden, inputs.weight, inputs.labels, temperature=temperature, backend=backend)
+        return Output(None, stats.logprobs, stats.entropy)
+
+    return run
+
+
+def liger_cross_entropy(inputs: Inputs) -> Output:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return _finish(inputs, LigerFusedLinearCrossEntropyLoss()(inputs.weight, inputs.hidden, inputs.labels))
+
+
+def liger_scaled_cross_entropy(inputs: Inputs) -> Output:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    case = inputs.case
+    nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        inputs.hidden, inputs.weight, inputs.labels, case.temperature, -100, 1, True
+    )
+    entropy = entropy.float()
+    return _finish(inputs, policy_objective(inputs, -nll, entropy), -nll, entropy)
+
+
+def liger_grpo(inputs: Inputs) -> Output:
+    """Every token as a sequence of its own, so that it has an advantage of its own; chunks of 1024 tokens."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        use_ref_model=False,
+        chunk_size=1024,
+        epsilon_low=inputs.case.loss.clip_ratio_low,
+        epsilon_high=inputs.case.loss.clip_ratio_high,
+        loss_type="bnpo",
+        temperature=inputs.case.temperature,
+    )
+    labels, mask = inputs.labels.clamp(min=0)[:, None], (inputs.labels != -100)[:, None]
+    value, _ = loss(
+        inputs.hidden[:, None],
+        inputs.weight,
+        labels,
+        mask,
+        inputs.advantages,
+        old_per_token_logps=inputs.old_logprobs[:, None],
+    )
+    return _finish(inputs, value)
+
+
+def cut_cross_entropy(implementation: str) -> Callable[[Inputs], Output]:
+    def run(inputs: Inputs) -> Output:
+        from cut_cross_entropy import linear_cross_entropy
+
+        nll = linear_cross_entropy(
+            inputs.hidden, inputs.weight, inputs.labels, reduction="none", impl=implementation
+        ).float()
+        return _finish(inputs, (inputs.weights * nll).sum(), -nll)
+
+    return run
+
+
+def quack(inputs: Inputs) -> Output:
+    chunked = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    loss = chunked(inputs.hidden, inputs.weight, inputs.labels, chunk_size=4096, ignore_index=-100, reduction="mean")
+    return _finish(inputs, loss)
+
+
+def contenders(backends: list[str], device: torch.device) -> list[Contender]:
+    """`backends`: of our own head."""
+    liger, cut = "liger-kernel", "cut-cross-entropy"
+    float32_out = [Contender("1 GEMM, float32 out", one_gemm_float32_out, 1, None)] if device.type == "cuda" else []
+    return [
+        Contender("1 GEMM", one_gemm, 1, None),
+        *float32_out,
+        Contender("naive statistics", naive_statistics, 1, "statistics"),
+        *(Contender(f"statistics, {backend}", our_statistics(backend), 1, "statistics") for backend in backends),
+        Contender("3 GEMMs", three_gemms, 3, None),
+        Contender("naive", naive, 3),
+        Contender("compiled", compiled, 3),
+        *(Contender(f"eager, {backend}", ours(backend, "eager"), 3) for backend in backends),
+        *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4) for backend in backends),
+        Contender("liger scaled cross-entropy", liger_scaled_cross_entropy, 4, "policy", liger),
+        Contender("liger GRPO, chunked torch", liger_grpo, 3, "clipped", liger),
+        Contender("liger cross-entropy", liger_cross_entropy, 3, "cross-entropy", liger, False),
+        Contender("cut-cross-entropy", cut_cross_entropy("cce"), 4, "cross-entropy", cut, False),
+        Contender("cut-cross-entropy, exact", cut_cross_entropy("cce_exact"), 4, "cross-entropy", cut, False),
+        Contender("quack cross-entropy", quack, 3, "cross-entropy", "quack-kernels", False),
+    ]
+
+
+def why_not(contender: Contender, inputs: Inputs) -> str | None:
+    """Why it does not take part in a case."""
+    if contender.package is not None and installed(contender.package) is None:
+        return "not installed"
+    if not contender.any_temperature and inputs.case.temperature != 1:
+        return "has no temperature"
+    return None

@@ -1,0 +1,156 @@
+"""What the benchmarks share: the machine and its versions, interleaved timing, peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WARM_UP = 10
+ROUNDS = (10, 30)  # timed: at least, at most
+SECONDS = 60.0  # for the timed rounds of one case, where the least number of rounds allows it
+
+
+def installed(package: str) -> str | None:
+    """The version of a distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine(packages: Sequence[str]) -> dict[str, Any]:
+    """Processor, GPU where there is one, and versions; None for a package that is not installed."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    found: dict[str, Any] = {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "load average before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{package: installed(package) for package in packages},
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu bytes": properties.total_memory, "cuda": torch.version.cuda}
+        found |= clocks()
+    return found
+
+
+def clocks() -> dict[str, str]:
+    """Driver, clocks, power and temperature as nvidia-smi says them; empty without a GPU or without nvidia-smi."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return {}
+    asked = ["driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"]
+    uuid = torch.cuda.get_device_properties(0).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        return {"nvidia-smi": " ".join((done.stdout + done.stderr).split())}
+    return dict(zip(asked, (field.strip() for field in done.stdout.strip().split(",")), strict=True))
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median, p10, p90 and the number of samples, which are seconds."""
+    p10, p90 = np.percentile(samples, [10, 90]).tolist()
+    return {"median": statistics.median(samples), "p10": p10, "p90": p90, "samples": len(samples)}
+
+
+def seconds_once(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    before: Callable[[], Any] = lambda: None,
+    warm_up: int = WARM_UP,
+    rounds: tuple[int, int] = ROUNDS,
+) -> dict[str, dict[str, float]]:
+    """`summary` of every call's seconds, taken in turns (ABAB), so that a drifting clock meets all alike.
+
+    `before` runs untimed ahead of each.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.monotonic()
+    for number in range(-warm_up, rounds[1]):
+        if number == 0:
+            start = time.monotonic()
+        if number >= rounds[0] and time.monotonic() - start > SECONDS:
+            break
+        for name, call in calls.items():
+            before()
+            seconds = seconds_once(call, device)
+            if number >= 0:
+                samples[name].append(seconds)
+    return {name: summary(taken) for name, taken in samples.items()}
+
+
+class LiveStorages(TorchDispatchMode):
+    """The most bytes alive at once in storages that operators have returned since the mode was entered.
+
+    What an operator takes and gives back inside itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for given in (*args, *kwargs.values()):
+            self._see(given, counts=False)  # not an operator's, or it would be known
+        result = func(*args, **kwargs)
+        for made in result if isinstance(result, tuple | list) else (result,):
+            self._see(made, counts=True)
+        return result
+
+    def _see(self, value: Any, *, counts: bool) -> None:
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in self._known:
+            return
+        storage = value.untyped_storage()
+        size = storage.nbytes() if counts else 0
+        self._known.add(storage._cdata)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._forget, storage._cdata, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that tensors take during `call`, beyond what is there before it."""
+    if device.type != "cuda":
+        with LiveStorages() as storages:
+            call()
+        return storages.peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

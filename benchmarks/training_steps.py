@@ -1,0 +1,253 @@
+"""Steps of `dynamo-megatron train` on one rank from recorded rollouts: no server, no network, no model from anywhere.
+
+Model and rollouts are random. What is measured is the trainer's part of a step: log-probabilities, update, weights to
+disk. Generation is not in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+
+ROOT = Path(__file__).parents[1]
+TEMPLATE = "{prompt}\n"
+# TFLOP/s of dense bfloat16 matrix products, as the makers state them
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 80GB HBM3": 989.4,
+    "H100 PCIe": 756.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.2,
+    "A10": 125.0,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model's shape and what one step trains. Every prompt gets `rollouts` responses, their lengths in turns."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    dtype: str
+    prompts: int
+    rollouts: int
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+    micro_batch_tokens: int
+    steps: int = 3
+    tied: bool = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that go through the model, of every sequence of a step: all but a sequence's last."""
+        turns = itertools.cycle(self.response_tokens)
+        return [self.prompt_tokens + next(turns) - 1 for _ in range(self.prompts * self.rollouts)]
+
+    @property
+    def parameters(self) -> int:
+        """Those that take part in matrix products; the tied embedding counts once, as the head."""
+        head_dim = self.hidden // self.heads
+        attention = self.hidden * head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+
+    @property
+    def forward_flops(self) -> int:
+        """Of one pass over a step: 2 a parameter and token, and attention's two products, half of them masked."""
+        attention = self.layers * sum(2 * length**2 * self.hidden for length in self.lengths)
+        return 2 * self.parameters * sum(self.lengths) + attention
+
+
+# Qwen2.5-1.5B's shape
+QWEN_1_5B = Work(
+    layers=28,
+    hidden=1536,
+    ffn=8960,
+    heads=12,
+    kv_heads=2,
+    vocab=151936,
+    dtype="bfloat16",
+    prompts=8,
+    rollouts=8,
+    prompt_tokens=64,
+    response_tokens=(256, 512, 768, 1024),
+    micro_batch_tokens=8192,
+)
+TINY = Work(
+    layers=2,
+    hidden=32,
+    ffn=64,
+    heads=4,
+    kv_heads=2,
+    vocab=256,
+    dtype="float32",
+    prompts=2,
+    rollouts=4,
+    prompt_tokens=8,
+    response_tokens=(5, 9),
+    micro_batch_tokens=64,
+)
+
+
+def write_rollouts(work: Work, folder: Path, source: Path, model: Path) -> None:
+    """Random responses to the problems of `source`, for every step, as a run leaves them; right or wrong in turns."""
+    generator, store = np.random.default_rng(0), RolloutStore(folder)
+    tokenizer = load_tokenizer(model)
+    config = DataConfig(source=str(source), template=TEMPLATE)
+    prompts: list[Prompt] = load_prompts(config)
+    for step in range(1, work.steps + 1):
+        turns = itertools.cycle(work.response_tokens)
+        for position, prompt in enumerate(prompts):
+            tokens, group = encode_prompt(prompt, tokenizer, config), group_id(step, position)
+            assert len(tokens) == work.prompt_tokens
+            for index in range(work.rollouts):
+                n, right = next(turns), index % 3 == 0
+                store.append(
+                    Rollout(
+                        rollout_id=rollout_id(group, index),
+                        group_id=group,
+                        prompt_id=prompt.prompt_id,
+                        step=step,
+                        tokens=[*tokens, *generator.integers(work.vocab, size=n).tolist()],
+                        response_mask=[0] * len(tokens) + [1] * n,
+                        engine_logprobs=[-math.log(work.vocab)] * n,
+                        weight_versions=[(step - 1, 0, n)],
+                        finish_reason="length",
+                        reward=float(right),
+                        success=right,
+                        reward_parts={},
+                    )
+                )
+    store.close()
+
+
+def prepare(work: Work, folder: Path, backend: str) -> Path:
+    """Model, problems, rollouts and config of a run, in an empty folder; returns the config's path."""
+    model, problems = folder / "model", folder / "problems.jsonl"
+    runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"](
+        model,
+        family="qwen2",
+        dtype=work.dtype,
+        layers=work.layers,
+        hidden=work.hidden,
+        heads=work.heads,
+        kv_heads=work.kv_heads,
+        ffn=work.ffn,
+        vocab=work.vocab,
+        tied=work.tied,
+    )
+    # The tokenizer makes a token of every character; the template adds the newline.
+    rows = [{"id": f"p{i}", "problem": f"{i:0{work.prompt_tokens - 1}d}", "answer": "0"} for i in range(work.prompts)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rollouts(work, folder / "recorded", problems, model)
+    config = {
+        "model": {"path": str(model), "dtype": work.dtype},
+        "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
+        "rollout": {
+            "engine": "recorded",
+            "recorded": str(folder / "recorded"),
+            "max_new_tokens": max(work.response_tokens),
+        },
+        "algorithm": {
+            "allocation": {
+                "kind": "uniform",
+                "budget": work.prompts * work.rollouts,
+                "rollout_n_max": max(work.rollouts, 24),
+            },
+        },
+        "optimizer": {"warmup_steps": 0},
+        "trainer": {"steps": work.steps, "micro_batch_tokens": work.micro_batch_tokens},
+        "kernels": {"backend": backend},
+        "checkpoint": {"every": work.steps, "export_hf": "never"},
+        "output_dir": str(folder / "run"),
+    }
+    Config(**config)  # refuses here what the run would refuse
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def peak_flops(device_name: str) -> float | None:
+    """bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
+    return next((1e12 * value for name, value in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[str, Any]:
+    """One line of metrics.jsonl: seconds, and the share of the device's peak that model FLOPs took (null: unknown).
+
+    Update: three forward passes' FLOPs (forward, and twice that backward), log-probabilities: one. The head is counted
+    for every token, though prompts never reach it.
+    """
+    update, logprobs = line["time/update"], line["time/logprobs"]
+    return {
+        "step": line["step"],
+        "seconds": line["time/step"],
+        "update seconds": update,
+        "logprobs seconds": logprobs,
+        "reshard seconds": line["time/reshard"],
+        "update MFU": 3 * work.forward_flops / update / peak if peak else None,
+        "update and logprobs MFU": 4 * work.forward_flops / (update + logprobs) / peak if peak else None,
+        "tokens a second": sum(work.lengths) / (update + logprobs),
+        "peak GPU bytes": line["resources/gpu_memory_max"] or None,
+        "loss": line["policy/loss"],
+        "gradient norm": line["policy/grad_norm"],
+    }
+
+
+def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any]:
+    """Runs the steps in `folder`, which is emptied first and left with the log, and returns the figures.
+
+    "headline" is the last step: the first ones compile and fill caches. A run that fails gives its exit code and the
+    end of its log. Raises subprocess.TimeoutExpired after `timeout` seconds.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config, log = prepare(work, folder, backend), folder / "train.log"
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=timeout,
+        ).returncode
+    result: dict[str, Any] = {
+        "parameters": work.parameters,
+        "tokens a step": sum(work.lengths),
+        "work": {**work.__dict__},
+        "backend": backend,
+        "exit code": code,
+    }
+    if code != 0:
+        return {**result, "log": log.read_text(encoding="utf-8").splitlines()[-30:]}
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [step_figures(work, json.loads(line), peak_flops(name)) for line in lines]
+    for heavy in ("model", "run", "recorded"):
+        shutil.rmtree(folder / heavy)
+    return {**result, "steps": steps, "headline": steps[-1]}

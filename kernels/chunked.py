@@ -1,0 +1,227 @@
+"""The head's GEMMs over one chunk of labelled tokens after another: logits and their statistics, gradients of both.
+
+A backend does what lies between the GEMMs; it is a module: `reference` or `triton_backend`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.kernels import reference
+from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tokens
+
+IGNORE = -100
+WORKSPACE_BYTES = 2_500_000_000
+TILE = 128  # rows: a GEMM works in tiles of about so many
+
+
+def find_backend(name: str, device: torch.device) -> ModuleType:
+    """Raises ValueError for an unknown name, and for triton on a CPU without Triton's interpreter."""
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend: {name!r} is none of 'auto', 'torch', 'triton'")
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return reference
+    from dynamo_megatron.kernels import triton_backend
+
+    if device.type != "cuda" and not triton_backend.INTERPRETED:
+        raise ValueError(
+            "backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 in the environment from the process's start"
+        )
+    return triton_backend
+
+
+def chunk_size(row_bytes: int) -> int:
+    """Rows of logits, whose buffers take `row_bytes` each, that stay within WORKSPACE_BYTES; at least 1."""
+    rows = max(1, WORKSPACE_BYTES // row_bytes)
+    return rows if rows < TILE else rows // TILE * TILE
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, summed in `dtype` and not rounded further."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+class ChunkedHead:
+    """The checked geometry of one call: labelled rows, vocabulary shard, chunks, dtypes.
+
+    Raises ValueError naming the argument.
+    """
+
+    def __init__(self, hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens):
+        self.backend = find_backend(backend, hidden.device)
+        if hidden.ndim != 2 or not hidden.is_floating_point():
+            raise ValueError(f"hidden: needs floating point [T, h], got {hidden.dtype} {list(hidden.shape)}")
+        if weight.ndim != 2 or not weight.is_floating_point() or weight.shape[1] != hidden.shape[1]:
+            raise ValueError(
+                f"weight: needs floating point [V/tp, {hidden.shape[1]}], got {weight.dtype} {list(weight.shape)}"
+            )
+        if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+            raise ValueError(f"labels: needs int64 [{hidden.shape[0]}], got {labels.dtype} {list(labels.shape)}")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"temperature: {temperature} is not a positive number")
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens: {chunk_tokens} is below 1; give None for what the workspace allows")
+        self.group, self.temperature = tp_group, float(temperature)
+        self.size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        rank = 0 if tp_group is None else dist.get_rank(tp_group)
+        rows = weight.shape[0]
+        vocab_size = rows * self.size if vocab_size is None else vocab_size
+        if not 1 <= vocab_size <= rows * self.size:
+            raise ValueError(f"vocab_size: {vocab_size} is outside [1, {rows * self.size}], the rows of all shards")
+        self.shard = Shard(rank * rows, rows, min(max(vocab_size - rank * rows, 0), rows))
+        self.dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+        self.operand = self.backend.operand_dtype(hidden.dtype, weight.dtype, self.dtype)
+        self.tokens = len(labels)
+        self.rows = (labels != IGNORE).nonzero()[:, 0]
+        self.labels = labels[self.rows]
+        wrong = ((self.labels < 0) | (self.labels >= vocab_size)).nonzero()
+        if len(wrong):
+            at = self.rows[wrong[0, 0]].item()
+            raise ValueError(
+                f"labels: {labels[at].item()} at token {at} is outside [0, {vocab_size}) and not {IGNORE} (left out)"
+            )
+        buffers = self.backend.workspace_buffers(self.operand, hidden.device)
+        self.chunk_tokens = chunk_tokens or chunk_size(buffers * rows * self.dtype.itemsize)
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the labelled rows; the same on every rank of the group, which shares the labels."""
+        for start in range(0, len(self.rows), self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, len(self.rows)))
+
+    def as_operand(self, t: Tensor) -> Tensor:
+        """What the GEMMs take: a CPU has none from bfloat16 to float32, so there bfloat16 is widened, once."""
+        return t.to(self.operand if t.is_cuda else self.dtype)
+
+    def logits(self, hidden: Tensor, weight: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """The chunk's hidden states [c, h], an operand like `weight`, and logits [c, V/tp] in the compute dtype."""
+        x = self.as_operand(hidden.index_select(0, self.rows[chunk]))
+        return x, _product(x, weight.t(), self.dtype)
+
+    def partials_(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Every shard's row statistics [tp, 6, c], and what the logits are left short of, [c]."""
+        part, shift = self.backend.shard_statistics_(logits, self.labels[chunk], self.shard, self.temperature)
+        parts = part[None]
+        if self.size > 1:
+            parts = part.new_empty(self.size, *part.shape)
+            dist.all_gather_into_tensor(parts.view(-1, part.shape[1]), part, group=self.group)
+        return parts, shift
+
+    def statistics(self, hidden: Tensor, weight: Tensor) -> Statistics:
+        """Statistics of all labelled rows, [n] each."""
+        out = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
+        w = self.as_operand(weight)
+        for chunk in self.chunks():
+            parts, _ = self.partials_(self.logits(hidden, w, chunk)[1], chunk)
+            out[:, chunk] = torch.stack(self.backend.merge(parts, self.temperature))
+        return Statistics(*out)
+
+    def loss_and_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool],
+        config: PolicyLossConfig,
+        tokens: Tokens,
+        ranges: ModulationRanges | None,
+    ) -> tuple[Statistics, Terms, tuple[Tensor | None, Tensor | None]]:
+        """One pass, 3 GEMMs: a chunk's loss and gradients from the same logits. The gradients are (dX, dW)."""
+        stats = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
+        terms = stats.new_empty(3, len(self.rows))  # gradients and advantages
+        sums = stats.new_zeros(len(METRICS))
+        gradients = _Gradients(self, hidden, weight, wanted)
+        w = self.as_operand(weight)
+        if ranges is not None:  # to the device once, not with every chunk
+            ranges = ModulationRanges(*(torch.as_tensor(r, dtype=self.dtype, device=hidden.device) for r in ranges))
+        for chunk in self.chunks():
+            x, z = self.logits(hidden, w, chunk)
+            parts, shift = self.partials_(z, chunk)
+            merged, t = self.backend.merge_with_loss(parts, self.temperature, config, tokens.at(chunk), ranges)
+            g_h = t.grad_entropy if config.entropy_coef else None
+            gradients.add(chunk, x, w, z, merged.maximum - shift, merged.log_sum, merged.entropy, t.grad_logprobs, g_h)
+            del z  # or two chunks of logits would be alive with the next one's
+            stats[:, chunk] = torch.stack(merged)
+            terms[:, chunk] = torch.stack(t[:3])
+            sums += t.sums
+        return Statistics(*stats), Terms(*terms, sums), gradients.finish()
+
+    def gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool],
+        stats: Statistics,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dX, dW) for gradients [n] of logprobs and entropy (None: 0) from logits computed again: 3 GEMMs."""
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(stats.logprobs)
+        grad_logprobs = grad_logprobs.contiguous()  # autograd hands out expanded scalars
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        gradients = _Gradients(self, hidden, weight, wanted)
+        w = self.as_operand(weight)
+        for chunk in self.chunks():
+            x, z = self.logits(hidden, w, chunk)
+            g_h = None if grad_entropy is None else grad_entropy[chunk]
+            row = (stats.maximum, stats.log_sum, stats.entropy, grad_logprobs)
+            gradients.add(chunk, x, w, z, *(r[chunk] for r in row), g_h)
+            del z
+        return gradients.finish()
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[n] of the labelled rows -> [T], 0 elsewhere; differentiable."""
+        return values.new_zeros(self.tokens).index_copy(0, self.rows, values)
+
+
+class _Gradients:
+    """dX [T, h] and dW [V/tp, h], built chunk by chunk; either may be unwanted."""
+
+    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool]):
+        self.head, self.dtype = head, weight.dtype
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.main = getattr(weight, "main_grad", None) if wanted[1] else None
+        # A main_grad of the compute dtype takes the GEMM's result itself; any other gets one rounding at the end.
+        self.direct = self.main is not None and self.main.dtype == head.dtype
+        self.weight = None
+        if wanted[1]:
+            self.weight = self.main if self.direct else torch.zeros_like(weight, dtype=head.dtype)
+
+    def add(self, chunk: slice, x: Tensor, weight: Tensor, logits: Tensor, *row: Tensor | None) -> None:
+        """row: maximum, log_sum, entropy, grad_logprobs, grad_entropy of `logits_gradient_`, [c] each."""
+        head = self.head
+        dz = head.backend.logits_gradient_(logits, head.labels[chunk], head.shard, *row, head.temperature, head.operand)
+        if self.hidden is not None:
+            dx = _product(dz, weight, head.dtype)
+            reduced = dist.all_reduce(dx, group=head.group, async_op=True) if head.size > 1 else None
+        if self.weight is not None:
+            _add_product_(self.weight, dz.t(), x)
+        if self.hidden is not None:
+            if reduced is not None:
+                reduced.wait()
+            self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dX, dW in the weight's dtype); dW is None where it went to main_grad."""
+        if self.main is None:
+            return self.hidden, None if self.weight is None else self.weight.to(self.dtype)
+        if not self.direct:
+            self.main.add_(self.weight)
+        return self.hidden, None

@@ -1,0 +1,77 @@
+"""Before training: do the Triton kernels and the PyTorch reference say the same on this machine?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.kernels import reference
+from dynamo_megatron.kernels.chunked import find_backend
+from dynamo_megatron.kernels.head import policy_loss
+
+TOKENS = 12
+ROWS = 10_000  # of the weight's shard: more than two blocks of every kernel, and little memory
+LIMIT, BFLOAT16_GRADIENT_LIMIT = 1e-4, 2e-2  # of the norm; a rounding to bfloat16 is 2^-9 of a value
+RANGES = (0.0, 12.0, 0.1)
+
+
+def check_backend(
+    weight: Tensor, config: PolicyLossConfig, *, backend: str, temperature: float, tp_group: dist.ProcessGroup | None
+) -> None:
+    """Compares loss, statistics and gradients of a few random tokens where `backend` resolves to Triton.
+
+    weight: [V/tp, h], this rank's shard; its first rows are used. Every rank of tp_group takes part and comes to the
+    same end. Raises ValueError where something differs by more than rounding.
+    """
+    if find_backend(backend, weight.device) is reference:
+        return
+    generator = torch.Generator().manual_seed(0)
+    rows = min(ROWS, weight.shape[0])
+    size = 1 if tp_group is None else dist.get_world_size(tp_group)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(weight.device)
+
+    hidden = random(TOKENS, weight.shape[1]).to(weight.dtype)
+    vocab_size = rows * size - 3  # the last columns as padding
+    labels = torch.randint(0, vocab_size, (TOKENS,), generator=generator).to(weight.device)
+    advantages, drift, weights = random(TOKENS), 0.3 * random(TOKENS), torch.full((TOKENS,), 1 / TOKENS)
+    tokens = (advantages, drift - 9.0, weights.to(weight.device))
+    modulation = config.modulation and replace(config.modulation, expectation="exact")
+    config = replace(config, modulation=modulation, entropy_coef=config.entropy_coef or 0.01)
+    results = []
+    for name in ("torch", "triton"):
+        x, w = hidden.clone().requires_grad_(), weight.detach()[:rows].clone().requires_grad_()
+        with torch.enable_grad():
+            out = policy_loss(
+                x,
+                w,
+                labels,
+                *tokens,
+                config,
+                ref_logprobs=drift - 9.0,
+                ranges=ModulationRanges(*RANGES),
+                temperature=temperature,
+                vocab_size=vocab_size,
+                tp_group=tp_group,
+                backend=name,
+            )
+            out.loss.backward()
+        values = {"loss": out.loss.detach(), **out.stats._asdict(), "advantages": out.advantages}
+        results.append({**values, "hidden.grad": x.grad, "weight.grad": w.grad})
+    for name, want in results[0].items():
+        limit = BFLOAT16_GRADIENT_LIMIT if want.dtype == torch.bfloat16 else LIMIT
+        want, got = want.float(), results[1][name].float()
+        worst = ((got - want).norm() / want.norm().clamp(min=1e-3)).reshape(1)
+        if tp_group is not None:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=tp_group)
+        if not worst.item() <= limit:
+            raise ValueError(
+                f"kernels.backend: on this machine Triton and the reference differ by {worst.item():.2g} of {name} "
+                f"(limit {limit:g}); set kernels.backend=torch and report it"
+            )

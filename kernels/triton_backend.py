@@ -1,0 +1,138 @@
+"""Launches the Triton kernels: the functions of `reference` for one chunk of logits, with the same contract."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.kernels.triton_kernels import SUMS, gradient_kernel, merge_kernel, statistics_kernel
+from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tokens
+
+# Columns or tokens at once, and warps: no spills and at most 64 registers (tests/kernels/test_compiled.py).
+STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 16
+GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
+MERGE_BLOCK, MERGE_WARPS = 128, 4
+# The kernels write tl.fma where they mean it: results do not hang on a Triton version's default.
+FUSION = {"enable_fp_fusion": False}
+INTERPRETED = not isinstance(merge_kernel, triton.runtime.JITFunction)
+
+
+def workspace_buffers(operand: torch.dtype, device: torch.device) -> int:
+    """[c, V/tp] tensors of the compute dtype alive at once: the logits, and what a CPU's GEMM makes of bfloat16."""
+    return 1 if device.type == "cuda" or operand != torch.bfloat16 else 2
+
+
+def operand_dtype(hidden: torch.dtype, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """What the GEMMs multiply: bfloat16 where both have it, so that the logits' gradient is rounded to it too."""
+    return torch.bfloat16 if hidden == weight == torch.bfloat16 else compute
+
+
+def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor]:
+    """As `reference.shard_statistics_`; the logits stay as they are."""
+    n = len(logits)
+    part = logits.new_empty(6, n)
+    statistics_kernel[(n,)](
+        logits,
+        labels,
+        part,
+        n,
+        shard.rows,
+        shard.columns,
+        shard.start,
+        logits.stride(0),
+        TEMPERATURE=temperature,
+        BLOCK=STATISTICS_BLOCK,
+        num_warps=STATISTICS_WARPS,
+        **FUSION,
+    )
+    return part, part.new_zeros(n)
+
+
+def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, terms, sums) -> Tensor:
+    shards, rows, n = parts.shape
+    statistics = parts.new_empty(rows, n)
+    modulation = config.modulation
+    merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
+        parts,
+        statistics,
+        n,
+        shards,
+        *tokens,
+        ranges,
+        terms,
+        sums,
+        TEMPERATURE=temperature,
+        LOW=config.clip_ratio_low,
+        HIGH=config.clip_ratio_high,
+        CEILING=config.clip_ratio_c,
+        KL_COEF=config.kl_coef,
+        KL_KIND=config.kl_kind,
+        ENTROPY_COEF=config.entropy_coef,
+        ALPHA=None if modulation is None else modulation.alpha,
+        LAMBDA_MIN=None if modulation is None else modulation.lambda_min,
+        GAMMA=None if modulation is None else modulation.gamma,
+        TAU=None if modulation is None else modulation.tau,
+        BLOCK=MERGE_BLOCK,
+        num_warps=MERGE_WARPS,
+        **FUSION,
+    )
+    return statistics
+
+
+def merge(parts: Tensor, temperature: float) -> Statistics:
+    """As `reference.merge`."""
+    nothing = Tokens(None, None, None)
+    return Statistics(*_merge(parts, temperature, nothing, PolicyLossConfig(), None, None, None))
+
+
+def merge_with_loss(
+    parts: Tensor, temperature: float, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
+) -> tuple[Statistics, Terms]:
+    """As `reference.merge_with_loss`, in one launch; needs ranges, as tensors, where there is modulation."""
+    assert config.modulation is None or ranges is not None
+    n = parts.shape[2]
+    ranges = None if config.modulation is None else torch.stack(ranges)
+    terms = parts.new_empty(3, n)
+    sums = parts.new_empty(triton.cdiv(n, MERGE_BLOCK), SUMS.value)
+    statistics = _merge(parts, temperature, tokens, config, ranges, terms, sums)
+    return Statistics(*statistics), Terms(*terms, sums[:, : len(METRICS)].sum(0))
+
+
+def logits_gradient_(
+    logits: Tensor,
+    labels: Tensor,
+    shard: Shard,
+    maximum: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    operand: torch.dtype,
+) -> Tensor:
+    """As `reference.logits_gradient_`; a bfloat16 result lies in the first half of each row's bytes."""
+    gradient = logits.view(operand)
+    gradient_kernel[(len(logits),)](
+        logits,
+        gradient,
+        labels,
+        maximum,
+        log_sum,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        shard.rows,
+        shard.columns,
+        shard.start,
+        logits.stride(0),
+        gradient.stride(0),
+        TEMPERATURE=temperature,
+        BLOCK=GRADIENT_BLOCK,
+        num_warps=GRADIENT_WARPS,
+        **FUSION,
+        num_stages=1,  # the barrier before an in-place store orders loads only as long as none is pipelined
+    )
+    return gradient[:, : shard.rows]

@@ -1,0 +1,55 @@
+"""What the parts of the policy head hand each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """The columns of the vocabulary that this rank's weight rows stand for."""
+
+    start: int  # global index of the first column
+    rows: int  # rows of the weight: V/tp, padding included
+    columns: int  # those that are part of the vocabulary, 0 to `rows`; the rest is padding
+
+
+class Statistics(NamedTuple):
+    """Per row of logits, over the whole vocabulary; [c] each, natural log."""
+
+    maximum: Tensor  # of the logits before division by the temperature; 0 where all are -inf
+    log_sum: Tensor  # log sum_j exp((z_j - maximum) / T)
+    logprobs: Tensor
+    entropy: Tensor
+    expected_pi_lambda: Tensor  # sum_j p_j^2 (log p_j + H)
+    collision: Tensor  # sum_j p_j^2
+
+
+class Tokens(NamedTuple):
+    """The caller's constants per labelled token, [n] each."""
+
+    advantages: Tensor
+    weights: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None = None
+    old_kl_coef: Tensor | None = None
+
+    def at(self, chunk: slice) -> Tokens:
+        return Tokens(*(None if t is None else t[chunk] for t in self))
+
+
+# What is summed over labelled tokens; the loss with its weights.
+METRICS = (
+    "loss", "entropy", "kl", "kl_square", "ratio", "ratio_square", "clipped", "clipped_dual", "damped", "boosted"
+)  # fmt: skip
+DAMPED, BOOSTED = 0.9, 1.1  # a token counts as damped where beta_stab is below, as boosted where beta_comp is above
+
+
+class Terms(NamedTuple):
+    """Of some labelled tokens, without a graph: gradients of the weighted loss and advantages after modulation, [n]."""
+
+    grad_logprobs: Tensor
+    grad_entropy: Tensor
+    advantages: Tensor
+    sums: Tensor  # [10], of METRICS

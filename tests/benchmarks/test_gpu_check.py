@@ -1,0 +1,80 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_check
+import pytest
+import torch
+import training_steps
+from training_steps import QWEN_1_5B, TINY, peak_flops, step_figures
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+
+
+def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert gpu_check.main() == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "needs a GPU" in said.err and "--tiny" in said.err
+
+
+def test_parameters_are_the_models():
+    biases = 28 * (1536 + 2 * 2 * 128)
+    norms = 28 * 2 * 1536 + 1536
+    assert QWEN_1_5B.parameters + biases + norms == 1_543_714_304  # what Qwen2.5-1.5B has
+
+
+def test_flops_are_those_of_the_products():
+    """A model of one layer, product by product: 2 m n k each; attention sees half of a sequence in the mean."""
+    work = training_steps.Work(1, 8, 16, 2, 1, 32, "float32", 1, 2, 3, (3, 5), 64)
+    assert work.lengths == [5, 7]
+    total = 0
+    for n in work.lengths:
+        projections = 2 * n * 8 * (8 + 4 + 4) + 2 * n * 8 * 8
+        mlp = 3 * 2 * n * 8 * 16
+        attention = 2 * (2 * n * n * 8) / 2
+        total += projections + mlp + attention + 2 * n * 8 * 32
+    assert work.forward_flops == total
+
+
+def test_mfu_is_of_the_device():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("some GPU") is None
+    line = dict.fromkeys(("step", "time/step", "time/reshard", "policy/loss", "policy/grad_norm"), 1.0)
+    line |= {"time/update": 2.0, "time/logprobs": 1.0, "resources/gpu_memory_max": 7}
+    figures = step_figures(TINY, line, 1e9)
+    assert figures["update MFU"] == pytest.approx(3 * TINY.forward_flops / 2e9)
+    assert figures["update and logprobs MFU"] == pytest.approx(4 * TINY.forward_flops / 3e9)
+    assert step_figures(TINY, line, None)["update MFU"] is None
+
+
+@pytest.mark.full
+def test_the_whole_command_at_tiny_size(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT), "--tiny", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    result = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert result["passed"] and result["tiny"]
+    assert result["kernel tests"]["cpu"]["tests"] > 0 and result["kernel tests"]["cpu"]["failures"] == 0
+    assert result["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
+    training = result["training"]
+    assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["headline"] == training["steps"][-1]
+    assert all(step["gradient norm"] > 0 and step["seconds"] > 0 for step in training["steps"])
+    assert training["tokens a step"] == sum(TINY.lengths)
+    assert not (tmp_path / "scratch" / "training" / "model").exists()  # gigabytes, at full size
+
+
+@pytest.mark.full
+def test_a_failed_run_is_told(tmp_path):
+    """The log's end, and no headline: here a response is longer than the model's positions."""
+    work = dataclasses.replace(TINY, response_tokens=(2100,))
+    result = training_steps.run(work, tmp_path / "training", "torch", 200)
+    assert result["exit code"] != 0 and result["log"] and "headline" not in result

@@ -1,0 +1,59 @@
+"""Every launch of `triton_backend`, up to the compiled kernel, as on an H100 that is not there; prints their number.
+
+What the interpreter does not show: how Triton binds arguments (None, 1, odd sizes) and types the code with them.
+Run it as a process of its own.
+"""
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.kernels import triton_backend as backend
+from dynamo_megatron.kernels.types import Shard, Tokens
+
+LEAST = PolicyLossConfig()
+MOST = PolicyLossConfig(0.2, 0.28, 3.0, ModulationConfig(), 0.1, "k1", 0.01)
+
+
+class Hopper:
+    """A driver that knows what it has and cannot run anything."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def main() -> int:
+    driver.set_active(Hopper())
+    compiled, run = [], JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    for tokens, columns, rows in ((1, 1, 16), (4096, 30, 32), (3, 20, 33)):
+        logits, labels = torch.randn(tokens, rows), torch.zeros(tokens, dtype=torch.int64)
+        shard, v = Shard(0, rows, columns), torch.zeros(tokens)
+        part, _ = backend.shard_statistics_(logits, labels, shard, 0.7)
+        for shards in (1, 2):
+            parts = torch.stack([part] * shards)
+            backend.merge(parts, 1.0)
+            backend.merge_with_loss(parts, 1.0, LEAST, Tokens(v, v, None), None)
+            backend.merge_with_loss(parts, 0.7, MOST, Tokens(v, v, v, v, v), ModulationRanges(*torch.zeros(3)))
+        for operand in (torch.float32, torch.bfloat16):
+            for grad_entropy in (None, v):
+                backend.logits_gradient_(logits, labels, shard, v, v, v, v, grad_entropy, 0.7, operand)
+    assert all("cubin" in kernel.asm for kernel in compiled)
+    return len(compiled)
+
+
+if __name__ == "__main__":
+    print(main())
