@@ -86,7 +86,7 @@ class LossConfig(Section):
     clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
     aggregation: Literal[AGGREGATIONS] = "prompt_mean"
-    mini_batches: Positive = 1  # optimizer updates a step, cut on prompt boundaries
+    mini_batches: Positive = 1  # optimizer updates a step, cut on group boundaries
     entropy_coef: float = 0.0
     entropy_top_ratio: Annotated[float, Field(gt=0, le=1)] | None = None  # train this share, by entropy; None: all
     clip_cov: ClipCovConfig | None = None
@@ -103,6 +103,12 @@ class KLConfig(Section):
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     where: Literal["loss"] = "loss"
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
+
+    @model_validator(mode="after")
+    def _used(self) -> KLConfig:
+        if self.reference is not None and self.coef == 0:
+            raise ValueError("reference: only a coef above 0 uses it")
+        return self
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

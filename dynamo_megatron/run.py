@@ -6,7 +6,6 @@ import math
 import os
 import sys
 import traceback
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
-from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
+from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
 from dynamo_megatron.reward import RewardError
@@ -87,7 +87,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
     try:
         spec = load_model_config(config.model.path, config.model.family)
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
-        if config.algorithm.kl.coef and config.algorithm.kl.reference is not None:
+        if config.algorithm.kl.reference is not None:
             check_reference(spec, config.algorithm.kl.reference)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -100,15 +100,19 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
 
 def check_reference(spec: ModelSpec, folder: str) -> None:
     """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
-    reference = load_model_config(folder, spec.family)
-    differs = [f.name for f in fields(spec) if getattr(reference, f.name) != getattr(spec, f.name)]
-    differs = [name for name in differs if name != "max_positions"]
-    if differs:
-        name = differs[0]
-        raise ValueError(
-            f"algorithm.kl.reference: {folder} has {name} {getattr(reference, name)}, the policy "
-            f"{getattr(spec, name)}; the reference must be a model of the policy's shape"
-        )
+    try:
+        if is_torch_dist(folder):  # a run's checkpoint, or a converted model
+            open_weights(folder, spec)
+            return
+        reference = load_model_config(folder, spec.family).dimensions()
+    except ValueError as error:
+        raise ValueError(f"algorithm.kl.reference: {error}") from None
+    for name, own in spec.dimensions().items():
+        if reference[name] != own and name != "max_positions":
+            raise ValueError(
+                f"algorithm.kl.reference: {folder} has {name} {reference[name]}, the policy {own}; "
+                "the reference must be a model of the policy's shape"
+            )
 
 
 def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
@@ -149,9 +153,11 @@ def run_rank(job: Job) -> int:
             job.check(int(os.environ["WORLD_SIZE"]))
             job.prepare(spec)
         if config.trainer.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
+            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
             torch.use_deterministic_algorithms(True)
         backend.enable_cpu()
+        backend.define_router_gemm()
         backend.fix_torch_adam_checkpoints()
         # Megatron may only be imported once the backend is set up.
         from dynamo_megatron.policy.layout import join_ranks

@@ -44,9 +44,11 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
     """
     file = Path(path) / "config.json"
     if not file.parent.is_dir():
-        raise ValueError(f"{path}: no such folder; model.path names a Hugging Face folder on this machine")
+        raise ValueError(
+            f"{path}: no such folder; give a Hugging Face folder on this machine, or one that `convert hf2mcore` wrote"
+        )
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; model.path names a folder with config.json, safetensors and tokenizer")
+        raise ValueError(f"{file}: no such file; give a folder with config.json, safetensors and tokenizer")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_HEAD = "lm_head.weight"
-OUTSIDELAYERS = {
+OUTSIDE_LAYERS = {
     EMBEDDING: (HF_EMBEDDING,),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
     OUTPUT_LAYER: (HF_HEAD,),
@@ -88,7 +88,7 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
     """
     layer = LAYER.fullmatch(name)
     if layer is None:
-        names = OUTSIDELAYERS.get(name)
+        names = OUTSIDE_LAYERS.get(name)
         tied = name == OUTPUT_LAYER and spec.tied
         names = (HF_EMBEDDING,) if tied else names
     else:

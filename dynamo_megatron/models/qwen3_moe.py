@@ -32,6 +32,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     topk = integer(config, "num_experts_per_tok")
     if topk > experts:
         raise ValueError(f"num_experts_per_tok: {topk} of {experts} experts")
+    if topk == 1 and flag(config, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
     return replace(
         decoder_spec(config, "qwen3_moe", layer_names=_layer_names(experts), qk_norm=True),
         num_experts=experts,

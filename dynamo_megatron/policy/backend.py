@@ -1,7 +1,7 @@
 """Megatron-core on a machine without CUDA: the one place that changes what Megatron or torch.cuda do.
 
-Everything here is a no-op where CUDA is available, except `fix_torch_adam_checkpoints`, which is needed wherever
-neither TransformerEngine nor Apex brings its own Adam. The patched names are private to Megatron; the policy tests
+Everything here is a no-op where CUDA is available, except what stands in for TransformerEngine: `define_router_gemm`,
+and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are private to Megatron; the policy tests
 are the guard for its upgrades.
 """
 
@@ -112,18 +112,22 @@ def enable_cpu() -> None:
 
 
 def _let_experts_run() -> None:
-    """Mixture of experts without TransformerEngine and CUDA: 0.16.1 leaves a name undefined without the one, and makes
-    the numpy split sizes that its all-to-all needs only of tensors that were on the other."""
+    """Megatron's all-to-all needs numpy split sizes and makes them only of tensors that were on a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     assert hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"), "megatron-core moved maybe_move_tensor_to_cpu"
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = to_cpu
+
+
+def define_router_gemm() -> None:
+    """Without TransformerEngine megatron-core 0.16.1 leaves a name undefined that every router reads."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def fix_torch_adam_checkpoints() -> None:

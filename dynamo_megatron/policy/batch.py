@@ -125,7 +125,7 @@ class MicroBatch:
         for s in sequences:
             sequence = source.tokens[source.offsets[s] : source.offsets[s + 1]]
             prompt, length = int(source.prompt_lengths[s]), len(sequence) - 1
-            padded = -(-length // segment_multiple) * segment_multiple
+            padded = -(-max(length, 1) // segment_multiple) * segment_multiple
             mine = context_positions(padded, cp_size)[cp_rank]
             trained = np.flatnonzero((mine >= prompt - 1) & (mine < length))
             tokens.append(np.pad(sequence[:-1], (0, padded - length))[mine])

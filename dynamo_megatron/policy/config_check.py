@@ -26,6 +26,7 @@ FIELDS = {
     "num_local_experts": "num_moe_experts",
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
+    "attention_bias": "add_qkv_bias",
 }
 # config.json's field -> the ModelSpec's that GPTModel takes as an argument of its own
 ARGUMENTS = {
@@ -33,6 +34,7 @@ ARGUMENTS = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied",
     "rope_theta": "rope_theta",
+    "factor": "rope_scaling_factor",
 }
 
 
@@ -41,7 +43,7 @@ def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
     family's default and are not compared."""
     placeholder = Config(model={"path": "none"}, data={"source": "none"}, output_dir="none")
     megatron = transformer_config(spec, placeholder)
-    config = {**config, **(config.get("rope_parameters") or {})}
+    config = {**config, **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     built = {key: getattr(megatron, field) for key, field in FIELDS.items()}
     built |= {key: getattr(spec, field) for key, field in ARGUMENTS.items()}
     if spec.num_experts:

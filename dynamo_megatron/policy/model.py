@@ -170,7 +170,7 @@ def _uses_transformer_engine() -> bool:
     return Fusions.detect().norm == "transformer-engine"
 
 
-def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, type]:
+def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     """The layer and the last norm: TransformerEngine's modules on a GPU that has them, else Megatron's own."""
     experts = spec.num_experts or None
     if _uses_transformer_engine():
@@ -179,6 +179,8 @@ def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, type]:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
         )
+        if dtype == torch.float32:  # TransformerEngine's attention of packed sequences has 16 bits alone
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return layer, TENorm
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
@@ -195,7 +197,7 @@ def _layer_spec(spec: ModelSpec) -> tuple[ModuleSpec, type]:
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
-    layer, norm = _layer_spec(spec)
+    layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [
         PolicyModel(
             megatron,

@@ -80,10 +80,13 @@ def _spread(
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     cheapest = [(0.0, b) for b in range(count)]  # a heap
+    shortest = lengths[order[-1]]
     for i in order:
         full = []
         while cheapest and bins[cheapest[0][1]] and tokens[cheapest[0][1]] + lengths[i] > budget:
-            full.append(heapq.heappop(cheapest))
+            entry = heapq.heappop(cheapest)
+            if tokens[entry[1]] + shortest <= budget:
+                full.append(entry)
         if not cheapest:
             return None
         load, b = cheapest[0]

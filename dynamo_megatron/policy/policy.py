@@ -56,7 +56,7 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self.chunks = build_chunks(spec, config, layout)
         megatron = self.chunks[0].config
-        self.reference = self._load_reference() if config.algorithm.kl.coef > 0 else None
+        self._held: list[torch.Tensor] | None = None  # in host memory: the policy's parameters, or the reference's
         self._load(config.model.path)
         if spec.tied and layout.is_last_stage:
             self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
@@ -183,29 +183,30 @@ class Policy:
         )
         return ResponseStats(*self.layout.world_sum(gathered))
 
-    def _load_reference(self) -> list[torch.Tensor]:
-        """The reference policy's parameters, in the order of `_parameters`, in host memory."""
-        self._load(self.config.algorithm.kl.reference or self.config.model.path)
-        cuda = torch.cuda.is_available()
-        return [p.detach().cpu().clone().pin_memory() if cuda else p.detach().clone() for p in self._parameters]
-
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy, or None where no KL term is on."""
-        if self.reference is None:
+        kl = self.config.algorithm.kl
+        if kl.coef == 0:
             return None
-        self._exchange_reference()
+        if self._held is None:
+            cuda = torch.cuda.is_available()
+            copies = (p.detach().to("cpu", copy=True) for p in self._parameters)
+            self._held = [copy.pin_memory() if cuda else copy for copy in copies]
+            self._load(kl.reference or self.config.model.path)
+        else:
+            self._change_places()
         stats = self.token_stats(batch)
-        self._exchange_reference()
+        self._change_places()
         return stats.logprobs
 
     @torch.no_grad()
-    def _exchange_reference(self) -> None:
-        """The reference's parameters to where the policy's are, and those to host memory: never a third copy."""
-        for parameter, held in zip(self._parameters, self.reference, strict=True):
+    def _change_places(self) -> None:
+        """What is held goes to where the parameters are, and those to host memory: never a third copy."""
+        for parameter, held in zip(self._parameters, self._held, strict=True):
             present = parameter.clone()
             parameter.copy_(held)
             held.copy_(present)
@@ -282,7 +283,15 @@ class Policy:
             ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
-                hidden, self._head_weight, micro_batch.labels, ones, None, weight, PolicyLossConfig(), **head
+                hidden,
+                self._head_weight,
+                micro_batch.labels,
+                ones,
+                None,
+                weight,
+                PolicyLossConfig(),
+                gradient=self.config.kernels.gradient,
+                **head,
             )
             return here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()})
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from dynamo_megatron.models import named_huggingface_tensors
 from dynamo_megatron.models.checkpoint_files import companion_files
-from dynamo_megatron.models.mapping import is_expert
+from dynamo_megatron.models.mapping import huggingface_shapes, is_expert
 from dynamo_megatron.output_dir import EXPORT_FILE
 from dynamo_megatron.policy.policy import Policy
 
@@ -127,10 +127,10 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
     dist.all_gather_object(parts, (weight_map, written), group=layout.host)
     total = sum(size for _, size in parts)
     if layout.rank == 0:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {k: v for names, _ in parts for k, v in names.items()},
-        }
+        weight_map = {k: v for names, _ in parts for k, v in names.items()}
+        assert weight_map.keys() == huggingface_shapes(policy.spec).keys(), "not the model's tensors"
+        assert len(weight_map) == sum(len(names) for names, _ in parts), "a tensor that two ranks wrote"
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         for file in companion_files(source):
             shutil.copy(file, folder / file.name)

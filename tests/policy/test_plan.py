@@ -85,7 +85,6 @@ SEQUENCES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size
 @settings(max_examples=100, deadline=None)
 @given(SEQUENCES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_context_parallel_ranks_share_every_label_once_and_padding_none(shapes, cp_size, multiple):
-    shapes = [(p, r) for p, r in shapes if p + r > 1]
     generator = np.random.default_rng(0)
     lengths = np.asarray([p + r for p, r in shapes], np.int64)
     source = Sequences(
