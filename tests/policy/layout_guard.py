@@ -289,9 +289,9 @@ def run(rows: list[Row], folder: Path, *, seed: int = 7, more: tuple[dict, ...] 
 
 def write_table(found: dict[Row, dict[str, float]]) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    marked = re.compile(r"(<!-- guard -->\n).*(\n<!-- /guard -->)", re.DOTALL)
+    marked = re.compile(r"(<!-- guard -->\n).*(<!-- /guard -->)", re.DOTALL)
     assert marked.search(text), f"{DOCUMENT}: no place for the table"
-    DOCUMENT.write_text(marked.sub(lambda m: m[1] + table(found) + m[2], text), encoding="utf-8")
+    DOCUMENT.write_text(marked.sub(lambda m: f"{m[1]}{table(found)}\n{m[2]}", text), encoding="utf-8")
 
 
 if __name__ == "__main__":
