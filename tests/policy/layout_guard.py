@@ -120,7 +120,8 @@ def all_rows() -> list[Row]:
         rows += [Row("qwen3_moe", "EP2", recompute=recompute), Row("llama", "CP2", recompute=recompute)]
     for layout in ("TP2xPP2+SP", "VPP2xPP2", "CP2xTP2", "DP4"):
         rows.append(Row("qwen2", layout, "bfloat16"))
-    rows += [Row("llama", "CP2xPP2", "bfloat16"), Row("qwen3_moe", "EP2xPP2", "bfloat16")]
+    # Not llama: its method selects tokens by entropy, which rounding in bfloat16 does differently.
+    rows += [Row("qwen3", "CP2xPP2", "bfloat16"), Row("qwen3_moe", "EP2xPP2", "bfloat16")]
     return rows
 
 
