@@ -46,7 +46,7 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
     if not file.parent.is_dir():
         raise ValueError(f"{path}: no such folder; model.path names a Hugging Face folder on this machine")
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; model.path names a folder with config.json, safetensors and tokenizer")
+        raise ValueError(f"{file}: no such file; model.path names a folder with config.json, weights and tokenizer")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
