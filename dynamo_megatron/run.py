@@ -1,4 +1,4 @@
-"""One rank of a command from its config to its exit code: what `train`, `sft` and `convert` have in common."""
+"""One rank of a command from its config to its exit code: what `train` and `sft` have in common."""
 
 from __future__ import annotations
 

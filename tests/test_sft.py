@@ -7,6 +7,9 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+
+from dynamo_megatron.convert import compare_weights, mcore2hf
 
 EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "Ada")]
 
@@ -44,7 +47,7 @@ def losses(output) -> list[float]:
 
 
 def test_the_first_loss_is_the_cross_entropy_of_all_completion_tokens(sft, tiny_model):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -70,6 +73,16 @@ def test_it_ends_early_and_is_found_finished(sft):
     assert code == 0
     assert text.startswith(f"run: already finished at step {len(seen)}: sft/loss is ")
     assert (output / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_converts_to_what_was_exported(sft):
+    """No ranks: the optimizer's copies in the checkpoint are left alone."""
+    output, _ = sft
+    mcore2hf(output, output.parent / "converted")
+    largest, unequal = compare_weights(output / "hf", output.parent / "converted")
+    assert len(largest) == 27 and not unequal
+    assert compare_weights(output / "hf", output)[1] == []
+    assert AutoTokenizer.from_pretrained(output.parent / "converted").eos_token == "<|im_end|>"
 
 
 @pytest.mark.full
@@ -106,7 +119,7 @@ def test_an_export_onto_a_full_disk_is_one_line(sft):
     """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
     output, _ = sft
     before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
-    command = f"ulimit -f 64; exec {sys.executable} -P -m dynamo_megatron.cli convert run onto-a-full-disk"
+    command = f"ulimit -f 64; exec {sys.executable} -P -m dynamo_megatron.cli convert mcore2hf run onto-a-full-disk"
     with open(output.parent / "convert.err", "w") as err:
         code = subprocess.run(["bash", "-c", command], cwd=output.parent, stderr=err, timeout=120).returncode
     said = (output.parent / "convert.err").read_text().splitlines()

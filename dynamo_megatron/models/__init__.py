@@ -48,7 +48,7 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
             f"{path}: no such folder; give a Hugging Face folder on this machine, or one that `convert hf2mcore` wrote"
         )
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; give a folder with config.json, safetensors and tokenizer")
+        raise ValueError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA: the one place that changes what Megatron or torch.cuda do.
 
 Everything here is a no-op where CUDA is available, except what stands in for TransformerEngine: `define_router_gemm`,
-and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are private to Megatron; the policy tests
-are the guard for its upgrades.
+and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are private to Megatron;
+the policy tests are the guard for its upgrades.
 """
 
 from __future__ import annotations
