@@ -73,7 +73,7 @@ lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 gpu-check:
-	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -P benchmarks/gpu_check.py
+	@$(if $(wildcard .venv/bin/python),.venv/bin/python,python3) -P benchmarks/gpu_check.py
 
 clean:
 	rm -rf .venv models runs
