@@ -244,7 +244,8 @@ def test_main_grad_accumulates(gradient, main_dtype, backend):
         out.loss.backward()
         assert weight.grad_added_to_main_grad
     assert len(hooked) == 2 and all((grad == 0).all() and grad.shape == weight.shape for grad in hooked)
-    tol = 1e-6 if main_dtype == torch.float32 else 2**-7
+    # Triton's gradient of the logits is in bfloat16, as the operands are.
+    tol = 1e-6 if main_dtype == torch.float32 and backend == "torch" else 2**-7
     torch.testing.assert_close(weight.main_grad.double(), 1 + 2 * want.weight_grad, rtol=tol, atol=tol)
     assert (weight.main_grad[c.vocab :] == 1).all()
 
