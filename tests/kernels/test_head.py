@@ -11,7 +11,7 @@ import torch
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import head, policy_loss, token_stats
+from dynamo_megatron.kernels import chunked, head, policy_loss, token_stats, triton_backend
 
 REPO = Path(__file__).parents[2]
 VECTORS = Path(os.environ.get("DYNAMO_VECTORS", REPO.parent / "shared" / "vectors"))
@@ -354,7 +354,6 @@ def test_published_modulation(index, dtype, tol, backend):
         ({"vocab_size": 41}, "vocab_size: 41 is outside"),
         ({"temperature": 0.0}, "temperature: 0.0"),
         ({"chunk_tokens": 0}, "chunk_tokens: 0"),
-        ({"backend": "triton"}, "backend: .triton. needs a GPU"),
         ({"backend": "cuda"}, "backend: 'cuda' is none of"),
         ({"gradient": "lazy"}, "gradient: 'lazy' is none of"),
         ({"gradient": "eager", "ranges": None}, "gradient: 'eager' needs ranges"),
@@ -381,6 +380,12 @@ def test_bad_input_names_the_argument(change, message):
             cu_seqlens=c.cu_seqlens,
             **{"vocab_size": c.vocab, **options},
         )
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"^backend: 'triton' needs a GPU"):
+        chunked.find_backend("triton", torch.device("cpu"))
 
 
 def test_import_is_light():
