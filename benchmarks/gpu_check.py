@@ -3,10 +3,9 @@
     python -P benchmarks/gpu_check.py [--out benchmarks/results]
     python -P benchmarks/gpu_check.py --tiny     # without a GPU: that the command works, no figures about speed
 
-1. the kernels' tests, with the compiled kernels on the GPU and on the CPU as CI runs them; 2. benchmarks/head.py on two
-shapes; 3. three steps of `dynamo-megatron train` with a random model of Qwen2.5-1.5B's shape through the Triton head,
-from recorded rollouts. Writes gpu_check.json; exits 1 where a part fails. The third needs about 45 GB of disk under
-runs/ while it runs.
+1. the kernels' tests with the compiled kernels; 2. benchmarks/head.py on two shapes; 3. three steps of `dynamo-megatron
+train` with a random model of Qwen2.5-1.5B's shape through the Triton head, from recorded rollouts. Writes
+gpu_check.json; exits 1 where a part fails. The third needs about 45 GB of disk under runs/ while it runs.
 """
 
 from __future__ import annotations
@@ -32,31 +31,25 @@ ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs" / "gpu-check"
 DISK_BYTES = 45e9
 HEAD_CASES = "14B/8192/tp[18]"
-KERNEL_TESTS = {
-    "cuda": ("tests/kernels/test_gpu.py", "tests/kernels/test_triton.py", "tests/kernels/test_head.py"),
-    "cpu": ("tests/kernels", "-m", "not full"),
-}
-TINY_KERNEL_TESTS = {"cpu": ("tests/kernels/test_memory.py", "-m", "not full")}
+KERNEL_TESTS = tuple(f"tests/kernels/test_{name}.py" for name in ("gpu", "triton", "head"))
+TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
 TIMEOUT = {"kernel tests": 1800, "head": 1800, "training": 1800}  # seconds
 VERSIONS = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "transformers", "numpy")
 
 
 def kernel_tests(device: str, tests: tuple[str, ...], scratch: Path) -> dict[str, Any]:
-    """pytest's outcome of `tests` on "cuda" or "cpu"; with the words of pytest's own that choose among them."""
-    report, log = scratch / f"kernel-tests-{device}.xml", scratch / f"kernel-tests-{device}.log"
-    environment = {**os.environ, "KERNEL_TESTS_DEVICE": device}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # several ranks, which one GPU would not take
+    """pytest's outcome of `tests` with the kernels on "cuda" or, interpreted, on "cpu"."""
+    report, log = scratch / "kernel-tests.xml", scratch / "kernel-tests.log"
     with open(log, "w", encoding="utf-8") as file:
         code = subprocess.run(
             [sys.executable, "-P", "-m", "pytest", *tests, f"--junitxml={report}"],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "KERNEL_TESTS_DEVICE": device},
             stdout=file,
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT["kernel tests"],
         ).returncode
-    result: dict[str, Any] = {"paths": tests, "exit code": code}
+    result: dict[str, Any] = {"device": device, "paths": tests, "exit code": code}
     if report.exists():
         suite = ElementTree.parse(report).getroot().find("testsuite")
         result |= {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
@@ -81,11 +74,10 @@ def head_benchmark(arguments: list[str], scratch: Path) -> dict[str, Any]:
 
 def headline(result: dict[str, Any]) -> str:
     """A few lines for the terminal."""
-    training = result["training"]
+    tests, training = result["kernel tests"], result["training"]
     lines = [
-        f"kernel tests, {device}: exit code {tests['exit code']}, {tests.get('tests', 0)} run, "
+        f"kernel tests on {tests['device']}: exit code {tests['exit code']}, {tests.get('tests', 0)} run, "
         f"{tests.get('failures', 0)} failed, {tests.get('errors', 0)} in error, {tests.get('skipped', 0)} skipped"
-        for device, tests in result["kernel tests"].items()
     ]
     for case in result["head"].get("cases", []):
         for name, figures in case["contenders"].items():
@@ -129,14 +121,13 @@ def main() -> int:
     work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
     start = time.time()
     result: dict[str, Any] = {"machine": machine(VERSIONS), "tiny": tiny}
-    tests = TINY_KERNEL_TESTS if tiny else KERNEL_TESTS
-    result["kernel tests"] = {device: kernel_tests(device, chosen, scratch) for device, chosen in tests.items()}
+    device, tests = ("cpu", TINY_KERNEL_TESTS) if tiny else ("cuda", KERNEL_TESTS)
+    result["kernel tests"] = kernel_tests(device, tests, scratch)
     arguments = ["--tiny", "--only", "tiny"] if tiny else ["--only", HEAD_CASES]
     result["head"] = head_benchmark(arguments, scratch)
     result["training"] = training_steps.run(work, scratch / "training", backend, TIMEOUT["training"])
     result["seconds"] = time.time() - start
-    parts = (*result["kernel tests"].values(), result["head"], result["training"])
-    result["passed"] = all(part["exit code"] == 0 for part in parts)
+    result["passed"] = all(result[part]["exit code"] == 0 for part in ("kernel tests", "head", "training"))
     (out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(headline(result))
     print(f"{'passed' if result['passed'] else 'FAILED'}; written: {out / 'gpu_check.json'}")

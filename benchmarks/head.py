@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
-from head_contenders import PACKAGES, PEER_ERRORS, Contender, contenders, why_not
+from head_contenders import PACKAGES, Contender, contenders, peer_errors, why_not
 from head_report import draw, markdown
 from measure import clocks, interleaved, machine, peak_bytes
 
@@ -58,7 +58,7 @@ def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[
     if (reason := why_not(contender, inputs)) is not None:
         return {"skipped": reason}
     few = accuracy_inputs(inputs.case, device)
-    peers = PEER_ERRORS if contender.package is not None else ()
+    peers = peer_errors() if contender.package is not None else ()
     try:
         result: dict[str, Any] = {}
         if contender.target is not None:

@@ -12,6 +12,7 @@ import torch
 from measure import interleaved
 from torch import Tensor
 
+from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
 from dynamo_megatron.kernels import triton_backend
 from dynamo_megatron.kernels.triton_kernels import gradient_kernel
@@ -47,7 +48,7 @@ def speeds(tokens: int, columns: int, device: torch.device, rounds: dict[str, An
     random = torch.randn_like(stats.logprobs)
     constants = Tokens(random, random.abs(), stats.logprobs + 0.1 * random)
     loss = PolicyLossConfig(modulation=ModulationConfig())
-    ranges = (0.0, 12.0, 1.0)
+    ranges = ModulationRanges(*torch.tensor([0.0, 12.0, 1.0], device=device))
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def before() -> None:

@@ -63,7 +63,7 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu_check.json").read_text())
     assert result["passed"] and result["tiny"]
-    assert result["kernel tests"]["cpu"]["tests"] > 0 and result["kernel tests"]["cpu"]["failures"] == 0
+    assert result["kernel tests"]["tests"] > 0 and result["kernel tests"]["failures"] == 0
     assert result["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
     training = result["training"]
     assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["headline"] == training["steps"][-1]
@@ -78,3 +78,14 @@ def test_a_failed_run_is_told(tmp_path):
     work = dataclasses.replace(TINY, response_tokens=(2100,))
     result = training_steps.run(work, tmp_path / "training", "torch", 200)
     assert result["exit code"] != 0 and result["log"] and "headline" not in result
+
+
+def test_kernel_tests_are_there():
+    assert all((SCRIPT.parents[1] / path).is_file() for path in gpu_check.KERNEL_TESTS)
+
+
+def test_failed_tests_are_counted(tmp_path):
+    (tmp_path / "test_one.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
+    result = gpu_check.kernel_tests("cpu", (str(tmp_path / "test_one.py"), "--rootdir", str(tmp_path)), tmp_path)
+    assert (result["exit code"], result["tests"], result["failures"], result["errors"]) == (1, 2, 1, 0)
+    assert any("test_bad" in line for line in result["log"])
