@@ -109,6 +109,11 @@ def write_gradients(policy: Policy, folder: Path) -> None:
                 mine = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    for p in parameters:
+        if not getattr(p, "tensor_model_parallel", False):  # every rank has its own of these, and only one is written
+            bounds = torch.stack([-p.main_grad, p.main_grad])
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=policy.layout.tp)
+            assert torch.equal(-bounds[0], bounds[1]), f"{tuple(p.shape)}: tensor-parallel copies differ in gradient"
     values = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for p in parameters:

@@ -77,6 +77,21 @@ def test_ranks_without_a_rollout_join_in(sample, row):
     assert not guard.beyond(row, gaps), gaps
 
 
+def test_rerouted_tokens_are_counted(sample):
+    """The report of a failed row of experts: none here, and some where two updates went another way."""
+    row = Row("qwen3_moe", "EP2xPP2")
+    if row in sample[0]:
+        assert guard.rerouted(*folders(row, sample[1])) == 0
+    path = sample[1] / "qwen3_moe-EP2xPP2" / "result.json"
+    other = json.loads(path.read_text())
+    first = next(iter(other["tokens"].values()))["experts"][0]
+    first[0][0] ^= 1
+    changed = sample[1] / "rerouted"
+    changed.mkdir()
+    (changed / "result.json").write_text(json.dumps(other))
+    assert guard.rerouted(path.parent, changed) == 1
+
+
 @pytest.mark.full
 def test_every_layout_of_every_family_equals_one_process(tmp_path):
     found = guard.run(guard.all_rows(), tmp_path)
