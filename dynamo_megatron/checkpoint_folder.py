@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,24 @@ def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
     """The newest complete one."""
     found = reversed(checkpoint_folders(root))
     return next(((step, folder) for step, folder in found if fault(folder) is None), None)
+
+
+def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | None:
+    """(step, folder) that a run goes on from: the newest complete one; None where there is none of any kind.
+
+    `say` gets a line for every newer one. Raises ValueError where there are only damaged ones: a run does not start
+    from the beginning unasked.
+    """
+    damaged = []
+    for step, folder in reversed(checkpoint_folders(root)):
+        if (why := fault(folder)) is None:
+            for line in damaged:
+                say(f"warning: {line}; going on from step {step}")
+            return step, folder
+        damaged.append(f"the checkpoint of step {step} is damaged: {why}")
+    if damaged:
+        raise ValueError(f"{root}: {damaged[0]}, and no other is complete; to start from step 0 move {root} away")
+    return None
 
 
 def fault(folder: Path) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_megatron.checkpoint_folder import checkpoint_folders, fault, read_state
+from dynamo_megatron.checkpoint_folder import choose_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import every_export, exported_step
 from dynamo_megatron.policy.checkpoint import Save, begin_save, load_checkpoint
@@ -41,8 +41,10 @@ class Checkpoints:
         self._waited = 0.0
 
     def resume(self) -> int:
-        """Loads the newest complete checkpoint, if there is one; returns its step, else 0."""
-        found = self._policy.layout.gather(self._newest() if self._parts is not None else None)[0]
+        """Loads the newest complete checkpoint, if there is one; returns its step, else 0. Raises ValueError where
+        there are only damaged ones."""
+        leads = self._parts is not None
+        found = self._policy.layout.gather(choose_checkpoint(self._root, self._say) if leads else None)[0]
         if found is not None:
             step, folder = found
             start = time.monotonic()
@@ -55,13 +57,6 @@ class Checkpoints:
             self._saved = step
         self.reached(self._saved)
         return self._saved
-
-    def _newest(self) -> tuple[int, Path] | None:
-        for step, folder in reversed(checkpoint_folders(self._root)):
-            if (why := fault(folder)) is None:
-                return step, folder
-            self._say(f"warning: the checkpoint of step {step} is damaged and not used: {why}")
-        return None
 
     def reached(self, step: int) -> None:
         """The weights are those of `step` now, and so is the state of the parts. A save whose files have all been

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.checkpoint_folder import (
+    choose_checkpoint,
     complete_checkpoints,
     fault,
     latest_checkpoint,
@@ -62,8 +63,18 @@ def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
     damage(newer)
     assert why in fault(newer) and "\n" not in fault(newer)
     assert latest_checkpoint(tmp_path) == (3, older)
+    said = []
+    assert choose_checkpoint(tmp_path, said.append) == (3, older)
+    assert said == [f"warning: the checkpoint of step 6 is damaged: {fault(newer)}; going on from step 3"]
     save(tmp_path, 6, keep_last=2)  # the run comes to this step again
     assert steps(tmp_path) == [3, 6]
+
+
+def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
+    assert choose_checkpoint(tmp_path, print) is None
+    (save(tmp_path, 3) / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"step 3 is damaged: .*state.json: missing, and no other is complete"):
+        choose_checkpoint(tmp_path, print)
 
 
 def test_a_damaged_one_does_not_count_among_those_kept(tmp_path):
