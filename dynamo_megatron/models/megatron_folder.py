@@ -163,6 +163,6 @@ def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
     if dtype is None or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
-    if dtype is torch.float16 and not torch.isfinite(result.aminmax().max - result.aminmax().min):
+    if dtype is torch.float16 and not torch.isfinite(torch.stack(result.aminmax())).all():
         raise ValueError(f"tensor {name}: a value is not finite in float16; use bfloat16 or float32")
     return result
