@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dynamo_megatron.checkpoint_folder import MANIFEST_FILE
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-NOT_COMPANIONS = ("metadata.json", "manifest.json", "export.json")  # say what weights are there
+EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
+NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 
 

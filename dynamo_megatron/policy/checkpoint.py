@@ -39,6 +39,8 @@ from torch.futures import Future
 from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
 from dynamo_megatron.policy.policy import Policy
 
+EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
+
 
 class _HostCopy:
     """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
@@ -186,13 +188,18 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
         raise ValueError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
     sharded, _ = _sharded_state(policy, loading=True)
+    for i in range(len(policy.chunks)):
+        # TransformerEngine's modules have it and others do not: a run may go on with the other ones
+        sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
     if not optimizer:
         del sharded["optimizer"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
         loaded = dist_checkpointing.load(sharded, str(folder))
     for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
+        wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
+        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
+        assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
