@@ -136,7 +136,7 @@ def write_megatron(
     """Writes the model whose Hugging Face tensors `get` gives into the empty folder `path`, in `dtype` (None: as they
     come), one parameter at a time.
 
-    Raises OSError, and ValueError where what a parameter is made of differs in dtype or a value is too large for `dtype`.
+    Raises OSError, and ValueError where a parameter's tensors differ in dtype or a value is too large for `dtype`.
     """
     writer = TorchDistWriter(path)
     stateful: dict[str, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ def write_megatron(
         for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
             tensors = [converted(n, get(n), dtype) for n in together]
             if len({t.dtype for t in tensors}) > 1:
-                raise ValueError(f"tensors {', '.join(together)}: of different dtypes; give one with --dtype")
+                raise ValueError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
             tensor = tensors[0] if len(tensors) == 1 else to_megatron(spec, name, tensors, 0, 1)
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
