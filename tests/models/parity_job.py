@@ -94,7 +94,7 @@ def check_round_trip(chunks, spec, case, layout):
     speaks, speaks_for_experts = layout.tp.rank() == layout.dp_cp.rank() == 0, layout.expert_dp.rank() == 0
     for chunk in chunks:
         for name, tensor in named_huggingface_tensors(chunk, spec, **place(layout, chunk), tp_group=layout.tp):
-            assert tensor.dtype == source[name].dtype and torch.equal(tensor, source[name]), name
+            assert torch.equal(tensor, source[name].to(getattr(torch, case["dtype"]))), name
             if speaks_for_experts if is_expert(name) else speaks:
                 mine.append(name)
     assert sorted(n for names in layout.gather(mine) for n in names) == sorted(source), "missing, or given twice"
@@ -151,8 +151,8 @@ def compare(case, store):
         check_megatron_loads(chunks, spec, config, case, layout)
     if "run" in case:
         check_checkpoint(spec, config, layout, Path(case["run"]))
-    gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else 0.0
-    assert gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
+    gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else None
+    assert gap is None or gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
     if layout.rank == 0:
         print(json.dumps({"folder": folder, "parallel": parallel, "gap": gap}), flush=True)
     dist.barrier()

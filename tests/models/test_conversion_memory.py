@@ -42,6 +42,7 @@ def watch(*words):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_memory_and_speed(tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()

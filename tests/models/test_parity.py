@@ -60,7 +60,7 @@ def run(cases, tmp_path):
     job = [sys.executable, "-P", str(Path(__file__).with_name("parity_job.py")), str(tmp_path / "cases.json")]
     with open(tmp_path / "log", "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(job, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=500).returncode
+        code = subprocess.run(job, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700).returncode
     assert code == 0, (tmp_path / "log").read_text()[-6000:]
     said = [json.loads(x) for x in (tmp_path / "rank0.log").read_text().splitlines() if x.startswith('{"folder"')]
     assert len(said) == len(cases)
@@ -90,6 +90,7 @@ def test_a_sample(folder_of, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_every_family(folder_of, tmp_path):
     cases = []
     for name in ("llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_moe", "qwen3_moe_tied"):
@@ -103,4 +104,4 @@ def test_every_family(folder_of, tmp_path):
         cases.append(case(SMOLLM2, WHOLE, logits=True))
         cases.append(case(SMOLLM2, {"pp": 2}, "bfloat16", convert=True))
     for folder, parallel, gap in run(cases, tmp_path):
-        print(folder, parallel, f"logits within {gap:.1e}")
+        print(folder, parallel, "bit-equal there and back" if gap is None else f"logits within {gap:.1e}")

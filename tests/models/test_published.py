@@ -63,7 +63,7 @@ def prove(cases, tmp_path, **changes):
     job = [sys.executable, "-P", str(Path(__file__).with_name("meta_job.py")), str(tmp_path / "cases.json")]
     with open(tmp_path / "log", "w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(job, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1200).returncode
+        code = subprocess.run(job, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700).returncode
     text = (tmp_path / "log").read_text()
     assert code == 0, text[-6000:]
     said = [line for line in text.splitlines() if line.startswith('{"name"')]
@@ -85,6 +85,7 @@ def test_the_proof_finds_a_spoilt_mapping(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_every_rank_of_every_layout(tmp_path):
     print("\n".join(prove([(name, p, None) for name, layouts in LAYOUTS.items() for p in layouts], tmp_path)))
 
