@@ -117,7 +117,7 @@ def compare(case, store):
     if "run" in case:
         state = {} if layout.rank == 0 else None
         policy = Policy(spec, config, layout)
-        begin_save(policy, Path(case["run"]) / "checkpoints", 3, state, background=False).complete(1, timeout=60)
+        begin_save(policy, Path(case["run"]) / "checkpoints", 3, state, background=False).complete(1, 60, print)
     gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else 0.0
     assert gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
     if layout.rank == 0:

@@ -85,7 +85,7 @@ def runs(model, make_tiny_model, tmp_path_factory) -> Path:
         case("tp4", {"tp": 4}, load=saved["sync"]),
         refused,
     ]
-    launch({"ranks-4": four}, folder / "launch")
+    launch({"ranks-4": four, "ranks-1": [case("damaged", {}, damaged=True)]}, folder / "launch")
     return folder
 
 
@@ -100,6 +100,24 @@ def test_the_same_layout_goes_on_bit_for_bit_from_a_save_in_the_background(runs)
 def test_a_checkpoint_of_another_model_is_refused(runs):
     said = (runs / "other" / "refused.txt").read_text()
     assert said.endswith("is a checkpoint of another model: ffn_hidden_size 128 instead of 96")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(runs):
+    said, root = json.loads((runs / "damaged" / "said.json").read_text()), runs / "damaged" / "checkpoints"
+    for what in ("common.pt", "data", "state.json"):
+        assert said[what].startswith(f"{root}: the checkpoint of step 4 was not saved: ") and "\n" not in said[what]
+        assert said[f"{what} left"] == "step-000003"
+
+
+def test_a_damaged_file_of_the_right_size_is_one_line(runs):
+    said, folder = (
+        json.loads((runs / "damaged" / "said.json").read_text()),
+        runs / "damaged" / "checkpoints/step-000003",
+    )
+    for name in ("__0_0.distcp", "common.pt", ".metadata"):
+        line = said[f"{name} loaded"]
+        assert line.startswith(f"{folder} cannot be loaded: ") and "\n" not in line and len(line) < 1000
+        assert line.endswith("; move it away to go on from the one before it")
 
 
 def test_inspecting_says_what_is_there_and_what_differs(runs, model):
