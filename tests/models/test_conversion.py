@@ -179,10 +179,23 @@ def test_targets(converted, tmp_path, capsys, monkeypatch):
     line = refusal(capsys, tmp_path / "x", "mcore2hf", mcore, tmp_path / "file" / "out")
     assert "cannot be written" in line
     assert "--step" in refusal(capsys, tmp_path / "x", "mcore2hf", tmp_path, tmp_path / "x", "--step", "7")
+    (tmp_path / ".out.unfinished").mkdir()
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert ".out.unfinished: another conversion writes it, or was killed and left it; remove it" in line
+    (tmp_path / ".out.unfinished").rmdir()
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**5))
     line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
     assert "GB, the disk has 0.000 GB free" in line
+
+
+def test_a_damaged_checkpoint_is_said_to_be(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints" / "step-000007"
+    folder.mkdir(parents=True)
+    why = f"{folder / 'manifest.json'}: No such file or directory"
+    for words, of in (((folder,), ""), ((tmp_path / "run",), ""), ((tmp_path / "run", "--step", "7"), " of step 7")):
+        line = refusal(capsys, tmp_path / "out", "mcore2hf", words[0], tmp_path / "out", *words[1:])
+        assert line == f"{words[0]}: no complete checkpoint{of}: {why}"
 
 
 @pytest.mark.full
