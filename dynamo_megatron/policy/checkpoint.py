@@ -50,11 +50,12 @@ class _HostCopy:
     """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
-        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
+        self._data = {item.index: self._copy(item, planner.resolve_data(item)) for item in plan.items}
 
     @staticmethod
-    def _copy(data: Any) -> Any:
-        return data.detach().to("cpu", copy=True) if torch.is_tensor(data) else data
+    def _copy(item: WriteItem, data: Any) -> Any:
+        gathered = item.index.fqn.startswith("optimizer.")  # on the host already, for this save alone
+        return data if gathered or not torch.is_tensor(data) else data.detach().to("cpu", copy=True)
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self._data[item.index]
@@ -227,10 +228,19 @@ def load_checkpoint(policy: Policy, folder: Path) -> None:
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
-    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    format_of = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # The first of the ranks that share parameters gathers and writes their optimizer state, on the host; without
+        # it every rank does, through a float32 copy of the whole shard on its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in (optimizer, *optimizer.values()):  # of a mixture of experts: a dict for each kind of parameters
+        if isinstance(part, dict) and part.get("param_state", ()) is None:
+            del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
     return {**model, "optimizer": optimizer}, format_of
 
 
