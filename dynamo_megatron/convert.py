@@ -14,7 +14,13 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint, sync_folder, write_manifest
+from dynamo_megatron.checkpoint_folder import (
+    checkpoint_folders,
+    complete_checkpoints,
+    fault,
+    sync_folder,
+    write_manifest,
+)
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
@@ -35,18 +41,22 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     """
     path = Path(path).resolve()
     if path.parent.name == "checkpoints" and step is None:
-        found = next((c for c in complete_checkpoints(path.parent) if c[1] == path), None)
-    elif step is None:
-        found = latest_checkpoint(path / "checkpoints")
+        meant = [found for found in checkpoint_folders(path.parent) if found[1] == path]
     else:
-        steps = dict(complete_checkpoints(path / "checkpoints"))
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(f"--step: {path} has no complete checkpoint of step {step}; it has {there}")
-        found = step, steps[step]
-    if found is None:
-        raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
-    return found
+        meant = [found for found in checkpoint_folders(path / "checkpoints") if step in (None, found[0])]
+    faults = []
+    for found in reversed(meant):
+        if (why := fault(found[1])) is None:
+            return found
+        faults.append(why)
+    if faults:
+        raise ConfigError(
+            f"{path}: no complete checkpoint{f' of step {step}' if step is not None else ''}: {faults[0]}"
+        )
+    if step is not None:
+        there = ", ".join(str(n) for n, _ in complete_checkpoints(path / "checkpoints")) or "none"
+        raise ConfigError(f"--step: {path} has no complete checkpoint of step {step}; it has {there}")
+    raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
 
 
 def run_config(checkpoint: Path) -> Config:
@@ -194,9 +204,10 @@ def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
         raise ConfigError(f"{out}: is there already; name another folder")
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         free = shutil.disk_usage(unfinished).free
+    except FileExistsError:
+        raise ConfigError(f"{unfinished}: another conversion writes it, or was killed and left it; remove it") from None
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
     try:

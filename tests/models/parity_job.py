@@ -118,9 +118,8 @@ def check_checkpoint(spec, config, layout, run):
     """Saved without extra states, loaded with them."""
     policy = Policy(spec, config, layout)
     saved = [p.clone() for chunk in policy.chunks for p in chunk.parameters()]
-    begin_save(policy, run / "checkpoints", 3, {} if layout.rank == 0 else None, background=False).complete(
-        1, timeout=60
-    )
+    state = {} if layout.rank == 0 else None
+    begin_save(policy, run / "checkpoints", 3, state, background=False).complete(1, 60, print)
     as_transformer_engine(policy.chunks, spec)
     for chunk in policy.chunks:
         for parameter in chunk.parameters():

@@ -279,6 +279,10 @@ def test_targets(converted, tmp_path, capsys, monkeypatch):
     line = refusal(capsys, tmp_path / "x", "mcore2hf", mcore, tmp_path / "file" / "out")
     assert "cannot be written" in line
     assert "--step" in refusal(capsys, tmp_path / "x", "mcore2hf", tmp_path, tmp_path / "x", "--step", "7")
+    (tmp_path / ".out.unfinished").mkdir()
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert ".out.unfinished: another conversion writes it, or was killed and left it; remove it" in line
+    (tmp_path / ".out.unfinished").rmdir()
 
 
 def test_too_small_a_disk(tiny_model, tmp_path, capsys, monkeypatch):
@@ -291,6 +295,15 @@ def test_too_small_a_disk(tiny_model, tmp_path, capsys, monkeypatch):
         needed = float(re.search(r"needs ([\d.]+) GB, the disk has 0.002 GB free", line)[1])
         stored = {"float32": 4, "bfloat16": 2}[json.loads((folder / "config.json").read_text())["dtype"]]
         assert needed == pytest.approx(size * factor / stored, abs=1.5e-3) and needed > 5e-3
+
+
+def test_a_damaged_checkpoint_is_said_to_be(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints" / "step-000007"
+    folder.mkdir(parents=True)
+    why = f"{folder / 'manifest.json'}: No such file or directory"
+    for words, of in (((folder,), ""), ((tmp_path / "run",), ""), ((tmp_path / "run", "--step", "7"), " of step 7")):
+        line = refusal(capsys, tmp_path / "out", "mcore2hf", words[0], tmp_path / "out", *words[1:])
+        assert line == f"{words[0]}: no complete checkpoint{of}: {why}"
 
 
 @pytest.mark.full
