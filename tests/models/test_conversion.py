@@ -333,6 +333,11 @@ def test_verify(converted, tmp_path, tool, monkeypatch, capsys):
     other = changed(folder, tmp_path, lambda t: t["model.norm.weight"][3].add_(0.5))
     code, said = run(mcore, other)
     assert code == 1 and "26 of 27" in said.out and "largest difference 0.5 in model.norm.weight" in said.out
+    shutil.rmtree(other)
+    other = changed(folder, tmp_path, lambda t: t["model.norm.weight"][3].fill_(float("nan")))
+    assert run(other, other)[0] == 0
+    code, said = run(folder, other)
+    assert code == 1 and "largest difference inf in model.norm.weight" in said.out
     code, said = run(folder, tmp_path)
     assert code == 2 and said.err.count("\n") == 1
 
