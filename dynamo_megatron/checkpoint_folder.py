@@ -11,18 +11,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
+MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all that have a checkpoint's name, complete or not, oldest first."""
-    names = ((re.fullmatch(r"step-(\d{6,})", p.name), p) for p in (root.iterdir() if root.is_dir() else ()))
-    return sorted((int(m[1]), p) for m, p in names if m)
+    found = ((_named_step(p), p) for p in (root.iterdir() if root.is_dir() else ()))
+    return sorted((step, p) for step, p in found if step is not None)
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
@@ -57,10 +58,12 @@ def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path
 def fault(folder: Path) -> str | None:
     """Why a folder is not a complete checkpoint; None where it is."""
     try:
-        files = read_manifest(folder)["files"]
+        manifest = read_manifest(folder)
     except ValueError as error:
         return str(error)
-    for name, size in files.items():
+    if manifest["step"] != (named := _named_step(folder)) and None not in (manifest["step"], named):
+        return f"{folder / MANIFEST_FILE}: of step {manifest['step']}, the folder was renamed"
+    for name, size in manifest["files"].items():
         if not (folder / name).is_file():
             return f"{folder / name}: missing"
         if (found := (folder / name).stat().st_size) != size:
@@ -76,9 +79,13 @@ def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
 
 
-def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is."""
+def write_manifest(folder: Path, contents: Mapping[str, Any], written: Collection[str] = ()) -> None:
+    """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is.
+
+    Raises OSError, also where the folder does not list a file of those `written`."""
     files = sync_folder(folder)
+    if missing := sorted(set(written) - files.keys()):  # a network file system may show another machine's files late
+        raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
     with open(folder / MANIFEST_FILE, "w", encoding="utf-8") as file:
         json.dump({**contents, "files": files}, file, indent=1)
         file.flush()
@@ -98,7 +105,11 @@ def sync_folder(folder: Path) -> dict[str, int]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """{"step", "model", "dtype", "layout", "files": {name: bytes}}. Raises ValueError where it cannot be read."""
-    return _read_json(folder / MANIFEST_FILE)
+    manifest = _read_json(folder / MANIFEST_FILE)
+    for key, kind in MANIFEST.items():
+        if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
+            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
+    return manifest
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -107,33 +118,51 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Removes what earlier saves left unfinished."""
+    """An empty folder to write the checkpoint of `step` into. Removes what earlier saves left, as far as it can.
+
+    Raises OSError where the folder cannot be made."""
     for leftover in root.glob(".step-*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     aside = root / f".step-{step:06d}.unfinished"
     aside.mkdir(parents=True)
     return aside
 
 
-def publish(aside: Path, step: int, contents: Mapping[str, Any], keep_last: int) -> Path:
-    """Makes `aside`, whose files are all written, the checkpoint of `step`, then removes the oldest complete ones
-    beyond `keep_last`. `contents` goes into the manifest. Returns the checkpoint's folder."""
-    write_manifest(aside, {"step": step, **contents})
+def publish(
+    aside: Path,
+    step: int,
+    contents: Mapping[str, Any],
+    written: Collection[str],
+    keep_last: int,
+    say: Callable[[str], None],
+) -> Path:
+    """Makes `aside`, which holds all files, those `written` by ranks among them, the checkpoint of `step`, then removes
+    the oldest complete ones beyond `keep_last`. `contents` goes into the manifest. Returns the checkpoint's folder.
+
+    Raises OSError where the checkpoint is not there; `say` gets a line for an old one that cannot be removed."""
+    write_manifest(aside, {"step": step, **contents}, written)
     folder = aside.with_name(f"step-{step:06d}")
-    if folder.exists():  # a damaged one, which this run was not resumed from
-        _remove(folder)
+    damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
     aside.rename(folder)
     _sync(folder.parent)
+    if damaged is not None:
+        shutil.rmtree(damaged, ignore_errors=True)
     for _, old in complete_checkpoints(folder.parent)[:-keep_last]:
-        _remove(old)
+        try:
+            shutil.rmtree(_hide(old))
+        except OSError as error:
+            say(f"warning: the old checkpoint {old} was not removed: {error}")
     return folder
 
 
-def _remove(folder: Path) -> None:
-    """Under a hidden name first: a kill leaves no half of a checkpoint, only what the next save clears away."""
-    hidden = folder.with_name(f".{folder.name}.removed")
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
+def _hide(folder: Path) -> Path:
+    """Gives a checkpoint that goes a hidden name, so that a kill leaves no half of one under its own."""
+    return folder.rename(folder.with_name(f".{folder.name}.removed"))
+
+
+def _named_step(folder: Path) -> int | None:
+    found = re.fullmatch(r"step-(\d{6,})", folder.name)
+    return int(found[1]) if found else None
 
 
 def _sync(path: Path) -> None:

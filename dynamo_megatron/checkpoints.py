@@ -86,7 +86,7 @@ class Checkpoints:
         """Waits until the save under way, if there is one, is complete."""
         start = time.monotonic()
         if self._under_way is not None:
-            self._under_way.complete(self._config.keep_last, self._timeout)
+            self._under_way.complete(self._config.keep_last, self._timeout, self._say)
             self._under_way = None
         self._waited += time.monotonic() - start
 

@@ -65,11 +65,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "source",
         metavar="CHECKPOINT",
-        help="a folder that hf2mcore wrote, a run (its newest checkpoint) or one of its checkpoints/step-N",
+        help="a folder that hf2mcore wrote, a run (its newest checkpoint), one of its checkpoints/step-N, or with "
+        "--model any folder in Megatron's torch_dist format",
     )
     sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
     sub.add_argument("--step", type=_positive, help="which checkpoint of a run (default: the newest)")
+    sub.add_argument(
+        "--model",
+        metavar="HF",
+        type=Path,
+        help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
+    )
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
@@ -155,7 +162,7 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
         if options.direction == "hf2mcore":
             hf2mcore(options.source, options.out, options.dtype)
         else:
-            mcore2hf(options.source, options.out, options.dtype, options.step)
+            mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,13 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint_folder import complete_checkpoints, latest_checkpoint, sync_folder, write_manifest
+from dynamo_megatron.checkpoint_folder import (
+    checkpoint_folders,
+    complete_checkpoints,
+    fault,
+    sync_folder,
+    write_manifest,
+)
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
@@ -23,6 +30,7 @@ from dynamo_megatron.models.megatron_folder import converted, write_megatron
 from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
 from dynamo_megatron.models.torch_dist import is_torch_dist
 
+NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
 OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
 
 
@@ -33,43 +41,56 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     """
     path = Path(path).resolve()
     if path.parent.name == "checkpoints" and step is None:
-        found = next((c for c in complete_checkpoints(path.parent) if c[1] == path), None)
-    elif step is None:
-        found = latest_checkpoint(path / "checkpoints")
+        meant = [found for found in checkpoint_folders(path.parent) if found[1] == path]
     else:
-        steps = dict(complete_checkpoints(path / "checkpoints"))
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(f"--step: {path} has no complete checkpoint of step {step}; it has {there}")
-        found = step, steps[step]
-    if found is None:
-        raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
-    return found
+        meant = [found for found in checkpoint_folders(path / "checkpoints") if step in (None, found[0])]
+    faults = []
+    for found in reversed(meant):
+        if (why := fault(found[1])) is None:
+            return found
+        faults.append(why)
+    if faults:
+        raise ConfigError(
+            f"{path}: no complete checkpoint{f' of step {step}' if step is not None else ''}: {faults[0]}"
+        )
+    if step is not None:
+        there = ", ".join(str(n) for n, _ in complete_checkpoints(path / "checkpoints")) or "none"
+        raise ConfigError(f"--step: {path} has no complete checkpoint of step {step}; it has {there}")
+    raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
 
 
 def run_config(checkpoint: Path) -> Config:
-    """The config of the run that a checkpoint belongs to. Raises ConfigError."""
+    """The config of the run that a checkpoint is in. Raises ConfigError."""
     file = checkpoint.parents[1] / "config.yaml"
     try:
         return Config.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError:
-        raise ConfigError(f"{file}: not found; a checkpoint stays in the folder of its run") from None
+        raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}") from None
     except (yaml.YAMLError, ValidationError) as error:
         raise ConfigError(f"{file}: not the config of a run: {' '.join(str(error).split())}") from None
 
 
-def open_checkpoint(path: str | Path, step: int | None = None) -> tuple[MegatronFolder, ModelSpec, Path]:
-    """(tensors, spec, folder of config.json and tokenizer) of what `hf2mcore` wrote, of a run or of its checkpoint.
+def open_checkpoint(
+    path: str | Path, step: int | None = None, model: Path | None = None
+) -> tuple[MegatronFolder, ModelSpec, Path]:
+    """(tensors, spec, folder of config.json and tokenizer) of what `hf2mcore` wrote, of a run, of its checkpoint or of
+    any other folder in the format; `model`, None: the folder's own or the `model.path` of its run.
 
     Raises ConfigError for what is not there, ValueError for what does not fit.
     """
-    path = Path(path)
-    if is_torch_dist(path) and (path / "config.json").is_file() and step is None:
-        checkpoint, model, family = path, path, None
-    else:
-        _, checkpoint = find_checkpoint(path, step)
+    path, family = Path(path), None
+    in_run = path.resolve().parent.name == "checkpoints" and not (path / "config.json").is_file()
+    alone = step is None and is_torch_dist(path) and not in_run
+    checkpoint = path if alone else find_checkpoint(path, step)[1]
+    if model is None and (checkpoint / "config.json").is_file():
+        model = checkpoint
+    elif model is None and alone:
+        raise ConfigError(f"{path}: no config.json in it, and it is not in the folder of a run; {NAME_MODEL}")
+    elif model is None:
         config = run_config(checkpoint).model
         model, family = Path(config.path), config.family
+        if not model.is_dir():
+            raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
     spec = load_model_config(model, family)
     return MegatronFolder(checkpoint, spec), spec, model
 
@@ -91,9 +112,11 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
             write_manifest(unfinished, {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None})
 
 
-def mcore2hf(source: str | Path, out: Path, dtype: str | None = None, step: int | None = None) -> None:
+def mcore2hf(
+    source: str | Path, out: Path, dtype: str | None = None, step: int | None = None, model: Path | None = None
+) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
-    folder, spec, model = open_checkpoint(source, step)
+    folder, spec, model = open_checkpoint(source, step, model)
     kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
     shapes = huggingface_shapes(spec)
     with _aside(out, model, _bytes(spec, kinds)) as unfinished:
@@ -127,10 +150,16 @@ def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], lis
     # Megatron's order, in which each parameter is read once
     for name in next((f.names for f in (one, two) if isinstance(f, MegatronFolder)), one.names):
         x, y = one.get(name), two.get(name)
-        if x.dtype != y.dtype or not torch.equal(x, y):
-            unequal.append(name)
-        largest[name] = max((float((p.float() - q.float()).abs().max()) for p, q in _rows(x, y)), default=0.0)
+        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+            largest[name] = 0.0
+            continue
+        unequal.append(name)
+        largest[name] = max(float((p.float() - q.float()).abs().nan_to_num(math.inf).max()) for p, q in _rows(x, y))
     return largest, unequal
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)  # NaN is equal to itself, 0 is not -0
 
 
 def _rows(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -175,9 +204,10 @@ def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
         raise ConfigError(f"{out}: is there already; name another folder")
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         free = shutil.disk_usage(unfinished).free
+    except FileExistsError:
+        raise ConfigError(f"{unfinished}: another conversion writes it, or was killed and left it; remove it") from None
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
     try:

@@ -10,59 +10,64 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint_folder import MANIFEST_FILE, checkpoint_folders, fault, latest_checkpoint, read_manifest
+from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.models.torch_dist import TorchDistReader, is_torch_dist
 
-BLOCK_BYTES = 256 << 20  # of a tensor that is compared at once
+PART_VALUES = 64 << 20  # of a safetensors' tensor that are read at once
+BLOCK_VALUES = 4 << 20  # that are compared at once, in float64
 OPTIMIZER = "optimizer."  # Megatron's keys begin so
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names and torch's
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a region of a tensor
 
 
 class Tensors(Protocol):
-    """Shapes and dtypes by name, and rows of a tensor."""
+    """Shapes and dtypes by name, and tensors a part at a time; `parts`: those that are read at little cost."""
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor: ...
+    def parts(self, name: str) -> list[Part]: ...
+
+    def read(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor: ...
 
 
 class _TorchDist:
     def __init__(self, folder: Path):
-        self._reader = TorchDistReader(folder)
-        self.shapes = {
-            name: (stored.shape, str(stored.dtype).removeprefix("torch."))
-            for name, stored in self._reader.tensors.items()
-        }
-
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        shape = self.shapes[name][0]
-        return self._reader.read(name, (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+        reader = TorchDistReader(folder)
+        self.shapes = {name: (stored.shape, _torch_name(stored.dtype)) for name, stored in reader.tensors.items()}
+        self.parts, self.read = reader.parts, reader.read
 
 
 class _Safetensors:
     def __init__(self, folder: Path):
-        self._stack, self._files, self.shapes = ExitStack(), {}, {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = self._stack.enter_context(safe_open(path, "pt"))
-            except SafetensorError as error:
-                raise ValueError(f"{path}: not readable ({error})") from None
-            for name in file.keys():  # noqa: SIM118
-                piece = file.get_slice(name)
-                self._files[name] = file
-                dtype = piece.get_dtype()
-                self.shapes[name] = tuple(piece.get_shape()), DTYPES.get(dtype, dtype)
+        self._files = SafetensorsFiles(folder)
+        self.shapes = {}
+        for name in self._files.names:
+            shape, kind = self._files.stored(name)
+            self.shapes[name] = shape, _torch_name(FLOATING[kind]) if kind in FLOATING else kind
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        return self._files[name].get_slice(name)[first:last]
+    def parts(self, name: str) -> list[Part]:
+        shape = self.shapes[name][0]
+        if not shape:
+            return [((), ())]
+        rows = max(1, PART_VALUES // max(1, math.prod(shape[1:])))
+        rest = (0,) * (len(shape) - 1)
+        return [((row, *rest), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
+
+    def read(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        if not size:
+            return self._files.get(name)
+        tensor = self._files.rows(name, offset[0], offset[0] + size[0])
+        return tensor[tuple(slice(o, o + n) for o, n in zip((0, *offset[1:]), size, strict=True))]
+
+
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def inspect(path: Path) -> Contents:
     if is_torch_dist(path):
         return Contents(path, "Megatron's torch_dist format", _huggingface_facts(path), None, _TorchDist(path))
     if any(path.glob("*.safetensors")):
-        return _huggingface(path)
+        return Contents(path, "Hugging Face folder", _huggingface_facts(path), None, _Safetensors(path))
     raise ValueError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
 
 
@@ -104,7 +109,7 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
         manifest = read_manifest(folder)
         model, layout = dict(manifest["model"]), manifest["layout"]
         facts = {
-            "family": model.pop("family"),
+            "family": str(model.pop("family", "unknown")),
             "model": ", ".join(f"{name} {value}" for name, value in model.items() if value),
             "dtype": manifest["dtype"],
         }
@@ -112,39 +117,35 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
             kind = "converted model"
         else:
             sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "ranks")
-            facts |= {"step": str(manifest["step"]), "saved by": f"{layout['ranks']} ranks: {sizes}"}
+            facts |= {"step": str(manifest["step"]), "saved by": f"{layout.get('ranks')} ranks: {sizes}"}
         tensors = _TorchDist(folder)
     except ValueError as error:
         problem = problem or str(error)
     return Contents(folder, kind, facts, problem, tensors, others)
 
 
-def _huggingface(folder: Path) -> Contents:
-    tensors = _Safetensors(folder)
-    index, problem = folder / "model.safetensors.index.json", None
-    if index.is_file():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted(set(named) - set(tensors.shapes))
-        if missing:
-            problem = f"{folder}: {len(missing)} tensors of the index are in no file, such as {missing[0]}"
-    return Contents(folder, "Hugging Face folder", _huggingface_facts(folder), problem, tensors)
-
-
 def _huggingface_facts(folder: Path) -> dict[str, str]:
-    file = folder / "config.json"
-    if not file.is_file():
+    config = _json_object(folder / "config.json")
+    if config is None:
         return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: {error}") from None
     shown = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
     model = ", ".join(f"{key} {config[key]}" for key in shown if key in config)
     facts = {"family": str(config.get("model_type", "unknown")), "model": model}
-    export = folder / "export.json"
-    if export.is_file():
-        facts["step"] = str(json.loads(export.read_text(encoding="utf-8"))["step"])
-    return facts
+    export = _json_object(folder / EXPORT_FILE)
+    return facts | ({"step": str(export.get("step"))} if export is not None else {})
+
+
+def _json_object(file: Path) -> dict | None:
+    """None where there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: not a JSON object")
+    return found
 
 
 def describe(contents: Contents) -> str:
@@ -203,23 +204,25 @@ def differences(a: Contents, b: Contents) -> Iterator[str]:
         if shape != other_shape:
             yield f"{name}: shape {list(shape)} and {list(other_shape)}"
             continue
-        largest, relative, same = _compare(a.tensors, b.tensors, name, shape)
+        largest, relative, same = _compare(a.tensors, b.tensors, name)
         if dtype != other_dtype or not same:
             dtypes = f"{dtype} and {other_dtype}, " if dtype != other_dtype else ""
             yield f"{name}: {dtypes}largest difference {largest:.3e}, relative (norm) {relative:.3e}"
 
 
-def _compare(a: Tensors, b: Tensors, name: str, shape: tuple[int, ...]) -> tuple[float, float, bool]:
-    """(largest absolute difference, its norm over the norm of a's, whether all values are equal)."""
-    rows = shape[0] if shape else 1
-    step = max(1, BLOCK_BYTES * rows // max(1, 4 * math.prod(shape)))
+def _compare(a: Tensors, b: Tensors, name: str) -> tuple[float, float, bool]:
+    """(largest absolute difference, its norm over the norm of a's finite values, whether all bits are the same)."""
     largest = squares = norm = 0.0
     same = True
-    for start in range(0, rows, step):
-        x, y = (t.rows(name, start, min(rows, start + step)).float() for t in (a, b))
-        same = same and torch.equal(x, y)
-        delta = x - y
-        largest = max(largest, float(delta.abs().nan_to_num(math.inf).max())) if delta.numel() else largest
-        squares += float(delta.double().square().sum())
-        norm += float(x.double().square().sum())
+    # By the larger parts: each of the smaller ones is then read once, or once for each that it lies across.
+    for offset, size in min(a.parts(name), b.parts(name), key=len):
+        blocks = (t.read(name, offset, size).flatten().split(BLOCK_VALUES) for t in (a, b))
+        for x, y in zip(*blocks, strict=True):
+            same = same and x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            x, y = x.double(), y.double()
+            alike = (x == y) | (x.isnan() & y.isnan())
+            delta = torch.where(alike, 0.0, x - y).abs().nan_to_num(math.inf)
+            largest = max(largest, float(delta.max())) if delta.numel() else largest
+            squares += float(delta.square().sum())
+            norm += float(x[x.isfinite()].square().sum())
     return largest, math.sqrt(squares / norm) if norm else math.sqrt(squares), same

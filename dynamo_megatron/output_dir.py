@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from dynamo_megatron.checkpoint_folder import latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
+from dynamo_megatron.models.checkpoint_files import EXPORT_FILE
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
 
-EXPORT_FILE = "export.json"  # in an exported Hugging Face folder: {"step": N}
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
 

@@ -1,5 +1,6 @@
 """Checkpoint folders on disk: what is found complete, whatever was cut off, removed or damaged."""
 
+import errno
 import functools
 import os
 import shutil
@@ -18,6 +19,7 @@ from dynamo_megatron.checkpoint_folder import (
 )
 
 FILES = {".metadata": b"m", "__0_0.distcp": b"data of rank 0", "__1_0.distcp": b"data", "state.json": b"{}"}
+CONTENTS = {"model": {"family": "qwen2"}, "dtype": "float32", "layout": {"ranks": 2}}
 DISK_CALLS = ("open", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
@@ -25,11 +27,11 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-def save(root: Path, step: int, keep_last: int = 1) -> Path:
+def save(root: Path, step: int, keep_last: int = 1, say=print) -> Path:
     aside = unfinished_folder(root, step)
     for name, content in FILES.items():
         (aside / name).write_bytes(content)
-    return publish(aside, step, {"model": {"family": "qwen2"}}, keep_last)
+    return publish(aside, step, CONTENTS, ["__0_0.distcp", "__1_0.distcp"], keep_last, say)
 
 
 def steps(root: Path) -> list[int]:
@@ -56,6 +58,10 @@ def test_the_last_ones_are_kept(tmp_path):
         (lambda f: os.truncate(f / "__0_0.distcp", 5), "__0_0.distcp: 5 bytes instead of 14"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory"),
         (lambda f: os.truncate(f / "manifest.json", 20), "manifest.json: "),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest (step is "),
+        (lambda f: (f / "manifest.json").write_text("null"), "manifest.json: not a checkpoint's manifest"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a checkpoint's manifest"),
+        (lambda f: shutil.copy(f.with_name("step-000003") / "manifest.json", f), "of step 3, the folder was renamed"),
     ],
 )
 def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
@@ -83,6 +89,35 @@ def test_a_damaged_one_does_not_count_among_those_kept(tmp_path):
     (tmp_path / "step-000006" / "state.json").unlink()
     save(tmp_path, 9, keep_last=2)
     assert steps(tmp_path) == [3, 9]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+    said = []
+    with monkeypatch.context() as patched:
+        rmdir = os.rmdir
+
+        def stuck(path, **options):
+            if Path(path).name == ".step-000003.removed":
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # a file on NFS that someone reads
+            rmdir(path, **options)
+
+        patched.setattr(os, "rmdir", stuck)
+        save(tmp_path, 6, say=said.append)
+        save(tmp_path, 9, say=said.append)
+        assert steps(tmp_path) == [9]
+    (line,) = said
+    assert line.startswith(f"warning: the old checkpoint {tmp_path / 'step-000003'} was not removed: ")
+    save(tmp_path, 12)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000012"]
+
+
+def test_a_file_that_rank_0_does_not_see_is_not_left_out(tmp_path):
+    aside = unfinished_folder(tmp_path, 3)
+    (aside / "__0_0.distcp").write_bytes(b"data")
+    with pytest.raises(OSError, match=r"__1_0.distcp: written by a rank, but not in the folder as rank 0 sees it"):
+        publish(aside, 3, CONTENTS, ["__0_0.distcp", "__1_0.distcp"], 1, print)
+    assert steps(tmp_path) == []
 
 
 def test_a_kill_between_any_two_calls_leaves_a_complete_checkpoint(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import inspection
 from dynamo_megatron.inspection import describe, differences, in_bytes, inspect
+from dynamo_megatron.models.torch_dist import TorchDistWriter
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_hugging_face_folder_by_layer_pattern(tiny_model):
 
 
 def test_differences_are_listed_by_tensor(tiny_model, edited, tool, monkeypatch):
-    monkeypatch.setattr(inspection, "BLOCK_BYTES", 1000)  # a few rows at once
+    monkeypatch.setattr(inspection, "PART_VALUES", 250)  # a few rows at once
     assert tool("--diff", tiny_model, tiny_model)[:2] == (0, "the same tensors, bit for bit\n")
     code, out, _ = tool("--diff", tiny_model, edited)
     assert code == 1
@@ -65,12 +66,54 @@ def test_differences_are_listed_by_tensor(tiny_model, edited, tool, monkeypatch)
     assert not lines and out.splitlines()[-1] == "5 of the tensors differ"
 
 
-def test_nan_is_a_difference(tmp_path):
-    for name, value in (("a", 1.0), ("b", float("nan"))):
+def test_differences_are_of_bits(tmp_path):
+    """Values that float32 does not tell apart, and NaN, which differs from a number but not from itself."""
+    nan, inf = float("nan"), float("inf")
+    a = {
+        "double": torch.tensor([1.0], dtype=torch.float64),
+        "x": torch.tensor([1.0, nan, inf]),
+        "zero": torch.tensor(0.0),
+    }
+    b = {"double": a["double"] + 1e-12, "x": torch.tensor([1.0, 1.0, inf]), "zero": torch.tensor(-0.0)}
+    for name, tensors in (("a", a), ("b", b)):
         (tmp_path / name).mkdir()
-        save_file({"x": torch.tensor([1.0, value])}, tmp_path / name / "model.safetensors")
-    (line,) = differences(inspect(tmp_path / "a"), inspect(tmp_path / "b"))
-    assert line.startswith("x: largest difference inf")
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    one, two = inspect(tmp_path / "a"), inspect(tmp_path / "b")
+    assert list(differences(one, one)) == []
+    double, x, zero = differences(one, two)
+    assert double.startswith("double: largest difference 1.000e-12")
+    assert x.startswith("x: largest difference inf")
+    assert zero.startswith("zero: largest difference 0.000e+00")
+
+
+def test_each_stored_part_is_read_once(tmp_path, monkeypatch):
+    weight = torch.rand(64, 8)
+    for name, rows in (("whole", 64), ("quarters", 16)):
+        (tmp_path / name).mkdir()
+        writer = TorchDistWriter(tmp_path / name)
+        for row in range(0, 64, rows):
+            writer.add("w", weight[row : row + rows], weight.shape, (row, 0))
+        writer.close()
+    read, load = [], torch.load
+    monkeypatch.setattr(inspection, "BLOCK_VALUES", 10)
+    monkeypatch.setattr(torch, "load", lambda *a, **k: read.append(load(*a, **k)) or read[-1])
+    whole, quarters = inspect(tmp_path / "whole"), inspect(tmp_path / "quarters")
+    for pair in ((whole, quarters), (quarters, whole)):
+        read.clear()
+        assert list(differences(*pair)) == []
+        assert sorted(len(tensor) for tensor in read) == [16, 16, 16, 16, 64]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "["])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+def test_a_malformed_file_of_a_hugging_face_folder_is_one_line(tiny_model, tmp_path, tool, name, text):
+    shutil.copytree(tiny_model, tmp_path / "bad")
+    (tmp_path / "bad" / "model.safetensors").rename(tmp_path / "bad" / "model-00001-of-00001.safetensors")
+    (tmp_path / "bad" / name).write_text(text)
+    code, _, said = tool(tmp_path / "bad")
+    if (name, text) == ("config.json", "{}"):
+        name = "neither model.safetensors nor model.safetensors.index.json"  # every field of a config may be missing
+    assert code == 2 and name in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +134,7 @@ def test_a_truncated_file_is_one_line(tiny_model, tmp_path, tool):
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     code, _, said = tool(tmp_path / "cut")
-    assert code == 2 and said.startswith(f"{file}: not readable (") and said.count("\n") == 1
+    assert code == 2 and said.startswith(f"{file}: corrupt or truncated (") and said.count("\n") == 1
 
 
 def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tool):

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynamo_megatron.checkpoint_folder import write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.output_dir import OutputDir
@@ -61,7 +62,7 @@ def test_a_run_is_finished_with_its_last_evaluation_and_export(tmp_path, trainer
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     checkpoint = tmp_path / "checkpoints" / "step-000004"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"files": {}}))
+    write_manifest(checkpoint, {"step": 4, "model": {}, "dtype": "bfloat16", "layout": None})
     for name, step in exports.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "export.json").write_text(json.dumps({"step": step}))
@@ -73,7 +74,7 @@ def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path):
     config = settings(tmp_path, trainer={"steps": 4}, eval=EVALUATES, checkpoint={"export_hf": "never"})
     checkpoint = tmp_path / "checkpoints" / "step-000004"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"files": {}}))
+    write_manifest(checkpoint, {"step": 4, "model": {}, "dtype": "bfloat16", "layout": None})
     OutputDir(config).take_over(0)
     (tmp_path / "evaluations.jsonl").write_text('{"step": 2}\n')
     assert OutputDir(config).finished() is None

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dynamo_megatron.checkpoint_folder import MANIFEST_FILE
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-NOT_COMPANIONS = ("metadata.json", "manifest.json", "export.json")  # say what weights are there
+EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
+NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 
 
@@ -60,18 +63,16 @@ def companion_files(folder: Path) -> list[Path]:
     )
 
 
-class SafetensorsFolder:
-    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+class SafetensorsFiles:
+    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, whatever they are.
 
-    Opening reads the headers only and checks them: they must hold the model's tensors, all of them and no others, in
-    their shapes. A tied model may carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not
-    matter. Use as a context manager, or let it go out of scope, to close the files.
+    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files.
 
-    Raises ValueError, one line naming the file and the tensor: nothing there, a malformed index, a file missing,
-    corrupt or truncated, a tensor missing, in two files, too many, of the wrong shape or quantised.
+    Raises ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated,
+    a tensor in two files or not where the index says.
     """
 
-    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index = {} if (self.path / SINGLE_FILE).is_file() else self._read_index()
         self._files = {}
@@ -91,9 +92,8 @@ class SafetensorsFolder:
         for tensor, name in index.items():
             if tensor not in self._file_of:
                 raise ValueError(f"{self.path / name}: tensor {tensor} is not in it, though {INDEX} says so")
-        self._check(spec)
 
-    def __enter__(self) -> SafetensorsFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,28 +111,18 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise ValueError(f"{file}: tensor {name} cannot be read ({error})") from None
 
-    def dtype(self, name: str) -> torch.dtype:
-        return FLOATING[self._files[self._where(name)].get_slice(name).get_dtype()]
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows of a tensor of one dimension or more; as `get`."""
+        file = self._where(name)
+        try:
+            return self._files[file].get_slice(name)[first:last]
+        except SafetensorError as error:
+            raise ValueError(f"{file}: tensor {name} cannot be read ({error})") from None
 
-    def _check(self, spec: ModelSpec) -> None:
-        shapes = huggingface_shapes(spec)
-        if spec.tied and HF_HEAD in self._file_of:
-            shapes[HF_HEAD] = shapes[HF_EMBEDDING]
-        found = {}
-        for name, file in self._file_of.items():
-            if name.endswith("rotary_emb.inv_freq"):
-                continue
-            header = self._files[file].get_slice(name)
-            found[name] = tuple(header.get_shape())
-            if name in shapes and header.get_dtype() not in FLOATING:
-                raise ValueError(f"{file}: tensor {name} is {header.get_dtype()}; give unquantised weights")
-        check_tensors(self.path, spec, shapes, found, {name: file.name for name, file in self._file_of.items()})
-        if HF_HEAD in shapes and spec.tied and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
-            # transformers leaves such a pair untied: tying them would train another model than the folder's
-            raise ValueError(
-                f"{self._file_of[HF_HEAD]}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, though config.json says "
-                "tie_word_embeddings"
-            )
+    def stored(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, dtype as safetensors names it) of a tensor."""
+        header = self._files[self._where(name)].get_slice(name)
+        return tuple(header.get_shape()), header.get_dtype()
 
     def _where(self, name: str) -> Path:
         if name not in self._file_of:
@@ -151,3 +141,38 @@ class SafetensorsFolder:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: malformed ({error!r})") from None
         return weight_map
+
+
+class SafetensorsFolder(SafetensorsFiles):
+    """Checked on opening: these are the model's tensors, all of them and no others, in their shapes. A tied model may
+    carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not matter.
+
+    Raises ValueError, one line naming the file and the tensor, also for a tensor missing, too many, of the wrong shape
+    or quantised.
+    """
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        super().__init__(path)
+        self._check(spec)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return FLOATING[self.stored(name)[1]]
+
+    def _check(self, spec: ModelSpec) -> None:
+        shapes = huggingface_shapes(spec)
+        if spec.tied and HF_HEAD in self._file_of:
+            shapes[HF_HEAD] = shapes[HF_EMBEDDING]
+        found = {}
+        for name, file in self._file_of.items():
+            if name.endswith("rotary_emb.inv_freq"):
+                continue
+            found[name], kind = self.stored(name)
+            if name in shapes and kind not in FLOATING:
+                raise ValueError(f"{file}: tensor {name} is {kind}; give unquantised weights")
+        check_tensors(self.path, spec, shapes, found, {name: file.name for name, file in self._file_of.items()})
+        if HF_HEAD in shapes and spec.tied and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
+            # transformers leaves such a pair untied: tying them would train another model than the folder's
+            raise ValueError(
+                f"{self._file_of[HF_HEAD]}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, though config.json says "
+                "tie_word_embeddings"
+            )

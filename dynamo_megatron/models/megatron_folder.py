@@ -7,6 +7,7 @@ any number of rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -135,23 +136,27 @@ def write_megatron(
     """Writes the model whose Hugging Face tensors `get` gives into the empty folder `path`, in `dtype` (None: as they
     come), one parameter at a time.
 
-    Raises OSError, and ValueError where the layers of a parameter differ in dtype.
+    Raises OSError, and ValueError where a parameter's tensors differ in dtype or a value is too large for `dtype`.
     """
     writer = TorchDistWriter(path)
-    linears: dict[str, tuple[int, ...]] = {}
+    stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):
         names = huggingface_names(spec, name)
         row = 0
         # gate and up stay apart, as Megatron stores them: less to hold at once
         for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
             tensors = [converted(n, get(n), dtype) for n in together]
+            if len({t.dtype for t in tensors}) > 1:
+                raise ValueError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
             tensor = tensors[0] if len(tensors) == 1 else to_megatron(spec, name, tensors, 0, 1)
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
             row += len(tensor)
-        if ".linear_" in where.key and where.key.endswith(".weight"):
-            linears[where.key.removesuffix("weight")] = where.sizes
-    for key, sizes in linears.items():  # Megatron demands TransformerEngine's state of every linear: there is none
+        if re.search(r"(\.linear_\w+|layernorm)\.weight$", where.key):
+            stateful[where.key.removesuffix("weight")] = where.sizes or (1,)
+    # Megatron's own loader demands a state of every linear and, with TransformerEngine, of every norm that is a module
+    # of its own: there is none
+    for key, sizes in stateful.items():
         for index in product(*map(range, sizes)):
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             writer.add_object(f"{key}_extra_state/{shard}", [None])
@@ -159,10 +164,17 @@ def write_megatron(
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is too large for it."""
+    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is too large for a narrower one."""
     if dtype is None or tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
-    if dtype is torch.float16 and not torch.isfinite(torch.stack(result.aminmax())).all():
-        raise ValueError(f"tensor {name}: a value is not finite in float16; use bfloat16 or float32")
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not _finite(result):
+        if not _finite(tensor):
+            raise ValueError(f"tensor {name}: the source has a value that is inf or NaN; convert without --dtype")
+        raise ValueError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
     return result
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # NaN comes out of aminmax as both; isfinite of the whole tensor would take another one of its size.
+    return all(bool(torch.isfinite(end)) for end in tensor.aminmax())

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from dynamo_megatron.models.checkpoint_files import INDEX, SINGLE_FILE
+from dynamo_megatron.models.checkpoint_files import FLOATING, INDEX, SINGLE_FILE
 
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOATING.items()}
 FILE_BYTES = 4 << 30
 
 

@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
+# What a pickle with wrong bits raises, on reading it and on using what it gave.
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, OSError, ImportError, MemoryError, RuntimeError,
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,18 +66,23 @@ class TorchDistReader:
         if not is_torch_dist(self.path):
             raise ValueError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
         try:
-            self._metadata = FileSystemReader(self.path).read_metadata()
-            stored = self._metadata.state_dict_metadata.items()
-            self.tensors = {
-                key: StoredTensor(tuple(t.size), t.properties.dtype)
-                for key, t in stored
-                if isinstance(t, TensorStorageMetadata)
-            }
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, OSError) as error:
-            raise ValueError(f"{self.path / '.metadata'}: not readable ({type(error).__name__}: {error})") from None
-        ends: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            metadata = FileSystemReader(self.path).read_metadata()
+            stored = {k: t for k, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+            self.tensors = {k: StoredTensor(tuple(t.size), t.properties.dtype) for k, t in stored.items()}
+            self._chunks = {key: _Chunks(t.chunks) for key, t in stored.items()}
+            self._where = {}
+            ends: dict[str, int] = {}
+            for index, info in metadata.storage_data.items():
+                self._where[index] = self.path / info.relative_path, info.offset, info.length
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            for key, t in stored.items():
+                for chunk in t.chunks:
+                    self._where[MetadataIndex(key, chunk.offsets)]
+                    if not len(chunk.offsets) == len(chunk.sizes) == len(t.size):
+                        raise ValueError(f"tensor {key}: a part at {chunk.offsets} of {chunk.sizes} in {t.size}")
+        except DAMAGED as error:
+            text = " ".join(str(error).split())[:200]
+            raise ValueError(f"{self.path / '.metadata'}: not readable ({type(error).__name__}: {text})") from None
         for name, end in ends.items():
             file = self.path / name
             if not file.is_file():
@@ -79,27 +90,34 @@ class TorchDistReader:
             if file.stat().st_size < end:
                 raise ValueError(f"{file}: truncated, {file.stat().st_size} bytes of {end}")
 
+    def parts(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offset, size) of the parts that tensor `key` is stored in. Raises ValueError where some are missing."""
+        parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._chunks[key].all]
+        values, whole = sum(math.prod(size) for _, size in parts), math.prod(self.tensors[key].shape)
+        if values != whole:
+            raise ValueError(f"{self.path}: tensor {key}: {values} of its {whole} values are stored")
+        return parts
+
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """The region of tensor `key` that starts at `offset`, on the CPU in the stored dtype.
 
         Raises ValueError where the chunks do not hold all of it or a file cannot be read.
         """
-        stored = self._metadata.state_dict_metadata[key]
         result, filled = None, 0
-        for chunk in stored.chunks:
+        for chunk in self._chunks[key].near(offset, size):
             start = [max(a, b) for a, b in zip(chunk.offsets, offset, strict=True)]
             ends = zip(chunk.offsets, chunk.sizes, offset, size, strict=True)
             shape = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
             if min(shape, default=1) <= 0:
                 continue
-            tensor = self._chunk(MetadataIndex(key, chunk.offsets))
+            tensor = self._chunk(key, chunk)
             tensor = narrow_tensor_by_index(tensor, [s - a for s, a in zip(start, chunk.offsets, strict=True)], shape)
             filled += tensor.numel()
             if shape == list(size):
                 result = tensor
                 break
             if result is None:
-                result = torch.empty(tuple(size), dtype=stored.properties.dtype)
+                result = torch.empty(tuple(size), dtype=self.tensors[key].dtype)
             narrow_tensor_by_index(result, [s - b for s, b in zip(start, offset, strict=True)], shape).copy_(tensor)
         if result is None or filled != math.prod(size):
             raise ValueError(
@@ -107,17 +125,37 @@ class TorchDistReader:
             )
         return result
 
-    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
-        info = self._metadata.storage_data[index]
-        file = self.path / info.relative_path
-        with open(file, "rb") as stream:
-            try:
-                return torch.load(
-                    _create_file_view(stream, info.offset, info.length), map_location="cpu", weights_only=True
-                )
-            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                text = " ".join(str(error).split())[:200]
-                raise ValueError(f"{file}: tensor {index.fqn} cannot be read ({text})") from None
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        file, offset, length = self._where[MetadataIndex(key, chunk.offsets)]
+        try:
+            with open(file, "rb") as stream:
+                tensor = torch.load(_create_file_view(stream, offset, length), map_location="cpu", weights_only=True)
+            if tensor.shape != chunk.sizes or tensor.dtype != self.tensors[key].dtype:
+                raise ValueError(f"{tensor.dtype} {list(tensor.shape)}, {list(chunk.sizes)} in .metadata")
+        except DAMAGED as error:
+            text = " ".join(str(error).split())[:200]
+            raise ValueError(f"{file}: tensor {key} cannot be read ({type(error).__name__}: {text})") from None
+        return tensor
+
+
+class _Chunks:
+    """The chunks of one tensor, found by where they are in its leading dimensions that all chunks have one entry of:
+    the layers and the experts that a parameter is stacked over."""
+
+    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
+        self.all = chunks
+        longest = min((len(chunk.sizes) for chunk in chunks), default=0)
+        self._leading = next((d for d in range(longest) if any(c.sizes[d] != 1 for c in chunks)), longest)
+        self._at: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        for chunk in chunks:
+            self._at.setdefault(tuple(chunk.offsets[: self._leading]), []).append(chunk)
+
+    def near(self, offset: Sequence[int], size: Sequence[int]) -> list[ChunkStorageMetadata]:
+        """Those that may overlap a region."""
+        region = list(zip(offset, size, strict=True))[: self._leading]
+        if math.prod(n for _, n in region) > len(self._at):
+            return self.all
+        return [c for place in product(*(range(a, a + n) for a, n in region)) for c in self._at.get(place, ())]
 
 
 class TorchDistWriter:

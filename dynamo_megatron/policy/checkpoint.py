@@ -12,9 +12,11 @@ function of its own seed and position.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -37,18 +40,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
+from dynamo_megatron.models.torch_dist import TorchDistReader
 from dynamo_megatron.policy.policy import Policy
+
+EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
+TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
 
 
 class _HostCopy:
     """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
-        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
+        self._data = {item.index: self._copy(item, planner.resolve_data(item)) for item in plan.items}
 
     @staticmethod
-    def _copy(data: Any) -> Any:
-        return data.detach().to("cpu", copy=True) if torch.is_tensor(data) else data
+    def _copy(item: WriteItem, data: Any) -> Any:
+        gathered = item.index.fqn.startswith("optimizer.")  # on the host already, for this save alone
+        return data if gathered or not torch.is_tensor(data) else data.detach().to("cpu", copy=True)
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self._data[item.index]
@@ -78,8 +86,8 @@ class _Writer(FileSystemWriter):
         try:
             self.results = super().write_data(self._plan, self._source).value()
             self.error = None
-        except (OSError, RuntimeError) as error:  # torch closes the file of a full disk with an error of its own
-            self.error = str(_first_cause(error)).splitlines()[0]
+        except (OSError, RuntimeError) as error:
+            self.error = _file_error(error) or f"{type(error).__name__}: {error}"
         del self._source
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
@@ -102,8 +110,8 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way: begun on all ranks, written by each for itself, to be completed on all ranks."""
 
-    def __init__(self, policy: Policy, folder: Path, step: int, writer: _Writer, background: bool):
-        self.step = step
+    def __init__(self, policy: Policy, folder: Path, step: int, state: str, writer: _Writer, background: bool):
+        self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         self._contents = _contents(policy)
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
@@ -116,9 +124,10 @@ class Save:
         """This rank has nothing left to write, or has failed to."""
         return not self._thread.is_alive()
 
-    def complete(self, keep_last: int, timeout: float) -> None:
+    def complete(self, keep_last: int, timeout: float, say: Callable[[str], None] | None) -> None:
         """Waits for every rank's file, at most `timeout` seconds for this one's, and publishes the checkpoint;
-        collective over all ranks. Raises OSError where a rank could not write: earlier checkpoints stay."""
+        collective over all ranks. `say` (rank 0's, None elsewhere) gets warnings. Raises OSError where a rank could not
+        write: earlier checkpoints stay."""
         if not self.written():
             self._thread.join(timeout)
         if not self.written():
@@ -126,17 +135,21 @@ class Save:
         layout, first = self._layout, self._layout.rank == 0
         parts: list | None = [None] * layout.world_size if first else None
         dist.gather_object((self._writer.results, self._writer.error), parts, dst=0, group=layout.host)
-        failed = [self._publish(parts, keep_last) if first else None]
+        failed = [self._publish(parts, keep_last, say) if first else None]
         dist.broadcast_object_list(failed, src=0, group=layout.host)
         if failed[0] is not None:
-            raise OSError(_not_saved(self._folder, self.step, failed[0]))
+            raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
 
-    def _publish(self, parts: list[tuple[list[WriteResult], str | None]], keep_last: int) -> str | None:
+    def _publish(
+        self, parts: list[tuple[list[WriteResult], str | None]], keep_last: int, say: Callable[[str], None]
+    ) -> str | None:
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error is not None]
         try:
             if not errors:
+                (self._folder / STATE_FILE).write_text(self._state, encoding="utf-8")
                 self._writer.write_metadata([results for results, _ in parts])
-                publish(self._folder, self.step, self._contents, keep_last)
+                written = {result.storage_data.relative_path for results, _ in parts for result in results}
+                publish(self._folder, self.step, self._contents, written, keep_last, say)
         except OSError as error:
             errors = [str(error)]
         if errors:
@@ -147,62 +160,93 @@ class Save:
 def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, background: bool) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (plain data) is rank 0's, None
     elsewhere. The weights and `state` may change as soon as this returns. Raises OSError where the disk is full."""
-    layout = policy.layout
-    box = [unfinished_folder(root, step) if layout.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=layout.host)
-    folder = box[0]
-    writer = _Writer(folder, background=background)
-    sharded, metadata = _sharded_state(policy, loading=False)
-    # Each of the ranks that hold the same parameters writes a part of them.
-    strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
+    layout, folder = policy.layout, None
     try:
+        box = [unfinished_folder(root, step) if layout.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=layout.host)
+        folder = box[0]
+        writer = _Writer(folder, background=background)
+        sharded, metadata = _sharded_state(policy, loading=False)
+        # Each of the ranks that hold the same parameters writes a part of them.
+        strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
         dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
-        if layout.rank == 0:
-            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-    except CheckpointException as error:  # a BaseException, with every rank's own failure in it
-        causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
-        raise OSError(_not_saved(folder, step, causes[-1] if causes else str(error))) from None
-    except RuntimeError as error:
-        if "inline_container" not in str(error):
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if (why := _file_error(error)) is None:
             raise
-        raise OSError(_not_saved(folder, step, str(_first_cause(error)).splitlines()[0])) from None
-    return Save(policy, folder, step, writer, background)
+        if layout.rank == 0 and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(_not_saved(root, step, why)) from None
+    return Save(policy, folder, step, json.dumps(state), writer, background)
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    return error if error.__context__ is None else _first_cause(error.__context__)
+def _file_error(error: BaseException) -> str | None:
+    """One line where the error is one of reading or writing files, of this rank or another; else None."""
+    if isinstance(error, CheckpointException):  # a BaseException, with every rank's own failure in it
+        rank, (failure, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_file_error(failure) or f'{type(failure).__name__}: {failure}'.splitlines()[0]}"
+    if not isinstance(error, RuntimeError):
+        return " ".join(str(error).split()) or type(error).__name__
+    # torch closes the file of a full disk with an error of its own.
+    first = error.__context__ if isinstance(error.__context__, OSError) else error
+    known = first is not error or any(text in str(error) for text in TORCH_FILE_ERRORS)
+    return str(first).splitlines()[0] if known else None
 
 
-def _not_saved(folder: Path, step: int, why: str) -> str:
-    return f"{folder.parent}: the checkpoint of step {step} was not saved: {why}"
+def _not_saved(root: Path, step: int, why: str) -> str:
+    return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> None:
-    """Loads the weights and, if asked to, the optimizer, whatever layout saved them; collective over all ranks.
+def load_checkpoint(policy: Policy, folder: Path) -> None:
+    """Loads the weights and the optimizer, whatever layout saved them; collective over all ranks.
 
-    Raises ValueError for a checkpoint that is not complete or is of another model.
+    Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
     """
     if (why := fault(folder)) is not None:
         raise ValueError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
     sharded, _ = _sharded_state(policy, loading=True)
-    if not optimizer:
-        del sharded["optimizer"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
-        loaded = dist_checkpointing.load(sharded, str(folder))
+    for i in range(len(policy.chunks)):
+        # TransformerEngine's modules have it and others do not: a run may go on with the other ones
+        sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
+    try:
+        TorchDistReader(folder)  # says in one line what is wrong with .metadata, where Megatron's own reader does not
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
+            loaded = dist_checkpointing.load(sharded, str(folder))
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        RuntimeError,
+        CheckpointException,
+        CheckpointingException,
+    ) as error:
+        if (why := _file_error(error)) is None:
+            raise
+        raise ValueError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from None
     for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
-    if optimizer:
-        policy.optimizer.load_state_dict(loaded["optimizer"])
+        wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
+        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
+        assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
+    policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
-    format_of = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    format_of = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # The first of the ranks that share parameters gathers and writes their optimizer state, on the host; without
+        # it every rank does, through a float32 copy of the whole shard on its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in (optimizer, *optimizer.values()):  # of a mixture of experts: a dict for each kind of parameters
+        if isinstance(part, dict) and part.get("param_state", ()) is None:
+            del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
     return {**model, "optimizer": optimizer}, format_of
 
 

@@ -1,7 +1,9 @@
-"""A Hugging Face config.json against the config Megatron will build from it, field by field.
+"""A Hugging Face config.json against what Megatron builds the model from, field by field.
 
-Read from the file once more, not from the ModelSpec that Megatron's config is made of: a field that the family's file
-mistook shows.
+Compared are config.json, read once more and not through the ModelSpec, with the TransformerConfig and with GPTModel's
+other arguments, both as `build_chunks` gives them to Megatron: a field that the family's file or the policy mistook
+shows. What config.json says by `model_type` alone, biases and q/k norms, is compared with the family's tensors, which
+are compared with the folder's. No model is built: tests/models/test_published.py builds it for every family.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.nn.functional as F
+
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.policy.model import transformer_config
+from dynamo_megatron.policy.model import model_arguments, transformer_config
 
 # config.json's field -> TransformerConfig's
 FIELDS = {
@@ -27,14 +31,13 @@ FIELDS = {
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "attention_bias": "add_qkv_bias",
+    "mlp_bias": "add_bias_linear",
 }
-# config.json's field -> the ModelSpec's that GPTModel takes as an argument of its own
+# config.json's field -> GPTModel's argument
 ARGUMENTS = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_positions",
-    "tie_word_embeddings": "tied",
-    "rope_theta": "rope_theta",
-    "factor": "rope_scaling_factor",
+    "max_position_embeddings": "max_sequence_length",
+    "tie_word_embeddings": "share_embeddings_and_output_weights",
+    "rope_theta": "rotary_base",
 }
 
 
@@ -42,13 +45,22 @@ def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
     """What config.json says and Megatron would build otherwise, "field: a, Megatron: b"; fields it lacks have its
     family's default and are not compared."""
     placeholder = Config(model={"path": "none"}, data={"source": "none"}, output_dir="none")
-    megatron = transformer_config(spec, placeholder)
+    megatron, arguments = transformer_config(spec, placeholder), model_arguments(spec, placeholder.parallel.tp)
     config = {**config, **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     built = {key: getattr(megatron, field) for key, field in FIELDS.items()}
-    built |= {key: getattr(spec, field) for key, field in ARGUMENTS.items()}
+    built |= {key: arguments[argument] for key, argument in ARGUMENTS.items()}
+    built["factor"] = arguments["rope_scaling_factor"] if arguments["rope_scaling"] else None
+    built["hidden_act"] = "silu" if megatron.activation_func is F.silu and megatron.gated_linear_unit else "another"
+    if arguments["vocab_size"] - config["vocab_size"] not in range(16):  # less than one more multiple of 16
+        built["vocab_size"] = arguments["vocab_size"]
     if spec.num_experts:
         config["norm_topk_prob"] = bool(config.get("norm_topk_prob"))
         built["norm_topk_prob"] = not megatron.moe_router_pre_softmax
+    for what, parameter, field in (
+        ("biases of q, k, v", "self_attention.linear_qkv.bias", "add_qkv_bias"),
+        ("norms of q, k", "self_attention.q_layernorm.weight", "qk_layernorm"),
+    ):
+        config[what], built[what] = parameter in spec.layer_names, getattr(megatron, field)
     return [
         f"{key}: {config[key]}, Megatron: {value}"
         for key, value in built.items()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -194,6 +196,19 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     return layer, RMSNorm
 
 
+def model_arguments(spec: ModelSpec, tp: int) -> dict[str, Any]:
+    """What GPTModel takes of the model beside its config."""
+    return {
+        "vocab_size": spec.padded_vocab(tp),
+        "max_sequence_length": spec.max_positions,
+        "share_embeddings_and_output_weights": spec.tied,
+        "position_embedding_type": "rope",
+        "rotary_base": spec.rope_theta,
+        "rope_scaling": spec.rope_scaling_factor is not None,
+        "rope_scaling_factor": spec.rope_scaling_factor or 8.0,
+    }
+
+
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
@@ -205,16 +220,10 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
                 layer_specs=[layer] * get_num_layers_to_build(megatron, vp_stage=chunk if count > 1 else None),
                 layer_norm=norm,
             ),
-            vocab_size=spec.padded_vocab(config.parallel.tp),
-            max_sequence_length=spec.max_positions,
             pre_process=layout.is_first_stage and chunk == 0,
             post_process=layout.is_last_stage and chunk == count - 1,
-            share_embeddings_and_output_weights=spec.tied,
-            position_embedding_type="rope",
-            rotary_base=spec.rope_theta,
-            rope_scaling=spec.rope_scaling_factor is not None,
-            rope_scaling_factor=spec.rope_scaling_factor or 8.0,
             vp_stage=chunk if count > 1 else None,
+            **model_arguments(spec, config.parallel.tp),
         ).to(layout.device)
         for chunk in range(count)
     ]

@@ -21,9 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dynamo_megatron.models import named_huggingface_tensors
-from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, INDEX, companion_files
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert
-from dynamo_megatron.output_dir import EXPORT_FILE
 from dynamo_megatron.policy.policy import Policy
 
 FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory stays bounded
@@ -131,7 +130,7 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
         assert weight_map.keys() == huggingface_shapes(policy.spec).keys(), "not the model's tensors"
         assert len(weight_map) == sum(len(names) for names, _ in parts), "a tensor that two ranks wrote"
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         for file in companion_files(source):
             shutil.copy(file, folder / file.name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

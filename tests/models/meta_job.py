@@ -1,11 +1,15 @@
 """Run by test_published.py: meta_job.py CASES.json builds every rank's model of a layout on the meta device, in one
 process under a fake process group, and proves that the mapping covers every Hugging Face tensor exactly once.
 
-A case has `name`, `folder` (a config.json), `parallel` and `ranks`: all of the layout's, or those to build.
+A case has `name`, `folder` (a config.json), `parallel` and `ranks`: all of the layout's, or those to build. One with
+`defect`, a name in DEFECTS, has the mapping spoilt before: its line says what the proof found.
 """
 
+import dataclasses
+import functools
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -24,6 +28,7 @@ from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.models.mapping import (  # noqa: E402
     OUTPUT_LAYER,
+    TRANSFORMER_ENGINE_NAMES,
     global_name,
     huggingface_names,
     huggingface_shapes,
@@ -35,6 +40,21 @@ from dynamo_megatron.models.mapping import (  # noqa: E402
 )
 from dynamo_megatron.policy.layout import Layout  # noqa: E402
 from dynamo_megatron.policy.model import build_chunks  # noqa: E402
+
+# name: (the function to spoil, what is called in its place with the function and its arguments)
+DEFECTS = {
+    "a stage's first layer is the model's": ("global_name", lambda f, name, layer, expert: f(name, 0, expert)),
+    "every rank holds the first experts": ("global_name", lambda f, name, layer, expert: f(name, layer, 0)),
+    "every rank holds the first shard": (
+        "to_megatron",
+        lambda f, spec, name, parts, rank, size: f(spec, name, parts, 0, size),
+    ),
+    "the folder has twice the heads": (
+        "huggingface_shapes",
+        lambda f, spec: f(dataclasses.replace(spec, num_attention_heads=2 * spec.num_attention_heads)),
+    ),
+    "the head has no parameter": ("parameter_names", lambda f, spec: list(f(spec))[:-1]),
+}
 
 
 class MetaLayout(Layout):
@@ -111,6 +131,8 @@ def prove(case):
     made_of = [part for name in parameter_names(spec) for part in huggingface_names(spec, name)]
     assert sorted(made_of) == sorted(shapes), "a tensor is in no parameter, or in two"
     check_tiling(spec, shapes, p.tp)
+    for name in parameter_names(spec):
+        check_transformer_engine_names(spec, name)
     world_size = p.pp * math.lcm(p.tp, p.ep)
     copies = Counter()
     largest = 0
@@ -134,6 +156,19 @@ def prove(case):
     return len(shapes), largest
 
 
+def check_transformer_engine_names(spec, name):
+    """A parameter under the name that TransformerEngine's modules give it is the same parameter."""
+    theirs = name
+    if expert := re.fullmatch(r"(.+)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name):
+        theirs = f"{expert[1]}.{expert[3]}.weight{expert[2]}"
+    for fused, alone in TRANSFORMER_ENGINE_NAMES.items():
+        if not (spec.num_experts and alone.startswith("pre_mlp")):
+            theirs = theirs.replace(alone, fused)
+    theirs = global_name(theirs, 0, 0)
+    assert huggingface_names(spec, theirs) == huggingface_names(spec, name), theirs
+    assert layout_of(theirs) == layout_of(name), theirs
+
+
 def check_coverage(spec, p, world_size, copies):
     """Every parameter is on exactly one stage: each of its shards as often as there are data-parallel ranks."""
     expected = Counter()
@@ -152,9 +187,28 @@ def check_coverage(spec, p, world_size, copies):
     assert dict(experts) == once, "an expert is on no rank, or on too many"
 
 
+def prove_spoilt(case):
+    """What the proof says of the case's defect, or None."""
+    name, spoilt = DEFECTS[case["defect"]]
+    right = globals()[name]
+    globals()[name] = functools.partial(spoilt, right)
+    try:
+        prove(case)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        globals()[name] = right
+        if dist.is_initialized():
+            leave()
+    return None
+
+
 if __name__ == "__main__":
     for one in json.loads(Path(sys.argv[1]).read_text()):
         begun = time.monotonic()
-        tensors, parameters = prove(one)
-        row = {"name": one["name"], "parallel": one["parallel"], "tensors": tensors, "largest_rank": parameters}
+        row = {"name": one["name"], "parallel": one["parallel"]}
+        if "defect" in one:
+            row["found"] = prove_spoilt(one)
+        else:
+            row["tensors"], row["largest_rank"] = prove(one)
         print(json.dumps({**row, "seconds": round(time.monotonic() - begun, 1)}), flush=True)

@@ -4,7 +4,8 @@ its checkpoints with the converter's.
 A case has `folder` (Hugging Face), `dtype`, `parallel` and may have
 `logits`: compare them with transformers' in float32 (no pipeline, no expert parallelism);
 `mcore`: what hf2mcore wrote of the folder: Megatron's own loader gives the parameters that load_weights gives;
-`run`: save a checkpoint under this folder, as a training run does.
+`run`: save a checkpoint under this folder, as a training run does, and load it.
+What loads has norms with an extra state, as TransformerEngine's have.
 """
 
 import json
@@ -39,14 +40,31 @@ from dynamo_megatron.models import (  # noqa: E402
 )
 from dynamo_megatron.models.mapping import is_expert  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
-from dynamo_megatron.policy.checkpoint import begin_save  # noqa: E402
+from dynamo_megatron.policy.checkpoint import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.model import build_chunks  # noqa: E402
+from dynamo_megatron.policy.model import RMSNorm, build_chunks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.records import Sequences  # noqa: E402
 
 RANKS = 4
 LENGTH = 48
+
+
+class StatefulNorm(RMSNorm):
+    def get_extra_state(self):
+        return torch.empty(0)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def as_transformer_engine(chunks, spec):
+    """Gives the norms that TransformerEngine does not fuse into a linear an extra state."""
+    fused = ("input_layernorm",) if spec.num_experts else ("input_layernorm", "pre_mlp_layernorm")
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, RMSNorm) and not name.endswith(fused):
+                module.__class__ = StatefulNorm
 
 
 @torch.no_grad()
@@ -85,6 +103,7 @@ def check_round_trip(chunks, spec, case, layout):
 def check_megatron_loads(chunks, spec, config, case, layout):
     metadata = {"dp_cp_group": layout.dp_cp}
     others = build_chunks(spec, config, layout)
+    as_transformer_engine(others, spec)
     sharded = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(others)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -93,6 +112,21 @@ def check_megatron_loads(chunks, spec, config, case, layout):
         other.load_state_dict(loaded[str(i)])
         for (name, theirs), ours in zip(other.named_parameters(), chunk.parameters(), strict=True):
             assert torch.equal(theirs, ours), f"{name}: Megatron loads another tensor"
+
+
+def check_checkpoint(spec, config, layout, run):
+    """Saved without extra states, loaded with them."""
+    policy = Policy(spec, config, layout)
+    saved = [p.clone() for chunk in policy.chunks for p in chunk.parameters()]
+    state = {} if layout.rank == 0 else None
+    begin_save(policy, run / "checkpoints", 3, state, background=False).complete(1, 60, print)
+    as_transformer_engine(policy.chunks, spec)
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.zero_()
+    load_checkpoint(policy, run / "checkpoints" / "step-000003")
+    loaded = [p for chunk in policy.chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
 
 
 def compare(case, store):
@@ -115,9 +149,7 @@ def compare(case, store):
     if "mcore" in case:
         check_megatron_loads(chunks, spec, config, case, layout)
     if "run" in case:
-        state = {} if layout.rank == 0 else None
-        policy = Policy(spec, config, layout)
-        begin_save(policy, Path(case["run"]) / "checkpoints", 3, state, background=False).complete(1, timeout=60)
+        check_checkpoint(spec, config, layout, Path(case["run"]))
     gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else None
     assert gap is None or gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
     if layout.rank == 0:

@@ -1,18 +1,23 @@
 """`dynamo-megatron convert` both ways: bit-equal, streamed, and every bad input one line."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import cli
+from dynamo_megatron.checkpoint_folder import read_manifest, write_manifest
 from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.models import load_model_config, open_weights, safetensors_writer, torch_dist
+from dynamo_megatron.models.checkpoint_files import companion_files
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}
@@ -82,15 +87,32 @@ def test_dtype(converted, tmp_path, dtype):
             assert torch.equal(tensor, source[name].to(getattr(torch, dtype))), name
 
 
-def test_a_value_too_large_for_float16_is_refused(tiny_model, tmp_path, capsys):
-    folder = changed(tiny_model("qwen2", **SIZES), tmp_path, lambda t: t["model.norm.weight"].fill_(1e5))
+@pytest.mark.parametrize(
+    ("value", "said"), [(1e5, "too large for float16"), (float("-inf"), "the source"), (float("nan"), "the source")]
+)
+def test_a_value_that_float16_does_not_have_is_refused(tiny_model, tmp_path, capsys, value, said):
+    folder = changed(tiny_model("qwen2", **SIZES), tmp_path, lambda t: t["model.norm.weight"][3].fill_(value))
     line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out", "--dtype", "float16")
-    assert "model.norm.weight: a value is not finite in float16" in line
-    shutil.rmtree(folder)
+    assert "model.norm.weight" in line and said in line
+
+
+def test_float16_over_its_whole_range(tiny_model, tmp_path):
+    ends = torch.tensor([65504.0, -65504.0])
     folder = changed(
-        tiny_model("qwen2", **SIZES), tmp_path, lambda t: t["model.norm.weight"][:2].copy_(torch.tensor([6e4, -6e4]))
+        tiny_model("qwen2", dtype="float32", **SIZES), tmp_path, lambda t: t["model.norm.weight"][:2].copy_(ends)
     )
-    hf2mcore(folder, tmp_path / "out", "float16")
+    hf2mcore(folder, tmp_path / "mcore", "float16")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"][:2], ends.half())
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"])
+def test_one_parameter_has_one_dtype(tiny_model, tmp_path, capsys, name):
+    name = f"model.layers.1.{name}"
+    folder = changed(tiny_model("qwen2", **SIZES), tmp_path, lambda t: t.update({name: t[name].double()}))
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert "give one dtype" in line
+    hf2mcore(folder, tmp_path / "mcore", "float32")
 
 
 def test_a_tied_folder_may_carry_its_head(tiny_model, tmp_path):
@@ -162,6 +184,59 @@ def test_a_checkpoint_of_another_model(converted, tiny_model, tmp_path, capsys):
     assert "missing" in line and "q_layernorm" in line and "linear_qkv.bias" in line
 
 
+def test_tensors_of_another_family(converted, tmp_path, capsys):
+    folder = shutil.copytree(converted[0], tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3", "head_dim": 8}))
+    line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
+    assert "q_norm.weight" in line and "6 tensors without a place in a qwen3 model" in line and "bias" in line
+
+
+@pytest.fixture
+def run_folder(converted, tmp_path, monkeypatch):
+    """A run started in `tmp_path` with a relative model.path, and its checkpoints of step 3 (float16) and 7."""
+    shutil.copytree(converted[0], tmp_path / "start" / "model")
+    settings = {"model": {"path": "model"}, "data": {"source": "none"}, "output_dir": "run"}
+    for step, dtype in ((3, "float16"), (7, None)):
+        folder = tmp_path / "start" / "run" / "checkpoints" / f"step-{step:06d}"
+        hf2mcore(converted[0], folder, dtype)
+        manifest = read_manifest(folder)
+        for file in (*companion_files(folder), folder / "manifest.json"):
+            file.unlink()
+        write_manifest(folder, {"step": step, **{key: manifest[key] for key in ("model", "dtype", "layout")}})
+    (tmp_path / "start" / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path / "start")
+    return tmp_path / "start" / "run"
+
+
+def dtype_of(folder):
+    return load_file(folder / "model.safetensors")["model.norm.weight"].dtype
+
+
+def test_a_step_of_a_run(run_folder, converted, tmp_path, capsys):
+    mcore2hf(run_folder, tmp_path / "newest")
+    assert compare_weights(converted[0], tmp_path / "newest")[1] == []
+    assert say(capsys, "mcore2hf", run_folder, tmp_path / "third", "--step", 3) == (0, "")
+    mcore2hf(run_folder / "checkpoints" / "step-000003", tmp_path / "same")
+    assert dtype_of(tmp_path / "third") == dtype_of(tmp_path / "same") == torch.float16
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", run_folder, tmp_path / "out", "--step", 4)
+    assert "--step" in line and "it has 3, 7" in line
+
+
+def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, tmp_path, monkeypatch, capsys):
+    copy, model = shutil.copytree(run_folder / "checkpoints" / "step-000003", tmp_path / "step-000003"), converted[0]
+    (run_folder / "config.yaml").rename(run_folder / "other.yaml")
+    for path in (copy, run_folder):
+        assert "--model" in refusal(capsys, tmp_path / "out", "mcore2hf", path, tmp_path / "out")
+    (run_folder / "other.yaml").rename(run_folder / "config.yaml")
+    monkeypatch.chdir(tmp_path)
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", run_folder, tmp_path / "out")
+    assert "no folder model here" in line and "--model" in line
+    for number, path in enumerate((copy, run_folder)):
+        assert say(capsys, "mcore2hf", path, tmp_path / f"out-{number}", "--model", model) == (0, "")
+    assert dtype_of(tmp_path / "out-0") == torch.float16 != dtype_of(tmp_path / "out-1")
+
+
 def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, capsys, monkeypatch):
     """A family's file that mistook a field: the config says 2 key/value heads, the spec 4."""
     from dynamo_megatron.models import FAMILIES as families
@@ -176,6 +251,26 @@ def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, c
     assert "num_key_value_heads: 2, Megatron: 4" in line and "rms_norm_eps: 1e-06, Megatron: 1e-05" in line
 
 
+@pytest.mark.parametrize(
+    ("family", "mistake", "said"),
+    [
+        ("qwen2", {"qkv_bias": False}, "biases of q, k, v: True, Megatron: False"),
+        ("qwen3", {"qk_norm": False}, "norms of q, k: True, Megatron: False"),
+        ("qwen3", {"vocab_size": 128}, "vocab_size: 104, Megatron: 128"),
+        ("qwen3", {"tied": True}, "tie_word_embeddings: False, Megatron: True"),
+        ("llama", {"rope_theta": 1.0}, "rope_theta: 10000.0, Megatron: 1.0"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: True, Megatron: False"),
+    ],
+)
+def test_config_differences(tiny_model, family, mistake, said):
+    from dynamo_megatron.policy.config_check import config_differences
+
+    folder = tiny_model(family, **SIZES)
+    config, spec = json.loads((folder / "config.json").read_text()), load_model_config(folder)
+    assert config_differences(config, spec) == []
+    assert config_differences(config, replace(spec, **mistake)) == [said]
+
+
 def test_targets(converted, tmp_path, capsys, monkeypatch):
     folder, mcore = converted
     (tmp_path / "file").write_text("")
@@ -184,10 +279,31 @@ def test_targets(converted, tmp_path, capsys, monkeypatch):
     line = refusal(capsys, tmp_path / "x", "mcore2hf", mcore, tmp_path / "file" / "out")
     assert "cannot be written" in line
     assert "--step" in refusal(capsys, tmp_path / "x", "mcore2hf", tmp_path, tmp_path / "x", "--step", "7")
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**5))
+    (tmp_path / ".out.unfinished").mkdir()
     line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
-    assert "GB, the disk has 0.000 GB free" in line
+    assert ".out.unfinished: another conversion writes it, or was killed and left it; remove it" in line
+    (tmp_path / ".out.unfinished").rmdir()
+
+
+def test_too_small_a_disk(tiny_model, tmp_path, capsys, monkeypatch):
+    folder = tiny_model("qwen2", vocab=8000, hidden=256)
+    size = (folder / "model.safetensors").stat().st_size / 1e9
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 2 * 10**6))
+    for dtype, factor in (("float32", 4), ("bfloat16", 2)):
+        line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out", "--dtype", dtype)
+        needed = float(re.search(r"needs ([\d.]+) GB, the disk has 0.002 GB free", line)[1])
+        stored = {"float32": 4, "bfloat16": 2}[json.loads((folder / "config.json").read_text())["dtype"]]
+        assert needed == pytest.approx(size * factor / stored, abs=1.5e-3) and needed > 5e-3
+
+
+def test_a_damaged_checkpoint_is_said_to_be(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints" / "step-000007"
+    folder.mkdir(parents=True)
+    why = f"{folder / 'manifest.json'}: No such file or directory"
+    for words, of in (((folder,), ""), ((tmp_path / "run",), ""), ((tmp_path / "run", "--step", "7"), " of step 7")):
+        line = refusal(capsys, tmp_path / "out", "mcore2hf", words[0], tmp_path / "out", *words[1:])
+        assert line == f"{words[0]}: no complete checkpoint{of}: {why}"
 
 
 @pytest.mark.full
@@ -217,6 +333,11 @@ def test_verify(converted, tmp_path, tool, monkeypatch, capsys):
     other = changed(folder, tmp_path, lambda t: t["model.norm.weight"][3].add_(0.5))
     code, said = run(mcore, other)
     assert code == 1 and "26 of 27" in said.out and "largest difference 0.5 in model.norm.weight" in said.out
+    shutil.rmtree(other)
+    other = changed(folder, tmp_path, lambda t: t["model.norm.weight"][3].fill_(float("nan")))
+    assert run(other, other)[0] == 0
+    code, said = run(folder, other)
+    assert code == 1 and "largest difference inf in model.norm.weight" in said.out
     code, said = run(folder, tmp_path)
     assert code == 2 and said.err.count("\n") == 1
 

@@ -34,18 +34,30 @@ SAMPLE = [
 ]
 
 
-def folder_of(name, tmp_path):
+def folder_of(name, tmp_path, **changes):
     folder = tmp_path / name
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]["config"] | changes))
     return folder
 
 
-def prove(cases, tmp_path):
-    """Runs (name, layout, ranks to build or None for all) and returns a line of each."""
+# what of meta_job.DEFECTS each is found by
+FOUND = {
+    "a stage's first layer is the model's": "on no stage, or on two",
+    "every rank holds the first experts": "on no rank, or on too many",
+    "every rank holds the first shard": "not tiled by 2 shards",
+    "the folder has twice the heads": "its shard is",
+    "the head has no parameter": "a tensor is in no parameter",
+}
+
+
+def prove(cases, tmp_path, **changes):
+    """Runs (name, layout, ranks to build or None for all, perhaps a defect), the configs with `changes`; returns a line
+    of each."""
+    keys = ("name", "parallel", "ranks", "defect")
     cases = [
-        {"name": name, "folder": str(folder_of(name, tmp_path)), "parallel": parallel, "ranks": ranks}
-        for name, parallel, ranks in cases
+        {**dict(zip(keys, case, strict=False)), "folder": str(folder_of(case[0], tmp_path, **changes))}
+        for case in cases
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     job = [sys.executable, "-P", str(Path(__file__).with_name("meta_job.py")), str(tmp_path / "cases.json")]
@@ -61,6 +73,15 @@ def prove(cases, tmp_path):
 
 def test_a_sample(tmp_path):
     prove(SAMPLE, tmp_path)
+
+
+@pytest.mark.full
+def test_the_proof_finds_a_spoilt_mapping(tmp_path):
+    layout = {"tp": 2, "ep": 2, "pp": 2}
+    cases = [("Qwen3-30B-A3B", layout, None), *(("Qwen3-30B-A3B", layout, None, defect) for defect in FOUND)]
+    lines = prove(cases, tmp_path, num_hidden_layers=4, num_experts=8)
+    for line, words in zip(lines[1:], FOUND.values(), strict=True):
+        assert words in str(json.loads(line)["found"])
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """Run by test_checkpoint_kills.py: two ranks train and save until they are killed, resume, and so on, ROUNDS times.
 
+In half of the rounds one rank is killed alone: the other one has to end by itself.
+
 Prints {"rounds", "cut_off": rounds whose kill left a save unfinished, "steps"} as JSON. Fails where a round finds less
 than what was complete before, or other weights than those that were saved.
 """
@@ -80,6 +82,18 @@ def rank(config: Config, tell: int) -> None:
         complete = complete if config.checkpoint.async_save else step
 
 
+def end(pid: int, timeout: float) -> int | None:
+    """Exit code of a process; one that has not ended within `timeout` seconds is killed: None."""
+    until = time.monotonic() + timeout
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(found[1])
+
+
 def main(model: str, folder: Path, rounds: int, seed: int) -> None:
     dice, window, cut_off, steps = random.Random(seed), None, 0, 0
     for number in range(rounds):
@@ -104,13 +118,14 @@ def main(model: str, folder: Path, rounds: int, seed: int) -> None:
             window = max(window or 0.0, time.monotonic() - begun)
         if not ended:
             time.sleep(dice.uniform(0, 2 * window))  # the first save, what follows it, the next one
-        for pid in pids:
+        killed = [dice.choice(pids)] if number % 4 >= 2 else pids
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        codes = {pid: end(pid, 60) for pid in pids}
         os.close(listen)
         said = "\n".join((folder / f"rank{r}.log").read_text()[-2000:] for r in range(RANKS))
         assert not ended, f"round {number}:\n{said}"
+        assert all(codes[pid] == 1 for pid in pids if pid not in killed), f"round {number}: {codes}\n{said}"
         cut_off += any((folder / "checkpoints").glob(".step-*"))
         steps = max([steps, *(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*"))])
     print(json.dumps({"rounds": rounds, "cut_off": cut_off, "steps": steps}))

@@ -1,6 +1,8 @@
 """Run by test_checkpoint.py: trains under one layout, saves, and takes the next step under that and other layouts."""
 
 import json
+import resource
+import signal
 import sys
 import threading
 import time
@@ -56,12 +58,43 @@ def hold_writing() -> threading.Event:
     return event
 
 
+def damage(policy: Policy, root: Path) -> dict[str, str]:
+    """What is said of a save onto a full disk, by what does not fit, and of loading what is damaged without a change
+    of its size, by file. A limit on a file's size stands in for the disk's end."""
+    said = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    begin_save(policy, root, 3, {}, background=False).complete(1, 60, print)
+    for what, limit in (("common.pt", 1000), ("data", 100_000), ("state.json", 8_000_000)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            begin_save(policy, root, 4, {"of": "x" * 9_000_000}, background=False).complete(1, 60, print)
+        except OSError as error:
+            said[what] = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        said[f"{what} left"] = " ".join(path.name for path in root.iterdir())
+    for name in ("__0_0.distcp", "common.pt", ".metadata"):
+        file = root / "step-000003" / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:100] + bytes(len(whole[100:2000])) + whole[2000:])
+        try:
+            load_checkpoint(policy, file.parent)
+        except ValueError as error:
+            said[f"{name} loaded"] = str(error)
+        file.write_bytes(whole)
+    load_checkpoint(policy, root / "step-000003")
+    return said
+
+
 def run(case: dict, number: int, store: dist.Store) -> None:
     config = Config.model_validate(case["config"])
     layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
     policy = Policy(load_model_config(config.model.path), config, layout)
     out = Path(case["out"])
-    if "load" in case:
+    if case.get("damaged"):
+        (out / "said.json").write_text(json.dumps(damage(policy, out / "checkpoints")))
+    elif "load" in case:
         if refused := case.get("refused"):
             try:
                 load_checkpoint(policy, Path(case["load"]))
@@ -76,13 +109,13 @@ def run(case: dict, number: int, store: dist.Store) -> None:
         for step in (1, 2, 3):
             train(policy, step)
         state = {"of": "rank 0"} if layout.rank == 0 else None
-        begin_save(policy, out / "sync", 3, state, background=False).complete(keep_last=1, timeout=60)
+        begin_save(policy, out / "sync", 3, state, background=False).complete(1, 60, print)
         trained = hold_writing()
         save = begin_save(policy, out / "async", 3, state, background=True)
         train(policy, 4)
         assert not save.written()
         trained.set()
-        save.complete(keep_last=1, timeout=60)
+        save.complete(1, 60, print)
         write_huggingface(policy, out / "hf")
     dist.barrier()
     parallel_state.destroy_model_parallel()

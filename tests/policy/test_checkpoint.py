@@ -70,7 +70,7 @@ def model(make_tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(model, make_tiny_model, tmp_path_factory) -> Path:
-    """One launch: saved by TP2 x PP2, loaded by the same and by what differs most, and by one rank of another model."""
+    """One launch: saved by PP2 x DP2, loaded by the same and by what differs most, and by one rank of another model."""
     folder = tmp_path_factory.mktemp("checkpoints")
     saved = {kind: str(folder / "straight" / kind / "step-000003") for kind in ("sync", "async")}
 
@@ -80,12 +80,12 @@ def runs(model, make_tiny_model, tmp_path_factory) -> Path:
     other = make_tiny_model(folder / "other-model", layers=4, kv_heads=4, vocab=104, ffn=96)
     refused = {**case("other", {}, load=saved["sync"], refused=True), "config": settings(other, {})}
     four = [
-        case("straight", SAVED),
-        case("same", SAVED, load=saved["async"]),
+        case("straight", {"pp": 2}),
+        case("same", {"pp": 2}, load=saved["async"]),
         case("tp4", {"tp": 4}, load=saved["sync"]),
         refused,
     ]
-    launch({"ranks-4": four}, folder / "launch")
+    launch({"ranks-4": four, "ranks-1": [case("damaged", {}, damaged=True)]}, folder / "launch")
     return folder
 
 
@@ -102,6 +102,24 @@ def test_a_checkpoint_of_another_model_is_refused(runs):
     assert said.endswith("is a checkpoint of another model: ffn_hidden_size 128 instead of 96")
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(runs):
+    said, root = json.loads((runs / "damaged" / "said.json").read_text()), runs / "damaged" / "checkpoints"
+    for what in ("common.pt", "data", "state.json"):
+        assert said[what].startswith(f"{root}: the checkpoint of step 4 was not saved: ") and "\n" not in said[what]
+        assert said[f"{what} left"] == "step-000003"
+
+
+def test_a_damaged_file_of_the_right_size_is_one_line(runs):
+    said, folder = (
+        json.loads((runs / "damaged" / "said.json").read_text()),
+        runs / "damaged" / "checkpoints/step-000003",
+    )
+    for name in ("__0_0.distcp", "common.pt", ".metadata"):
+        line = said[f"{name} loaded"]
+        assert line.startswith(f"{folder} cannot be loaded: ") and "\n" not in line and len(line) < 1000
+        assert line.endswith("; move it away to go on from the one before it")
+
+
 def test_inspecting_says_what_is_there_and_what_differs(runs, model):
     saved = runs / "straight" / "sync" / "step-000003"
     text = describe(inspect(saved))
@@ -109,8 +127,8 @@ def test_inspecting_says_what_is_there_and_what_differs(runs, model):
         f"{saved}: checkpoint of a run, complete",
         "family: qwen2",
         "step: 3",
-        "saved by: 4 ranks: tp 2, pp 2,",
-        "parameters: 181,568 in 10 tensors",
+        "saved by: 4 ranks: tp 1, pp 2,",
+        "parameters: 179,520 in 10 tensors",
         "decoder.layers.mlp.linear_fc1.weight  [4, 256, 64] float32",
         "optimizer: exp_avg, exp_avg_sq, param of every parameter, float32",
     ):

@@ -1,4 +1,5 @@
-"""SIGKILL to all ranks at random moments of a save: the next start finds a complete checkpoint, with what was saved."""
+"""SIGKILL to all ranks, or to one, at random moments of a save: the next start finds a complete one, with what
+was saved."""
 
 import json
 import os
