@@ -63,7 +63,7 @@ def test_the_command_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.full
-def test_every_case_with_the_interpreted_kernels(tmp_path):
+def test_every_case_with_the_interpreted_kernels(tmp_path, interpreter):
     result = run(tmp_path, TRITON_INTERPRET="1")
     assert [case["case"] for case in result["cases"]] == [case.name for case in tiny_cases()]
     check(result, tmp_path, ["torch", "triton"])
