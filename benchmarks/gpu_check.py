@@ -27,16 +27,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder o
 ROOT = Path(__file__).parents[1]
 SCRATCH = ROOT / "runs" / "gpu-check"
 DISK_BYTES = 15e9  # the training's model and the weights it writes for a server
-# What every part imports, and beyond that each; a module's distribution has the same name where it is not told.
+# Modules that a part imports; the distribution has the same name where it is not told.
+SHARED = ("torch", "numpy", "triton", "pydantic", "dynamo_megatron.kernels")
 NEEDED = {
-    "tests": ("torch", "numpy", "triton", "pydantic", "pytest"),
-    "head": ("torch", "numpy", "triton", "pydantic", "matplotlib", "megatron.core"),
+    "tests": (*SHARED, "pytest"),
+    "head": (*SHARED, "matplotlib", "megatron.core"),
     "training": (
-        *("torch", "numpy", "triton", "pydantic", "megatron.core", "transformers", "tokenizers", "safetensors"),
-        *("yaml", "jinja2", "psutil", "tqdm", "aiohttp", "math_verify", "reasoning_gym"),
+        *(*SHARED, "megatron.core", "transformers", "tokenizers", "safetensors"),
+        *("yaml", "jinja2", "psutil", "tqdm", "aiohttp"),
     ),
 }
-DISTRIBUTIONS = {"megatron.core": "megatron-core", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"dynamo_megatron.kernels": "dynamo-megatron", "megatron.core": "megatron-core", "yaml": "pyyaml"}
 HEAD_CASES = "14B/8192/tp[18]"
 GPU_TESTS = "test_gpu"  # these must run: they show what nothing else does
 KERNEL_TESTS = tuple(f"tests/kernels/test_{name}.py" for name in ("gpu", "triton", "head"))
