@@ -73,7 +73,9 @@ lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 gpu-check:
-	@$(if $(wildcard .venv/bin/python),.venv/bin/python,python3) -P benchmarks/gpu_check.py
+	@for p in .venv/bin/python python3 python; do \
+		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py; done; \
+		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
 	rm -rf .venv models runs

@@ -15,7 +15,7 @@ setup(
     package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"]},
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.10",
         "megatron-core>=0.16.1",
         "numpy",
         "psutil",

@@ -31,6 +31,7 @@ class Contender(NamedTuple):
     target: Literal["policy", "clipped", "cross-entropy", "statistics"] | None = "policy"
     package: str | None = None  # the distribution that it is of
     any_temperature: bool = True
+    ours: bool = False
 
     @property
     def floor(self) -> str:
@@ -226,12 +227,15 @@ def contenders(backends: list[str], device: torch.device) -> list[Contender]:
         Contender("1 GEMM", one_gemm, 1, None),
         *float32_out,
         Contender("naive statistics", naive_statistics, 1, "statistics"),
-        *(Contender(f"statistics, {backend}", our_statistics(backend), 1, "statistics") for backend in backends),
+        *(
+            Contender(f"statistics, {backend}", our_statistics(backend), 1, "statistics", ours=True)
+            for backend in backends
+        ),
         Contender("3 GEMMs", three_gemms, 3, None),
         Contender("naive", naive, 3),
         Contender("compiled", compiled, 3),
-        *(Contender(f"eager, {backend}", ours(backend, "eager"), 3) for backend in backends),
-        *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4) for backend in backends),
+        *(Contender(f"eager, {backend}", ours(backend, "eager"), 3, ours=True) for backend in backends),
+        *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4, ours=True) for backend in backends),
         Contender("liger scaled cross-entropy", liger_scaled_cross_entropy, 4, "policy", liger),
         Contender("liger GRPO", liger_grpo, 4, "clipped", liger),
         Contender("liger cross-entropy", liger_cross_entropy, 3, "cross-entropy", liger, False),
@@ -242,7 +246,7 @@ def contenders(backends: list[str], device: torch.device) -> list[Contender]:
 
 
 def peer_errors() -> tuple[type[Exception], ...]:
-    """What another project's kernel may raise on a machine or shape that it was not made for."""
+    """What a compiler or another project's kernel may raise on a machine or shape that it was not made for."""
     found: tuple[type[Exception], ...] = (
         ImportError,
         AttributeError,

@@ -108,8 +108,7 @@ def out_of_place(
         TEMPERATURE=TEMPERATURE,
         BLOCK=triton_backend.GRADIENT_BLOCK,
         num_warps=triton_backend.GRADIENT_WARPS,
-        num_stages=1,
-        **triton_backend.FUSION,
+        **triton_backend.OPTIONS,
     )
     return gradient
 

@@ -49,7 +49,7 @@ def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
     return [
         *start,
         *(f"{1000 * seconds[key]:.2f}" for key in ("median", "p10", "p90")),
-        f"{figures['of floor']:.2f}",
+        f"{figures['of floor']:.2f}" if "of floor" in figures else "",
         f"{figures['peak bytes'] / 1e9:.2f}",
         *("" if value is None else f"{value:.1e}" for value in accuracy),
     ]
@@ -87,7 +87,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         ]
         colours = ["#0072b2" if n.startswith(("eager", "recompute")) else "#999999" for n in names]
         times.barh(places, median, xerr=spread, color=colours)
-        times.axvline(median[names.index("3 GEMMs")], color="black", linewidth=1, linestyle="--")
+        if "3 GEMMs" in names:
+            times.axvline(median[names.index("3 GEMMs")], color="black", linewidth=1, linestyle="--")
         times.set_yticks(places, names)
         times.set(title=f"{case['case']}: milliseconds, p10 to p90", xlim=(0, None))
         memory.barh(places, [f["peak bytes"] / 1e9 for f in shown.values()], color=colours)

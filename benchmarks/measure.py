@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_UP = 10
-ROUNDS = (10, 30)  # timed: at least, at most
-SECONDS = 60.0  # for the timed rounds of one case, where the least number of rounds allows it
+ROUNDS = (5, 30)  # timed: at least, at most
+SECONDS = 6.0  # for one call's rounds, warm-up included, where the least number of timed rounds allows it
 
 
 def installed(package: str) -> str | None:
@@ -61,6 +63,29 @@ def clocks() -> dict[str, str]:
     return dict(zip(asked, (field.strip() for field in done.stdout.strip().split(",")), strict=True))
 
 
+def run_logged(command: Sequence[str], log: Path, timeout: float, **options: Any) -> dict[str, Any]:
+    """Runs a command with its output in `log`: "exit code", and "log", the output's end, where that is not 0.
+
+    After `timeout` seconds the command and its children are ended; the exit code is then None.
+    """
+    with open(log, "w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    result: dict[str, Any] = {"exit code": code}
+    if code != 0:
+        result["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+    if code is None:
+        result["log"].append(f"ended after {timeout:g} s")
+    return result
+
+
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """Median, p10, p90 and the number of samples, which are seconds."""
     p10, p90 = np.percentile(samples, [10, 90]).tolist()
@@ -90,18 +115,17 @@ def interleaved(
 ) -> dict[str, dict[str, float]]:
     """`summary` of every call's seconds, taken in turns (ABAB), so that a drifting clock meets all alike.
 
-    `before` runs untimed ahead of each.
+    `before` runs untimed ahead of each. A call that has had its time sits out the rounds it need not take.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    start = time.monotonic()
+    spent = dict.fromkeys(calls, 0.0)
     for number in range(-warm_up, rounds[1]):
-        if number == 0:
-            start = time.monotonic()
-        if number >= rounds[0] and time.monotonic() - start > SECONDS:
-            break
         for name, call in calls.items():
+            if spent[name] > SECONDS and not 0 <= number < rounds[0]:
+                continue
             before()
             seconds = seconds_once(call, device)
+            spent[name] += seconds
             if number >= 0:
                 samples[name].append(seconds)
     return {name: summary(taken) for name, taken in samples.items()}

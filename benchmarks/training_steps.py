@@ -12,7 +12,6 @@ import math
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from measure import run_logged
 
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import load_prompts
@@ -184,7 +184,7 @@ def prepare(work: Work, folder: Path, backend: str) -> Path:
         "optimizer": {"warmup_steps": 0},
         "trainer": {"steps": work.steps, "micro_batch_tokens": work.micro_batch_tokens},
         "kernels": {"backend": backend},
-        "checkpoint": {"every": work.steps, "export_hf": "never"},
+        "checkpoint": {"every": None, "export_hf": "never"},
         "output_dir": str(folder / "run"),
     }
     Config(**config)  # refuses here what the run would refuse
@@ -222,29 +222,23 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
 def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any]:
     """Runs the steps in `folder`, which is emptied first and left with the log, and returns the figures.
 
-    "headline" is the last step: the first ones compile and fill caches. A run that fails gives its exit code and the
-    end of its log. Raises subprocess.TimeoutExpired after `timeout` seconds.
+    "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
+    seconds, gives what `run_logged` does.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config, log = prepare(work, folder, backend), folder / "train.log"
-    with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            timeout=timeout,
-        ).returncode
+    config = prepare(work, folder, backend)
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
+    ended = run_logged(command, folder / "train.log", timeout, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
-        "exit code": code,
+        **ended,
     }
-    if code != 0:
-        return {**result, "log": log.read_text(encoding="utf-8").splitlines()[-30:]}
+    if ended["exit code"] != 0:
+        return result
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [step_figures(work, json.loads(line), peak_flops(name)) for line in lines]

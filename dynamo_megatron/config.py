@@ -250,7 +250,7 @@ class KernelsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Positive = 10  # steps; the last step always saves
+    every: Positive | None = 10  # steps; the last step always saves; None: a stop alone does
     keep_last: Positive = 2
     # Files are written while the training goes on, from a copy in host memory of what this rank saves.
     async_save: Annotated[bool, Field(alias="async")] = False

@@ -105,7 +105,8 @@ class SFTJob(Job):
                 shown = step % max(1, steps // LINES) == 0 or step == steps
                 self.journal.step(metrics, _line(metrics, steps) if shown else None)
             self._checkpoints.reached(step)
-            if step % config.checkpoint.every == 0 or step == steps:
+            every = config.checkpoint.every
+            if every and (step % every == 0 or step == steps):
                 self._checkpoints.save()
         self._checkpoints.export_final()
 

@@ -86,7 +86,8 @@ class Trainer:
                     self.journal.step(metrics, line, self.collected.allocation_rows())
                 self.checkpoints.reached(step)
                 finished = self._look(step)
-                if finished or step % config.checkpoint.every == 0 or step == config.trainer.steps:
+                every = config.checkpoint.every
+                if every and (finished or step % every == 0 or step == config.trainer.steps):
                     self._save()
         except StopRequested:
             self._save()

@@ -196,13 +196,14 @@ class _Gradients:
 
     def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool]):
         self.head, self.dtype = head, weight.dtype
-        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        rows = {"memory_format": torch.contiguous_format}  # whatever the strides of what they are gradients of
+        self.hidden = torch.zeros_like(hidden, **rows) if wanted[0] else None
         self.main = getattr(weight, "main_grad", None) if wanted[1] else None
         # A main_grad of the compute dtype takes the GEMM's result itself; any other gets one rounding at the end.
         self.direct = self.main is not None and self.main.dtype == head.dtype
         self.weight = None
         if wanted[1]:
-            self.weight = self.main if self.direct else torch.zeros_like(weight, dtype=head.dtype)
+            self.weight = self.main if self.direct else torch.zeros_like(weight, dtype=head.dtype, **rows)
 
     def add(self, chunk: slice, x: Tensor, weight: Tensor, logits: Tensor, *row: Tensor | None) -> None:
         """row: maximum, log_sum, entropy, grad_logprobs, grad_entropy of `logits_gradient_`, [c] each."""

@@ -53,9 +53,10 @@ def _hand_back(weight: Tensor, wanted: bool, dw: Tensor | None) -> Tensor | None
     """The gradient that autograd gets of a weight whose own went to main_grad, where it has one."""
     if not (wanted and hasattr(weight, "main_grad")):
         return dw
-    # Megatron's hooks want a gradient to fire, and with zero_out_wgrad they add it: exact zeros.
+    # Megatron's hooks want a gradient to fire, and with zero_out_wgrad they add it: exact zeros. They live until the
+    # hook has run; one tensor kept for all calls would be alive beside the forward pass's workspace.
     weight.grad_added_to_main_grad = True
-    return weight.new_zeros(()).expand(weight.shape)
+    return torch.zeros_like(weight)
 
 
 def _poison_unless_one_(upstream: Tensor, gradients: Iterable[Tensor | None]) -> None:

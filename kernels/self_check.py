@@ -21,10 +21,18 @@ RANGES = (0.0, 12.0, 0.1)
 
 
 def check_backend(
-    weight: Tensor, config: PolicyLossConfig, *, backend: str, temperature: float, tp_group: dist.ProcessGroup | None
+    weight: Tensor,
+    config: PolicyLossConfig,
+    *,
+    gradient: str,
+    kl_cov: bool,
+    backend: str,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
 ) -> None:
     """Compares loss, statistics and gradients of a few random tokens where `backend` resolves to Triton.
 
+    gradient: as `policy_loss` takes it in training; kl_cov: tokens have an old_kl_coef there.
     weight: [V/tp, h], this rank's shard; its first rows are used. Every rank of tp_group takes part and comes to the
     same end. Raises ValueError where something differs by more than rounding.
     """
@@ -40,8 +48,9 @@ def check_backend(
     hidden = random(TOKENS, weight.shape[1]).to(weight.dtype)
     vocab_size = rows * size - 3  # the last columns as padding
     labels = torch.randint(0, vocab_size, (TOKENS,), generator=generator).to(weight.device)
-    advantages, drift, weights = random(TOKENS), 0.3 * random(TOKENS), torch.full((TOKENS,), 1 / TOKENS)
-    tokens = (advantages, drift - 9.0, weights.to(weight.device))
+    advantages, drift = random(TOKENS), 0.3 * random(TOKENS)
+    weights = torch.full((TOKENS,), 1 / TOKENS, device=weight.device)
+    tokens = (advantages, drift - 9.0, weights)
     modulation = config.modulation and replace(config.modulation, expectation="exact")
     config = replace(config, modulation=modulation, entropy_coef=config.entropy_coef or 0.01)
     results = []
@@ -55,11 +64,13 @@ def check_backend(
                 *tokens,
                 config,
                 ref_logprobs=drift - 9.0,
+                old_kl_coef=weights if kl_cov else None,
                 ranges=ModulationRanges(*RANGES),
                 temperature=temperature,
                 vocab_size=vocab_size,
                 tp_group=tp_group,
                 backend=name,
+                gradient=gradient,
             )
             out.loss.backward()
         values = {"loss": out.loss.detach(), **out.stats._asdict(), "advantages": out.advantages}

@@ -15,8 +15,9 @@ from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tok
 STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 16
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 MERGE_BLOCK, MERGE_WARPS = 128, 4
-# The kernels write tl.fma where they mean it: results do not hang on a Triton version's default.
-FUSION = {"enable_fp_fusion": False}
+# The kernels write tl.fma where they mean it: results do not hang on a Triton version's default. The barrier before an
+# in-place store orders loads only as long as none is pipelined: num_stages 1.
+OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 INTERPRETED = not isinstance(merge_kernel, triton.runtime.JITFunction)
 
 
@@ -46,7 +47,7 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
         TEMPERATURE=temperature,
         BLOCK=STATISTICS_BLOCK,
         num_warps=STATISTICS_WARPS,
-        **FUSION,
+        **OPTIONS,
     )
     return part, part.new_zeros(n)
 
@@ -77,7 +78,7 @@ def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLoss
         TAU=None if modulation is None else modulation.tau,
         BLOCK=MERGE_BLOCK,
         num_warps=MERGE_WARPS,
-        **FUSION,
+        **OPTIONS,
     )
     return statistics
 
@@ -132,7 +133,6 @@ def logits_gradient_(
         TEMPERATURE=temperature,
         BLOCK=GRADIENT_BLOCK,
         num_warps=GRADIENT_WARPS,
-        **FUSION,
-        num_stages=1,  # the barrier before an in-place store orders loads only as long as none is pipelined
+        **OPTIONS,
     )
     return gradient[:, : shard.rows]

@@ -16,8 +16,8 @@ MAX_LOG_RATIO, MAX_K3 = tl.constexpr(20.0), tl.constexpr(10.0)  # as in algorith
 MAX_CHANGE_LOG_RATIO = tl.constexpr(80.0)  # as in algorithm.modulation
 ABS_ROUNDING = tl.constexpr(1e-3)
 EPS = tl.constexpr(1e-8)
-DAMPED, BOOSTED = tl.constexpr(0.9), tl.constexpr(1.1)  # as in terms
-SUMS = tl.constexpr(16)  # columns of `sums`, the metrics of terms.METRICS and unused ones
+DAMPED, BOOSTED = tl.constexpr(0.9), tl.constexpr(1.1)  # as in types
+SUMS = tl.constexpr(16)  # columns of `sums`: those of types.METRICS, the rest unused
 
 
 @triton.jit
@@ -26,10 +26,16 @@ def _finite(maximum):
 
 
 @triton.jit
-def _clamp(x, low, high):
+def _like(value: tl.constexpr, x):
+    """A number in x's dtype: before Triton 3.9, tl.fma, tl.minimum and tl.maximum round a plain one to float32."""
+    return tl.full([], value, x.dtype)
+
+
+@triton.jit
+def _clamp(x, low: tl.constexpr, high: tl.constexpr):
     """tl.clamp would lose a NaN."""
-    x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, _like(low, x), propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, _like(high, x), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -134,7 +140,7 @@ def gradient_kernel(
             tl.store(gradient + column, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=inside)
         else:
             z = tl.load(logits + column, mask=inside, other=0.0)
-            log2_p = tl.fma(z - top, LOG2E / TEMPERATURE, -offset)
+            log2_p = tl.fma(z - top, _like(LOG2E / TEMPERATURE, top), -offset)
             p = tl.exp2(log2_p)
             pull = g
             if grad_entropy is not None:
@@ -232,7 +238,7 @@ def merge_kernel(
     """Per token: statistics[6, n] from parts[shards, 6, n]; then modulation, loss and gradients in the same launch.
 
     terms[3, n]: d loss / d logp and d loss / d entropy times the token's weight, and the modulated advantage.
-    sums[programs, SUMS]: this program's sums in the order of terms.METRICS. advantages None: statistics alone; ranges
+    sums[programs, SUMS]: this program's sums in the order of types.METRICS. advantages None: statistics alone; ranges
     None: no modulation; old_logprobs None: ratio 1; without ref_logprobs or old_kl_coef none of their terms.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -296,7 +302,7 @@ def merge_kernel(
         if old_kl_coef is not None:
             coef = tl.load(old_kl_coef + token, mask=live, other=0.0)
             drift = logp - old
-            size = tl.sqrt(tl.fma(drift, drift, ABS_ROUNDING * ABS_ROUNDING))
+            size = tl.sqrt(tl.fma(drift, drift, _like(ABS_ROUNDING * ABS_ROUNDING, drift)))
             loss += coef * (size - ABS_ROUNDING)
             slope += coef * drift / size
         out = terms + token

@@ -85,7 +85,9 @@ class Policy:
         self.loss_config = config.policy_loss()
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
-            check_backend(self._head_weight, self.loss_config, **head)
+            kl_cov = config.algorithm.loss.kl_cov is not None
+            gradient = config.kernels.gradient
+            check_backend(self._head_weight, self.loss_config, gradient=gradient, kl_cov=kl_cov, **head)
 
     @property
     def _head_weight(self) -> torch.Tensor:

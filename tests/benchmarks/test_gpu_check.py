@@ -62,14 +62,33 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert result["passed"] and result["tiny"]
-    assert result["kernel tests"]["tests"] > 0 and result["kernel tests"]["failures"] == 0
+    assert all(part["passed"] and part["tiny"] for part in result.values())
+    assert result["tests"]["tests"] > 0 and result["tests"]["failures"] == 0
     assert result["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
     training = result["training"]
     assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["headline"] == training["steps"][-1]
     assert all(step["gradient norm"] > 0 and step["seconds"] > 0 for step in training["steps"])
     assert training["tokens a step"] == sum(TINY.lengths)
     assert not (tmp_path / "scratch" / "training" / "model").exists()  # gigabytes, at full size
+
+
+def test_parts_run_one_by_one_go_into_one_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "run_part", lambda part, tiny, scratch: {**outcomes[part], "tiny": tiny})
+    outcomes = {part: {"passed": part != "head", "exit code": 0} for part in gpu_check.NEEDED}
+    codes = []
+    for part in ("tests", "head", "training"):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--part", part, "--out", str(tmp_path)])
+        codes.append(gpu_check.main())
+    result = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert codes == [0, 1, 0] and list(result) == ["tests", "head", "training"]
+    assert not result["head"]["passed"] and "head: FAILED" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(gpu_check.NEEDED, "tests", ("torch", "no_such.module"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--part", "tests"])
+    assert gpu_check.main() == 2
+    assert capsys.readouterr().err.endswith(" has no no-such.module, which tests need\n")
 
 
 @pytest.mark.full
@@ -89,3 +108,12 @@ def test_failed_tests_are_counted(tmp_path):
     result = gpu_check.kernel_tests("cpu", (str(tmp_path / "test_one.py"), "--rootdir", str(tmp_path)), tmp_path)
     assert (result["exit code"], result["tests"], result["failures"], result["errors"]) == (1, 2, 1, 0)
     assert any("test_bad" in line for line in result["log"])
+    assert not result["passed"]
+
+
+@pytest.mark.parametrize("body", ["pass", "pytest.skip('no GPU')"])
+def test_the_gpus_own_tests_must_run(tmp_path, body):
+    (tmp_path / "test_gpu.py").write_text(f"import pytest\ndef test_race(): {body}\n")
+    result = gpu_check.kernel_tests("cuda", (str(tmp_path / "test_gpu.py"), "--rootdir", str(tmp_path)), tmp_path)
+    assert result["exit code"] == 0 and result["passed"] == (body == "pass")
+    assert result["skipped because"] == ([] if body == "pass" else ["no GPU"])

@@ -10,7 +10,7 @@ import head_memory
 import pytest
 import torch
 from head_cases import MODELS, TOKENS, VOCABULARY, all_cases, errors, in_float64, make_inputs, tiny_cases
-from head_contenders import ours, three_gemms
+from head_contenders import Contender, ours, three_gemms
 from PIL import Image
 
 from dynamo_megatron.kernels import chunked
@@ -63,7 +63,7 @@ def test_the_command_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.full
-def test_every_case_with_the_interpreted_kernels(tmp_path):
+def test_every_case_with_the_interpreted_kernels(tmp_path, interpreter):
     result = run(tmp_path, TRITON_INTERPRET="1")
     assert [case["case"] for case in result["cases"]] == [case.name for case in tiny_cases()]
     check(result, tmp_path, ["torch", "triton"])
@@ -112,6 +112,29 @@ def test_errors_show_a_wrong_gradient():
     without_bonus = errors(exact, in_float64(inputs, "clipped"), inputs.labels)
     assert without_bonus["hidden_grad"] > 1e-3 and without_bonus["logprobs"] == 0
     assert errors(three_gemms(inputs), exact, inputs.labels)["hidden_grad"] > 0.1
+
+
+def test_what_our_own_heads_may_not_do():
+    def case(ours, **figures):
+        return {"case": "c", "contenders": {"x": {"ours": ours, **figures}}}
+
+    good = case(True, errors={"logprobs": 1e-6, "hidden_grad": 2e-3})
+    bad = [case(True, errors={"logprobs": float("nan")}), case(True, errors={"loss": 0.1}), case(True, skipped="oom")]
+    kernels = {"in place": {"different": {"gradient": 1, "gradient with entropy": 0}}}
+    assert head.wrong({"cases": [good, case(False, errors={"loss": 0.1}), case(False, skipped="failed")]}) == []
+    assert len(head.wrong({"cases": bad, "kernels": kernels})) == 4
+
+
+def test_a_contender_that_fails_is_listed_and_ours_may_not():
+    def broken(inputs):
+        raise RuntimeError("no such kernel")
+
+    inputs = make_inputs(tiny_cases()[0], CPU)
+    assert head.attempt(Contender("compiled", broken, 3), inputs, CPU) == {
+        "skipped": "failed: RuntimeError: no such kernel"
+    }
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        head.attempt(Contender("eager", broken, 3, ours=True), inputs, CPU)
 
 
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])

@@ -1,4 +1,6 @@
+import time
 from importlib import metadata
+from pathlib import Path
 
 import measure
 import torch
@@ -43,6 +45,22 @@ def test_calls_take_turns_and_warm_up_does_not_count():
 def test_rounds_end_with_the_time(monkeypatch):
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     assert measure.interleaved({"a": lambda: None}, CPU, warm_up=0, rounds=(4, 9))["a"]["samples"] == 4
+
+
+def test_a_slow_call_sits_out(monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0.03)
+    calls = {"slow": lambda: time.sleep(0.05), "fast": lambda: None}
+    times = measure.interleaved(calls, CPU, warm_up=3, rounds=(2, 6))
+    assert (times["slow"]["samples"], times["fast"]["samples"]) == (2, 6)
+
+
+def test_a_command_that_takes_too_long_ends_with_its_children(tmp_path):
+    log = tmp_path / "log"
+    done = measure.run_logged(["sh", "-c", "echo begun; sleep 60 & echo $!; wait"], log, 0.5)
+    assert done["exit code"] is None and done["log"][0] == "begun" and done["log"][-1] == "ended after 0.5 s"
+    child = Path(f"/proc/{done['log'][1]}/stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    assert measure.run_logged(["true"], log, 10) == {"exit code": 0}
 
 
 def test_summary_is_of_the_samples():

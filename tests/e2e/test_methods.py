@@ -99,7 +99,7 @@ def test_it_trains(warm, command_line, method):
 
 
 @pytest.mark.full
-def test_the_triton_head_trains_as_the_reference_does(warm, command_line, monkeypatch):
+def test_the_triton_head_trains_as_the_reference_does(warm, command_line, monkeypatch, interpreter):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch_rows, triton_rows = (
         train(warm, command_line, "dynamo", warm / backend, "trainer.steps=2", f"kernels.backend={backend}")

@@ -73,9 +73,7 @@ def compiled(kernel, arguments: dict, warps: int, capability: int) -> dict[str, 
             hints[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", capability, 32)
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=hints)
-    binary = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1, **backend.FUSION}).asm[
-        "cubin"
-    ]
+    binary = triton.compile(source, target=target, options={"num_warps": warps, **backend.OPTIONS}).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()

@@ -15,9 +15,8 @@ DEVICE = torch.device(os.environ.get("KERNEL_TESTS_DEVICE", "cpu"))
 class _MadeOnDevice(TorchFunctionMode):
     """Tensors that are made without a device come to `DEVICE`, with the values that they have on the CPU."""
 
-    MAKERS = frozenset(
-        (torch.arange, torch.full, torch.ones, torch.rand, torch.randint, torch.randn, torch.tensor, torch.zeros)
-    )
+    NAMES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+    MAKERS = frozenset(getattr(torch, name) for name in NAMES)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -35,8 +34,10 @@ def device():
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(request, monkeypatch):
     """Kernel blocks so small that a vocabulary of 37 has full ones and a tail."""
+    if DEVICE.type == "cpu":
+        request.getfixturevalue("interpreter")
     from dynamo_megatron.kernels import triton_backend
 
     for name, size in {"STATISTICS_BLOCK": 16, "GRADIENT_BLOCK": 8, "MERGE_BLOCK": 8}.items():
@@ -44,6 +45,8 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.full)])
-def backend(request, small_blocks) -> str:
+def backend(request) -> str:
     """triton: in Triton's interpreter, where a case takes seconds; test_triton.py has those of `make test`."""
+    if request.param == "triton":
+        request.getfixturevalue("small_blocks")
     return request.param

@@ -15,6 +15,7 @@ from dynamo_megatron.kernels import triton_backend as backend
 from dynamo_megatron.kernels.types import Shard, Tokens
 
 LEAST = PolicyLossConfig()
+DYNAMO = PolicyLossConfig(clip_ratio_c=None, modulation=ModulationConfig())
 MOST = PolicyLossConfig(0.2, 0.28, 3.0, ModulationConfig(), 0.1, "k1", 0.01)
 
 
@@ -47,6 +48,7 @@ def main() -> int:
             parts = torch.stack([part] * shards)
             backend.merge(parts, 1.0)
             backend.merge_with_loss(parts, 1.0, LEAST, Tokens(v, v, None), None)
+            backend.merge_with_loss(parts, 0.7, DYNAMO, Tokens(v, v, v), ModulationRanges(*torch.zeros(3)))
             backend.merge_with_loss(parts, 0.7, MOST, Tokens(v, v, v, v, v), ModulationRanges(*torch.zeros(3)))
         for operand in (torch.float32, torch.bfloat16):
             for grad_entropy in (None, v):

@@ -37,4 +37,4 @@ def test_no_spill_and_wide_loads(words):
 
 
 def test_every_launch_binds_and_compiles():
-    assert output_of("launch_kernels.py") == 33
+    assert output_of("launch_kernels.py") == 39

@@ -68,8 +68,7 @@ def test_in_place_gradient_has_the_bits_of_another_buffers(entropy):
         TEMPERATURE=T,
         BLOCK=triton_backend.GRADIENT_BLOCK,
         num_warps=triton_backend.GRADIENT_WARPS,
-        num_stages=1,
-        **triton_backend.FUSION,
+        **triton_backend.OPTIONS,
     )
     for _ in range(50):
         in_place = triton_backend.logits_gradient_(logits.clone(), labels, shard, *row, T, torch.bfloat16)

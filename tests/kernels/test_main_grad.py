@@ -9,6 +9,8 @@ import ddp_worker
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("interpreter")
+
 SIZE = 2
 
 

@@ -62,7 +62,9 @@ def run(folder, backend, size, cases):
         for name in names
     ],
 )
-def test_shards_agree_and_match_the_whole(launched, launch, name):
+def test_shards_agree_and_match_the_whole(launched, launch, name, request):
+    if launch.startswith("triton"):
+        request.getfixturevalue("interpreter")
     results = [rank[name] for rank in launched(launch)]
     for other in results[1:]:
         for mine, its in zip(results[0]["same"], other["same"], strict=True):

@@ -17,7 +17,11 @@ pytestmark = [
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
-RANGES = ModulationRanges(*torch.tensor([0.3, 3.0, 0.2], dtype=torch.float64))
+
+
+@pytest.fixture
+def ranges() -> ModulationRanges:
+    return ModulationRanges(*torch.tensor([0.3, 3.0, 0.2], dtype=torch.float64))
 
 
 def shards(logits, vocab, tp):
@@ -154,7 +158,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy):
+def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy, ranges):
     config, n = CONFIGS[name], 41
     g = torch.Generator().manual_seed(3)
 
@@ -173,7 +177,7 @@ def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy):
     advantages[::6] = 0
     coef = None if name == "full" else randn().clamp(min=0)
     tokens = Tokens(advantages, randn().abs(), None if on_policy else logp + drift, ref, coef)
-    ranges = None if config.modulation is None else RANGES
+    ranges = None if config.modulation is None else ranges
     want_stats, want = reference.merge_with_loss(parts, 0.8, config, tokens, ranges)
     stats, got = triton_backend.merge_with_loss(parts, 0.8, config, tokens, ranges)
     for a, b in zip((*stats, *got), (*want_stats, *want), strict=True):
@@ -183,7 +187,7 @@ def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy):
     assert config.modulation is None or sums["boosted"] > 0
 
 
-def loss_and_gradients(c, **options):
+def loss_and_gradients(c, ranges, **options):
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
     out = policy_loss(
         hidden,
@@ -194,7 +198,7 @@ def loss_and_gradients(c, **options):
         c.weights,
         FULL,
         ref_logprobs=c.ref,
-        ranges=RANGES,
+        ranges=ranges,
         vocab_size=c.vocab,
         temperature=0.7,
         chunk_tokens=5,
@@ -206,12 +210,12 @@ def loss_and_gradients(c, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
-def test_policy_loss_matches_autograd_and_itself(gradient, dtype):
+def test_policy_loss_matches_autograd_and_itself(gradient, dtype, ranges):
     c = plain.case(tokens=13, dtype=dtype, temperature=0.7)
-    want = plain.policy(c, FULL, 0.7, RANGES)
-    got = loss_and_gradients(c, backend="triton", gradient=gradient)
+    want = plain.policy(c, FULL, 0.7, ranges)
+    got = loss_and_gradients(c, ranges, backend="triton", gradient=gradient)
     if dtype == torch.bfloat16 or gradient == "eager":
-        again = loss_and_gradients(c, backend="triton", gradient=gradient)
+        again = loss_and_gradients(c, ranges, backend="triton", gradient=gradient)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     limit = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 1e-5}[dtype]
     torch.testing.assert_close(got[0].double(), want.loss, rtol=limit, atol=limit)
@@ -247,8 +251,8 @@ def test_token_logprobs_take_any_upstream_gradient(backend):
 
 
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
-def test_row_offsets_beyond_int32(operand):
-    storage = torch.empty(2**31 + 64)  # what is not written takes no memory
+def test_row_offsets_beyond_int32(operand, device):
+    storage = torch.empty(2**31 + 64, device=device)  # what is not written takes no memory
     logits, labels = poisoned(37, 40, 3, 2.0)
     far = storage.as_strided((3, 40), (2**30, 1))
     far.copy_(logits)
@@ -260,20 +264,16 @@ def test_row_offsets_beyond_int32(operand):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "gradient", "kl_cov"), [(torch.float32, "recompute", True), (torch.bfloat16, "eager", False)]
+)
+def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, device, dtype, gradient, kl_cov):
     weight = torch.randn(40, 8).to(dtype)
-    options = {"temperature": 0.7, "tp_group": None}
+    options = {"gradient": gradient, "kl_cov": kl_cov, "temperature": 0.7, "tp_group": None}
     check_backend(weight, FULL, backend="triton", **options)
     right = triton_backend.logits_gradient_
     monkeypatch.setattr(triton_backend, "logits_gradient_", lambda *a: right(*a).mul_(1.1))
     with pytest.raises(ValueError, match=r"kernels.backend: on this machine .* differ by .* of hidden.grad"):
         check_backend(weight, FULL, backend="triton", **options)
-    check_backend(weight, FULL, backend="auto", **options)  # on a CPU that is the reference
-
-
-def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
-    c = plain.case()
-    with pytest.raises(ValueError, match=r"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1"):
-        token_logprobs(c.hidden, c.weight, c.labels, backend="triton")
+    if device.type == "cpu":
+        check_backend(weight, FULL, backend="auto", **options)  # the reference
