@@ -26,7 +26,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_chang
 from dynamo_megatron.config_method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.kernels.terms import loss_terms
-from dynamo_megatron.kernels.types import Statistics, Tokens
+from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "estimators.md"
 MARKS = "<!-- {}: {} -->"  # around a table of the page: begin or end, and its name
@@ -241,8 +241,8 @@ def token_gradients(
         pull = -terms.grad_logprobs.numpy().reshape(live.shape)
         parts.append(np.einsum("rst,rstv->rtv", pull, policy.scores[prompt, answer]).reshape(len(answer), -1))
         tokens += int(mask.sum())
-        for name in shares:
-            shares[name] += int((getattr(terms, name).bool() & mask).sum())
+        for name in shares:  # a token past an answer's end has advantage 0: neither clipped, damped nor boosted
+            shares[name] += int(terms.sums[METRICS.index(name)])
     return np.concatenate(parts), {name: n / tokens for name, n in shares.items()}
 
 
