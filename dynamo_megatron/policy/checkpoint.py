@@ -87,7 +87,7 @@ class _Writer(FileSystemWriter):
             self.results = super().write_data(self._plan, self._source).value()
             self.error = None
         except (OSError, RuntimeError) as error:
-            self.error = _file_error(error) or f"{type(error).__name__}: {error}"
+            self.error = _file_error(error) or _one_line(error)
         del self._source
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
@@ -183,13 +183,20 @@ def _file_error(error: BaseException) -> str | None:
     """One line where the error is one of reading or writing files, of this rank or another; else None."""
     if isinstance(error, CheckpointException):  # a BaseException, with every rank's own failure in it
         rank, (failure, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_file_error(failure) or f'{type(failure).__name__}: {failure}'.splitlines()[0]}"
+        return f"rank {rank}: {_file_error(failure) or _one_line(failure)}"
     if not isinstance(error, RuntimeError):
-        return " ".join(str(error).split()) or type(error).__name__
+        return _one_line(error)
     # torch closes the file of a full disk with an error of its own.
     first = error.__context__ if isinstance(error.__context__, OSError) else error
     known = first is not error or any(text in str(error) for text in TORCH_FILE_ERRORS)
-    return str(first).splitlines()[0] if known else None
+    return _one_line(first) if known else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (
+        text if text and isinstance(error, OSError | RuntimeError | ValueError) else f"{type(error).__name__}: {text}"
+    )
 
 
 def _not_saved(root: Path, step: int, why: str) -> str:

@@ -58,3 +58,16 @@ def test_metadata_with_a_wrong_bit_is_one_line(stacked):
             assert str(error).startswith(str(folder)) and "\n" not in str(error)
             refused += 1
     assert refused > 200
+
+
+def test_a_data_file_of_another_checkpoint_is_one_line(tmp_path):
+    """Of the same size: only what is in it tells."""
+    for name, dtype in (("a", torch.float32), ("b", torch.int32)):
+        (tmp_path / name).mkdir()
+        writer = TorchDistWriter(tmp_path / name)
+        writer.add("w", torch.ones(4, dtype=dtype), (4,), (0,))
+        writer.close()
+    file = tmp_path / "a" / "__0_0.distcp"
+    (tmp_path / "b" / file.name).replace(file)
+    with pytest.raises(ValueError, match=rf"{file}: tensor w cannot be read \(.*torch.int32"):
+        TorchDistReader(tmp_path / "a").read("w", (0,), (4,))
