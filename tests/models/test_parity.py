@@ -81,7 +81,6 @@ def test_a_sample(folder_of, tmp_path):
             case(folder_of("llama3_rope"), WHOLE, logits=True),
             case(folder_of("qwen2_tied"), TP2, logits=True),
             case(folder_of("qwen2_tied"), VPP, convert=True),
-            case(folder_of("qwen3", "bfloat16"), TP2PP2, "bfloat16"),
             case(folder_of("qwen3_moe"), MOE_TP2, logits=True),
             case(folder_of("qwen3_moe", "bfloat16"), MOE_EP2, "bfloat16", convert=True),
         ],

@@ -31,7 +31,7 @@ def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
             try:
                 body()
                 code = 0
-            except Exception:
+            except BaseException:  # as torch's CheckpointException is
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
