@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -187,4 +188,5 @@ def _refused(message: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part must not outlive this command
     sys.exit(main())

@@ -218,6 +218,16 @@ def test_on_a_gpu_another_upstream_gradient_makes_gradients_nan():
     assert wrong.isnan().sum() == 1
 
 
+def test_gradients_are_contiguous_whatever_the_strides():
+    c = plain.case()
+    leaves = [t.t().contiguous().t().requires_grad_() for t in (c.hidden, c.weight)]
+    out = policy_loss(*leaves, c.labels, c.advantages, c.old, c.weights, PLAIN, vocab_size=c.vocab)
+    want = plain.policy(c, PLAIN)
+    for got, expected in zip(torch.autograd.grad(out.loss, leaves), (want.hidden_grad, want.weight_grad), strict=True):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
 def test_main_grad_accumulates(gradient, main_dtype, backend):
