@@ -18,6 +18,7 @@ from dynamo_megatron.checkpoint_folder import read_manifest, write_manifest
 from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.models import load_model_config, open_weights, safetensors_writer, torch_dist
 from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.run import check_reference
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}
@@ -221,6 +222,14 @@ def test_a_step_of_a_run(run_folder, converted, tmp_path, capsys):
     assert dtype_of(tmp_path / "third") == dtype_of(tmp_path / "same") == torch.float16
     line = refusal(capsys, tmp_path / "out", "mcore2hf", run_folder, tmp_path / "out", "--step", 4)
     assert "--step" in line and "it has 3, 7" in line
+
+
+def test_a_runs_checkpoint_may_be_the_reference_policy(run_folder, converted, tiny_model):
+    checkpoint = next((run_folder / "checkpoints").iterdir())
+    check_reference(load_model_config(converted[0]), str(checkpoint))
+    other = load_model_config(tiny_model("qwen2", **{**SIZES, "ffn": 32}))
+    with pytest.raises(ValueError, match=r"^algorithm\.kl\.reference: .* is a checkpoint of another model: ffn_hidden"):
+        check_reference(other, str(checkpoint))
 
 
 def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, tmp_path, monkeypatch, capsys):
