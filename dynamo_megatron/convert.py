@@ -198,7 +198,7 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
 
 @contextlib.contextmanager
 def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
-    """A folder beside `out` that takes its name if all goes well, else it is removed. Raises ConfigError where `out` is
+    """A folder beside `out` that takes its name if all goes well; else, after a Ctrl-C too, it is removed. Raises ConfigError where `out` is
     there, cannot be written or does not fit on the disk."""
     if out.exists():
         raise ConfigError(f"{out}: is there already; name another folder")
@@ -216,6 +216,5 @@ def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
             raise ConfigError(f"{out}: needs {size / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free")
         yield unfinished
         unfinished.rename(out)
-    except BaseException:  # a Ctrl-C too leaves nothing behind
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -191,18 +191,23 @@ class TorchDistWriter:
         file = self.path / f"__{self._full}_0.distcp"
         with open(file, "ab") as stream:
             start = stream.tell()
-            try:
-                torch.save(value, stream)
-            except RuntimeError as error:  # a full disk comes as this
-                raise OSError(f"{file}: not written: {str(error).splitlines()[0]}") from None
+            _save(value, stream)
             end = stream.tell()
         self._results.append(WriteResult(index, end - start, _StorageInfo(file.name, start, end - start)))
         self._full += end >= FILE_BYTES
 
     def close(self) -> None:
         """Writes what makes the tensors findable. Nothing is synced to the disk. Raises OSError."""
-        torch.save({"content_metadata": {}}, self.path / "common.pt")
+        with open(self.path / "common.pt", "wb") as stream:
+            _save({"content_metadata": {}}, stream)
         (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
         writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])
+
+
+def _save(value: Any, stream: BinaryIO) -> None:
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:  # a full disk comes as this
+        raise OSError(f"{stream.name}: not written: {str(error).splitlines()[0]}") from None
