@@ -198,8 +198,10 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
 
 @contextlib.contextmanager
 def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
-    """A folder beside `out` that takes its name if all goes well; else, after a Ctrl-C too, it is removed. Raises ConfigError where `out` is
-    there, cannot be written or does not fit on the disk."""
+    """A folder beside `out` that takes its name if all goes well; else, after a Ctrl-C too, it is removed.
+
+    Raises ConfigError where `out` is there, cannot be written or does not fit on the disk.
+    """
     if out.exists():
         raise ConfigError(f"{out}: is there already; name another folder")
     unfinished = out.with_name(f".{out.name}.unfinished")
