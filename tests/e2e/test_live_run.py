@@ -27,6 +27,7 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
 
 
+@pytest.mark.full
 def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live
     assert seen["left"] == []

@@ -16,7 +16,6 @@ from dynamo_megatron.rollout.store import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
-QUICK = ("dapo",)
 STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
 
 
@@ -88,7 +87,8 @@ def train(warm: Path, command_line, method: str, output: Path, *more: str) -> li
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.full) for m in METHODS])
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
 def test_it_trains(warm, command_line, method):
     rows = train(warm, command_line, method, warm / method)
     assert [row["step"] for row in rows] == [1, 2, 3]

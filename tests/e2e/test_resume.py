@@ -69,7 +69,7 @@ def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspac
     assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
 
 
-def test_the_live_run_that_was_killed_equals_its_replay(live, straight):
+def test_the_live_run_equals_its_replay(live, straight):
     metrics, weights, state = outcome(live[0])
     replay = {**straight[0], "rollout/reused": metrics["rollout/reused"]}
     same((metrics, weights, state), (replay, straight[1], straight[2]))

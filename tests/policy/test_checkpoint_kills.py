@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "rounds", [5, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])], ids=lambda n: f"{n} rounds"
+    "rounds", [2, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])], ids=lambda n: f"{n} rounds"
 )
 def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, rounds):
     model = make_tiny_model(tmp_path / "model", layers=2)

@@ -16,7 +16,7 @@ CORE = [
     Row("qwen2", "CP2xTP2"),
     Row("qwen3_moe", "EP2xPP2"),
 ]
-DRAWN = 2
+DRAWN = 1
 FAULTS = {  # on what each is seeded
     "micro_batch_mean": Row("qwen2", "1"),
     "cp_factor": Row("qwen2", "CP2"),

@@ -61,8 +61,11 @@ class TooMany(Allocator):
 
 
 class Whatever(Allocator):
+    asked = 0
+
     def counts(self, prompts, variance, budget, low, high):
-        return np.random.default_rng().permutation(spread(len(prompts), budget))
+        Whatever.asked += 1
+        return np.roll(spread(len(prompts), budget), Whatever.asked)
 
 
 class Listed(HardestFirst):
