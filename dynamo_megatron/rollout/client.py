@@ -101,16 +101,20 @@ class SGLangClient:
             return Response(error=f"{rollout_id}: the server refused it: {_message(reply)}")
         return self._response(rollout_id, reply["meta_info"])
 
+    async def rest(self) -> None:
+        """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
+        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
+        status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
+        if status != 200:
+            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {_message(reply)}")
+
     async def update_weights(self, folder: str, version: int) -> None:
         """Loads the Hugging Face folder's weights; requests still under way are aborted, cached prefixes dropped.
 
         Raises RolloutError with the server's message where it fails or the server then reports another version.
         """
         # The update refuses to drop cached prefixes while a timed-out request is still being ended; flushing waits.
-        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
-        status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
-        if status != 200:
-            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {_message(reply)}")
+        await self.rest()
         payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         what = f"weight version {version} from {folder}"
         status, reply = await self._control("POST", "/update_weights_from_disk", self._config.start_timeout, payload)

@@ -15,6 +15,7 @@ from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, SGLangClient
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, position_of, rollout_id
 from dynamo_megatron.rollout.server import SGLangServer
 from dynamo_megatron.rollout.store import RolloutStore
@@ -63,6 +64,15 @@ class Generator:
         await self._client.update_weights(folder, version)
         self._version = version
         return time.monotonic() - started
+
+    async def begin_push(self, version: int) -> list[Endpoint]:
+        await self._client.rest()
+        return [Endpoint("server-0", 1, self._client.url, self._config.rollout.tp, "")]
+
+    async def end_push(self, version: int, outcomes: dict[str, str | None]) -> None:
+        if outcomes["server-0"] is not None:
+            raise RolloutError(f"no server took weight version {version}; server-0: {outcomes['server-0']}")
+        self._version = version
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         started = time.monotonic()

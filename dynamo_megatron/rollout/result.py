@@ -15,6 +15,13 @@ class RolloutError(RuntimeError):
     """Rollouts cannot be had: a server, the rollout process or the disk failed. The message is one line."""
 
 
+class PushNeeded(Exception):
+    """No server is left that has the current weights; restarted ones wait for a push.
+
+    What was finished of the step is on disk: the same request after a push goes on from there.
+    """
+
+
 @dataclass(frozen=True)
 class RolloutResult:
     """The rollouts of one step.

@@ -24,15 +24,16 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.guard import die_with_parent
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, check_request
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 
 POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
 SILENCE = 120.0  # seconds without a beat until the child counts as hung
 CLOSE_GRACE = 20.0  # seconds: the reward workers' and the server's own grace, and some
-MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ValueError, RewardError, RolloutError)}
+MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ValueError, RewardError, RolloutError, PushNeeded)}
 
 
 class RolloutWorker:
@@ -104,6 +105,22 @@ class RolloutWorker:
     ) -> float:
         """Loads a Hugging Face folder into the server; returns seconds. Later rollouts carry `version`."""
         return self._call("update_weights", (str(folder), version), on_poll)
+
+    def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
+        """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
+
+        Waits up to `rollout.start_timeout` for a first one where none is up. Raises RolloutError rather than return
+        no server.
+        """
+        return self._call("begin_push", (version,), on_poll)
+
+    def end_push(
+        self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
+    ) -> None:
+        """`outcomes` of begin_push's servers by name: None (proved to have `version`: into the rotation) or why not
+        (restarted, counted, noted). Raises RolloutError where all have failed.
+        """
+        return self._call("end_push", (version, outcomes), on_poll)
 
     def close(self) -> None:
         """Ends the child and all that it started. May be called twice."""
