@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -16,7 +15,7 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, push_weights
+from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.tracking.journal import Journal
@@ -43,6 +42,7 @@ class Trainer:
         self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
         self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
+        self.pusher = WeightPusher(policy, rollout, coordinator)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
@@ -134,13 +134,7 @@ class Trainer:
 
     def _push(self, version: int) -> PushReport:
         self._say_phase("reshard")
-        check = self.coordinator.check
-        report = push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=check)
-        if self._leads:
-            self.coordinator.announce(f"pushed-{version}")
-        else:
-            self.coordinator.wait(f"pushed-{version}", f"the server to load the weights of step {version}", math.inf)
-        return report
+        return self.pusher.push(version, on_poll=self.coordinator.check)
 
     def _shared(self, key, what, make):
         """What `make` gives on rank 0, on every rank, however long it takes there."""

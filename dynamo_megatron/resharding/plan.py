@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
-    HF_EMBEDDING,
-    HF_HEAD,
     OUTPUT_LAYER,
     expert_number,
     huggingface_names,
@@ -25,8 +25,7 @@ from dynamo_megatron.models.mapping import (
     is_sharded,
     parameter_names,
 )
-
-ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # a server cuts their columns, other matrices' rows
+from dynamo_megatron.models.server_layout import server_shard
 
 
 @dataclass(frozen=True)
@@ -137,20 +136,10 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> I
 def floor_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
     """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart.
 
-    Key and value heads fewer than ranks are held more than once, and so are norms, biases of them, and routers.
+    Key and value heads fewer than ranks are held more than once, and so are norms and routers.
     """
     total = 0
     for name, shape in huggingface_shapes(spec).items():
-        total += math.prod(shape) * _copies(spec, name, tp)
+        whole = torch.empty(shape, device="meta")
+        total += sum(server_shard(spec, name, whole, rank, tp).numel() for rank in range(tp))
     return total * itemsize
-
-
-def _copies(spec: ModelSpec, name: str, tp: int) -> int:
-    """How often a server of `tp` ranks holds each value of a tensor."""
-    if name in (HF_EMBEDDING, HF_HEAD) or name.endswith(ROW_PARALLEL) or is_expert(name):
-        return 1
-    if ".k_proj." in name or ".v_proj." in name:
-        return max(1, tp // spec.num_query_groups)
-    if ".q_proj." in name or name.endswith(("gate_proj.weight", "up_proj.weight")):
-        return 1
-    return tp

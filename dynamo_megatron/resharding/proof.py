@@ -102,9 +102,7 @@ class ExpectedChecksums:
         for parameter in self._given:
             self._finish(parameter)
         missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
-        ranks = [
-            {p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)
-        ]
+        ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
         return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed), self._left_out)
 
     def _finish(self, parameter: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from dynamo_megatron.resharding.plan import Bucket
 from dynamo_megatron.resharding.server_api import close_session, open_session, set_version
 from dynamo_megatron.rollout.endpoint import Endpoint
 
@@ -30,8 +31,14 @@ class Transport(Protocol):
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """A sender: makes bucket `number` ready for all servers; returns the bytes written for all of them together."""
 
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        """Every rank, `len(buckets)` times a round: the servers to which it sends in this turn. In one turn a server
+        hears one rank, and in all turns every bucket once. `own`: this rank's bucket of the round."""
+
     def send(self, endpoint: Endpoint) -> int:
-        """A sender: the staged bucket to one server; returns the bytes sent to it alone."""
+        """The turn's bucket to one server; returns the bytes sent to it alone."""
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
         """Rank 0, after all buckets: the server runs the new weights under `version`, no cached prefix is left."""
@@ -44,6 +51,13 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Every rank, at the end of the run."""
+
+
+def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    """Senders go round the servers: at any time they are busy with different ones."""
+    if own is None:
+        return []
+    return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
 
 
 class Streamed:
@@ -61,6 +75,11 @@ class Streamed:
 
     def connect(self, endpoint: Endpoint) -> None:
         pass
+
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        return rotate(turn, buckets, own, endpoints)
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
         if endpoint.name in self._in_session:

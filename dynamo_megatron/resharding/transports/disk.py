@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.folder import empty_folder, write_bucket, write_companions
-from dynamo_megatron.resharding.plan import Plan
+from dynamo_megatron.resharding.plan import Bucket, Plan
 from dynamo_megatron.resharding.server_api import call, check_version
 from dynamo_megatron.rollout.endpoint import Endpoint
 
@@ -33,8 +33,13 @@ class DiskTransport:
         write_bucket(self._folder, number, tensors)
         return sum(tensor.nbytes for tensor in tensors.values())
 
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        return []
+
     def send(self, endpoint: Endpoint) -> int:
-        return 0
+        raise AssertionError("a server loads from disk when all is written")
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
         payload = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}

@@ -7,6 +7,7 @@ run (docs/resharding.md).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import time
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from dynamo_megatron.resharding.server_api import TRANSFER_TIMEOUT, ServerError, call, request
 from dynamo_megatron.resharding.threads import Call
@@ -55,7 +56,7 @@ class GroupTransport(Streamed):
             "backend": self._backend,
         }
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
-        group = self._join(store, name, size, theirs)
+        group = self._join(store, name, size)
         theirs.result()
         self._groups[endpoint.name] = endpoint, name, group
 
@@ -100,17 +101,15 @@ class GroupTransport(Streamed):
 
     def close(self) -> None:
         for endpoint, name, group in self._groups.values():
-            try:
+            with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
                 request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
-            except ServerError:
-                pass  # it is gone, and its end of the group with it
             dist.destroy_process_group(group)
         self._groups.clear()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _join(self, store: dist.TCPStore, name: str, size: int, theirs: Call) -> dist.ProcessGroup:
+    def _join(self, store: dist.TCPStore, name: str, size: int) -> dist.ProcessGroup:
         """As sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the same."""
         group, _ = _new_process_group_helper(
             size,
@@ -121,6 +120,7 @@ class GroupTransport(Streamed):
             group_name=name,
             timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
         )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
 
 
