@@ -181,7 +181,7 @@ def run_layout(name: str, cases: list[dict[str, Any]], model: Path, folder: Path
     return json.loads((folder / "found.json").read_text())
 
 
-def start_servers(model: Path, folder: Path, first_gpu: int | None) -> tuple[list[SGLangServer], list[Endpoint]]:
+def start_servers(model: Path, folder: Path, first_gpu: int | None) -> list[SGLangServer]:
     """A server of every size of SERVER_TP, one after the other on the GPUs from `first_gpu` on (None: the CPU)."""
     servers, gpu = [], first_gpu
     for number, tp in enumerate(SERVER_TP):
@@ -190,14 +190,15 @@ def start_servers(model: Path, folder: Path, first_gpu: int | None) -> tuple[lis
             arguments, gpu = ["--base-gpu-id", str(gpu)], gpu + tp
         config = RolloutConfig(tp=tp, memory_fraction=0.2, server_args=arguments, start_timeout=900)
         log = folder / f"server-{number}.log"
-        servers.append(SGLangServer(config, ModelConfig(path=str(model), dtype="bfloat16"), log))
+        place = {"name": f"server-{number}", "slot": number, "slots": len(SERVER_TP)}
+        servers.append(SGLangServer(config, ModelConfig(path=str(model), dtype="bfloat16"), log, **place))
         servers[-1].start()
 
     async def ready() -> None:
         await asyncio.gather(*(server.wait_ready() for server in servers))
 
     asyncio.run(ready())
-    return servers, [Endpoint(f"server-{i}", 1, s.url, SERVER_TP[i], "") for i, s in enumerate(servers)]
+    return servers
 
 
 def main() -> None:
@@ -225,12 +226,12 @@ def main() -> None:
             if largest + sum(SERVER_TP) <= gpus:
                 groups.append((largest, ("nccl",), arguments.layouts))
         for first_gpu, transports, layouts in groups:
-            servers, endpoints = start_servers(model, folder, first_gpu)
+            servers = start_servers(model, folder, first_gpu)
             try:
                 for name in layouts:
                     cases = [
-                        {"transport": transport, "endpoint": dataclasses.asdict(endpoint)}
-                        for endpoint in endpoints
+                        {"transport": transport, "endpoint": dataclasses.asdict(server.endpoint)}
+                        for server in servers
                         for transport in transports
                     ]
                     place = folder / f"{transports[0]}-{name.replace(' ', '')}"

@@ -31,6 +31,7 @@ from dynamo_megatron.resharding.transports.ipc import IpcTransport
 from dynamo_megatron.resharding.transports.tensor import TensorTransport
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 T = TypeVar("T")
@@ -70,8 +71,8 @@ class WeightPusher:
     def push(self, version: int, on_poll: Callable[[], None] | None = None) -> PushReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
 
-        `on_poll` is called on every rank while it waits for servers, and may raise. Raises RolloutError where no server
-        is left, OSError where the disk is full.
+        `on_poll` is called on every rank while it waits for servers, and may raise. Raises PushNeeded, on every rank,
+        where none took them but some will be back; RolloutError; OSError where the disk is full.
         """
         self._pushes += 1
         start = time.monotonic()
@@ -88,17 +89,23 @@ class WeightPusher:
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in sorted(expected.items())}
         sent = sum(self._layout.gather(under_way.sent))
 
-        def settle() -> PushReport:
+        def settle() -> PushReport | PushNeeded:
             self._on_servers(under_way, lambda e: self._transport.finish(e, version), on_poll)
             proving = time.monotonic()
             self._prove(under_way, sums, on_poll)
             proof_seconds = time.monotonic() - proving
-            self._rollout.end_push(version, {e.name: under_way.failed.get(e.name) for e in endpoints}, on_poll)
+            try:
+                self._rollout.end_push(version, {e.name: under_way.failed.get(e.name) for e in endpoints}, on_poll)
+            except PushNeeded as needed:  # for all ranks
+                return needed
             end = time.monotonic()
             floor = sum(floor_bytes(self._policy.spec, e.tp, self._itemsize) for e in endpoints)
             return PushReport(end - start, end - paused, proof_seconds, sent, floor)
 
-        return self._from_rank_0("end", settle)
+        report = self._from_rank_0("end", settle)
+        if isinstance(report, PushNeeded):
+            raise report
+        return report
 
     def close(self) -> None:
         self._transport.close()

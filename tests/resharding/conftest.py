@@ -15,7 +15,6 @@ import pytest
 
 from dynamo_megatron.config import ModelConfig
 from dynamo_megatron.config_rollout import RolloutConfig
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server import SGLangServer
 
 JOB = Path(__file__).with_name("push_job.py")
@@ -23,14 +22,16 @@ JOB = Path(__file__).with_name("push_job.py")
 
 @pytest.fixture(scope="session")
 def start_servers():
-    """start(model, dtype, tps, folder) -> (servers, endpoints): one server of so many ranks for each of `tps`."""
+    """start(model, dtype, tps, folder) -> servers: one of so many ranks for each of `tps`, up, server-0 and so on."""
     started = []
 
-    def start(model: Path, dtype: str, tps: Sequence[int], folder: Path) -> tuple[list[SGLangServer], list[Endpoint]]:
+    def start(model: Path, dtype: str, tps: Sequence[int], folder: Path, **options) -> list[SGLangServer]:
         servers = []
         for number, tp in enumerate(tps):
             config = RolloutConfig(tp=tp, start_timeout=400)
-            server = SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), folder / f"server-{number}.log")
+            place = {"name": f"server-{number}", "slot": number, "slots": len(tps)} | options
+            log = folder / f"{place['name']}-{place.get('incarnation', 1)}.log"
+            server = SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), log, **place)
             started.append(server)
             server.start()
             servers.append(server)
@@ -39,7 +40,7 @@ def start_servers():
             await asyncio.gather(*(server.wait_ready() for server in servers))
 
         asyncio.run(ready())
-        return servers, [Endpoint(f"server-{i}", 1, s.url, tps[i], "") for i, s in enumerate(servers)]
+        return servers
 
     yield start
     for server in started:
@@ -48,12 +49,12 @@ def start_servers():
 
 @pytest.fixture(scope="session")
 def run_pushes():
-    """run(folder, model=..., dtype=..., endpoints=..., layouts=..., transports=..., pushes=...) -> pushes as seen by
+    """run(folder, model=..., dtype=..., servers=..., layouts=..., transports=..., pushes=...) -> pushes as seen by
     rank 0, by layout's name. The ranks' output is in the folder."""
 
-    def run(folder: Path, *, endpoints: Sequence[Endpoint], layouts: dict[str, tuple[int, dict]], **job) -> dict:
+    def run(folder: Path, *, servers: Sequence[SGLangServer], layouts: dict[str, tuple[int, dict]], **job) -> dict:
         folder.mkdir()
-        job |= {"endpoints": [dataclasses.asdict(e) for e in endpoints], "out": str(folder)}
+        job |= {"endpoints": [dataclasses.asdict(s.endpoint) for s in servers], "out": str(folder)}
         job["model"] = str(job["model"])
         job["layouts"] = [
             {"name": name, "ranks": ranks, "parallel": parallel, "first_version": 1000 * i}

@@ -176,7 +176,7 @@ def run_layout(job: dict, case: dict) -> None:
 
 
 def run_kill(job: dict, case: dict) -> None:
-    """In the second push server-1 (process group job["kill"]) dies after the first bucket; in the fourth it is back."""
+    """In the second push server-1 (processes job["kill"]) dies after the first bucket; in the fourth it is back."""
     ranks = Ranks(job, case)
     (transport,) = job["transports"]
     pusher = ranks.pusher(transport)
@@ -184,7 +184,8 @@ def run_kill(job: dict, case: dict) -> None:
 
     def kill_first(number, *arguments):
         if number == 1 and ranks.rank == 0 and len(ranks.seen) == 1:
-            os.killpg(job["kill"], signal.SIGKILL)
+            for pid in job["kill"]:
+                os.kill(pid, signal.SIGKILL)
         send_round(number, *arguments)
 
     with mock.patch.object(pusher, "_round", kill_first):
