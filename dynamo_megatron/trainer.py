@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -11,12 +10,12 @@ from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.collection import Collector
 from dynamo_megatron.config import Config
-from dynamo_megatron.coordination import READY, Coordinator, StopRequested
+from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, push_weights
+from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -46,7 +45,8 @@ class Trainer:
         self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
         self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
-        self.resources, self.pushes = ResourceMeter(), 0
+        self.pusher = WeightPusher(policy, rollout, coordinator)
+        self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
         self.start = self.checkpoints.resume()
@@ -138,22 +138,11 @@ class Trainer:
     def _push(self, version: int) -> PushReport:
         """Where not one server takes the weights, once more to those that were restarted."""
         self._say_phase("reshard")
-        coordinator, what = self.coordinator, f"the servers to load the weights of step {version}"
         for _ in range(PUSHES):
-            self.pushes += 1
-            key, said = f"pushed-{self.pushes}", READY
             try:
-                report = push_weights(
-                    self.policy, self.rollout, version, self.output / "push", on_poll=coordinator.check
-                )
-            except PushNeeded as needed:  # on rank 0
+                return self.pusher.push(version, on_poll=self.coordinator.check)
+            except PushNeeded as needed:
                 said = str(needed)
-            if self._leads:
-                coordinator.announce(key, said)
-            else:
-                said = coordinator.wait(key, what, math.inf)
-            if said == READY:
-                return report
         raise RolloutError(f"{PUSHES} pushes in a row reached no server: {said}")
 
     def _served(self, key, what, make, version):
