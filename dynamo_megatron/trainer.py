@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
-from dynamo_megatron.collection import Collector
+from dynamo_megatron.collection import Collector, collect
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.push import PushReport, push_weights
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -64,11 +62,8 @@ class Trainer:
                 self.coordinator.step = step
                 clock = Clock()
                 clock.seconds["save"] = self.checkpoints.take_waited()
-                collect = functools.partial(self._collect, step, clock)
-                batch = self._shared(f"step-{step}", f"the rollouts of step {step}", collect)
-                self._say_phase("logprobs")
+                batch, stats = collect(step, policy, self.coordinator, self.collector, clock)
                 with clock("logprobs"):
-                    stats = policy.token_stats(batch)
                     reference = policy.reference_logprobs(batch)
                 self._say_phase("update")
                 with clock("update"):
@@ -77,13 +72,13 @@ class Trainer:
                 pushed = self._push(version=step)
                 resources = self.layout.gather(self.resources.sample())
                 if self._leads:
-                    kl = reference is not None
+                    kl, collected = reference is not None, self.collector.collected
                     metrics = step_metrics(
-                        step, self.collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
+                        step, collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
                     )
                     metrics |= resource_metrics(resources, self.output)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)
-                    self.journal.step(metrics, line, self.collected.allocation_rows())
+                    self.journal.step(metrics, line, collected.allocation_rows())
                 self.checkpoints.reached(step)
                 finished = self._look(step)
                 every = config.checkpoint.every
@@ -104,11 +99,6 @@ class Trainer:
             self.journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
-
-    def _collect(self, step: int, clock: Clock) -> TrainBatch:
-        with clock("generate"):
-            batch, self.collected = self.collector.collect(step, self.coordinator.check_stop)
-        return batch
 
     def _look(self, step: int) -> str | None:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.models.server_layout import server_layout, server_shard
+from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.resharding.tensor_hash import Sha256, TileHash
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -49,6 +49,7 @@ class ExpectedChecksums:
 
     def __init__(self, spec: ModelSpec, tp_size: int, device: str, layers: Collection[int] | None = None):
         self._spec, self._tp_size, self._hash = spec, tp_size, HASHES[device]
+        check_server_parallel(spec, tp_size, device)
         layout = server_layout(spec, tp_size)
         self._left_out = [i for i in range(spec.num_layers) if layers is not None and i not in layers]
         self._places = {name: p for name, p in layout.places.items() if layer_of(name) not in self._left_out}
@@ -102,9 +103,7 @@ class ExpectedChecksums:
         for parameter in self._given:
             self._finish(parameter)
         missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
-        ranks = [
-            {p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)
-        ]
+        ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
         return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed), self._left_out)
 
     def _finish(self, parameter: str) -> None:

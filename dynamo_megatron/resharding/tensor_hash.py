@@ -1,4 +1,4 @@
-"""The two 64-bit hashes of SGLang's weights_checker (0.5.23), reproduced: a server on a CPU uses one, on a GPU the other.
+"""The two 64-bit hashes of SGLang's weights_checker (0.5.23): a server on a CPU uses one, on a GPU the other.
 
 `Sha256` is the start of SHA-256 over the bytes. `TileHash` (SGLang's Triton kernel gpu_tensor_hash) sums mixed 32-bit
 words over tiles of 8192, mixes each tile's sums and adds the tiles: parts may come in any order and from any rank.

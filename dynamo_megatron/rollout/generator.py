@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, SGLangClient
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -98,6 +99,12 @@ class Generator:
         now = time.monotonic()
         times = {"generate": now - started, "reward_tail": now - self._last_response}
         return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes)
+
+    async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
+        named = set(rollout_ids)
+        for rollout in self._store.finished(step):
+            if rollout.rollout_id in named:
+                self._store.append(dataclasses.replace(rollout, status="rejected"))
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[ProblemResult]:
         samples = self._config.eval.samples
@@ -192,11 +199,11 @@ class Generator:
         """What an interrupted run left of these positions of the step; the file keeps nothing else of them."""
         found = self._store.finished(step)
         here = [r for r in found if position_of(r.group_id) in positions]
-        kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
+        kept, why = {}, {"failed": 0, "rejected": 0, "of another prompt": 0, "of another weight version": 0}
         for rollout in here:
             prompt = wanted.get(rollout.rollout_id)
-            if rollout.status == "failed":
-                why["failed"] += 1
+            if rollout.status in NOT_TRAINED:
+                why[rollout.status] += 1
             elif (
                 prompt is None
                 or rollout.prompt_id != prompt.prompt_id

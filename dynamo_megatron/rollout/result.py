@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
+import numpy as np
+
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 
@@ -27,8 +29,8 @@ class RolloutResult:
     """The rollouts of one step.
 
     `batch` has those that can be trained on, by (prompt position, rollout index). `counts`: requested = completed +
-    truncated + aborted (timed out, or ended by the engine) + failed; reused, reward_timeouts and reward_errors count
-    among these. `times`: seconds. `notes`: what the user should read, one line each.
+    truncated + aborted (timed out, or ended by the engine) + failed + rejected; reused, reward_timeouts and
+    reward_errors count among these. `times`: seconds. `notes`: what the user should read, one line each.
     """
 
     batch: RolloutBatch
@@ -41,17 +43,26 @@ class RolloutResult:
         cls, rollouts: Sequence[Rollout], *, reused: int = 0, times: dict[str, float], notes: list[str]
     ) -> RolloutResult:
         """`rollouts`: one for each request, in batch order."""
-        outcomes = Counter(OUTCOMES[r.finish_reason] for r in rollouts)
+        outcomes = Counter("rejected" if r.status == "rejected" else OUTCOMES[r.finish_reason] for r in rollouts)
         statuses = Counter(r.status for r in rollouts)
         counts = {
             "requested": len(rollouts),
-            **{outcome: outcomes[outcome] for outcome in OUTCOMES.values()},
+            **{outcome: outcomes[outcome] for outcome in (*OUTCOMES.values(), "rejected")},
             "reused": reused,
             "reward_timeouts": statuses["reward_timeout"],
             "reward_errors": statuses["reward_error"],
         }
-        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])
+        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status not in NOT_TRAINED])
         return cls(batch, counts, times, notes)
+
+    def without(self, rejected: Collection[int], notes: Sequence[str]) -> RolloutResult:
+        """With the rollouts `rejected` (indices in the batch) counted as such and no longer in the batch."""
+        counts = Counter(self.counts)
+        for i in rejected:
+            counts[OUTCOMES[self.batch.finish_reasons[i]]] -= 1
+            counts["rejected"] += 1
+        kept = np.setdiff1d(np.arange(len(self.batch.rollout_ids)), list(rejected)).astype(np.int64)
+        return RolloutResult(self.batch.take(kept), dict(counts), self.times, [*self.notes, *notes])
 
     @classmethod
     def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:

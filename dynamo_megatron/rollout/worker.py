@@ -106,6 +106,10 @@ class RolloutWorker:
         """Loads a Hugging Face folder into the server; returns seconds. Later rollouts carry `version`."""
         return self._call("update_weights", (str(folder), version), on_poll)
 
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+        """Marks rollouts of the step as rejected, in the record of the run."""
+        self._call("reject", (step, list(rollout_ids)), on_poll)
+
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
 
