@@ -100,6 +100,7 @@ def step_metrics(
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,
         "rollout/failed": result.counts["failed"] / requested,
+        "rollout/rejected": result.counts["rejected"] / requested,
         "rollout/reused": result.counts["reused"] / requested,
         "rollout/zero_variance_groups": 1 - teaching / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()),
