@@ -36,6 +36,9 @@ class Serving:
                 cause = str(needed)
         raise RolloutError(f"{TRIES} pushes in a row reached no server; {cause}")
 
+    def close(self) -> None:
+        self._pusher.close()
+
     def ask(self, key: str, what: str, make: Callable[[], T], version: int) -> T:
         """What `make`, which asks the servers, gives on rank 0, on every rank, however long it takes there.
 
