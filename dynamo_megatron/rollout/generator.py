@@ -38,6 +38,7 @@ class Generator:
         self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
+        self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -60,6 +61,8 @@ class Generator:
             await self._fleet_run
 
     async def begin_push(self, version: int) -> list[Endpoint]:
+        if self._fleet_run.done():
+            await self._fleet_run  # raises why nobody looks after the servers any more
         return await self._fleet.begin_push(version)
 
     async def end_push(self, version: int, outcomes: dict[str, str | None]) -> None:
@@ -100,7 +103,10 @@ class Generator:
         limit = self._config.rollout.step_deadline
         deadline = None if limit is None else self._begun[1] + limit
         sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
-        await sampling.run()
+        try:
+            await sampling.run()
+        finally:
+            self._count(sampling.uses)
         if deadline is not None and time.monotonic() >= deadline:
             self._check_share(step, rollouts.values(), sampling.uses)
         for status in ("reward_timeout", "reward_error"):
@@ -108,15 +114,19 @@ class Generator:
                 notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
         if errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
-        uses, said = self._fleet.report()
-        for server, use in sampling.uses.items():
-            uses.setdefault(server, ServerUse()).add(use)
+        happened, said = self._fleet.report()
+        self._count(happened)
+        uses, self._uses = self._uses, {}
         notes += [f"step {step}: {note}" for note in said]
         now = time.monotonic()
         times = {"generate": now - started, "reward_tail": now - last_response, "tail": tail_seconds(sampling.finished)}
         return RolloutResult.of(
             {name: rollouts[name] for name in wanted}, reused=reused, times=times, notes=notes, uses=uses
         )
+
+    def _count(self, uses: dict[str, ServerUse]) -> None:
+        for server, use in uses.items():
+            self._uses.setdefault(server, ServerUse()).add(use)
 
     def _check_share(self, step: int, rollouts: Collection[Accounted], uses: dict[str, ServerUse]) -> None:
         """Raises RolloutError where the step's deadline came before enough rollouts did."""
