@@ -128,6 +128,7 @@ class Collector:
             why = [note.removeprefix(f"step {self._step}: ") for note in sampled.notes[-1:]]
             requested = sampled.counts["requested"]
             raise RolloutError("; ".join([f"step {self._step}: none of {requested} rollouts can be trained on", *why]))
+        sampled.check_accounts(int(sum(a.counts.sum() for a in self._allocations)))
         self.collected = Collected(self._allocations, sampled, self._stream.epoch, self._stream.skipped)
         trained = np.flatnonzero(teaches) if sampling and teaches.any() else np.arange(len(teaches))
         batch = TrainBatch.build(sampled.batch.take(trained), self._config)
@@ -149,52 +150,57 @@ class Collector:
         self._sampled += len(batch.rollout_ids)
         if not found:
             return
-        servers = ", ".join(f"{n} of {name}" for name, n in Counter(batch.servers[i] for i in found).items() if name)
-        first, why = next(iter(found.items()))
+        names = [batch.rollout_ids[i] for i in found]
+        by_server = Counter(self._results[-1].outcomes[name].server or "no server" for name in names)
+        servers = ", ".join(f"{n} of {server}" for server, n in sorted(by_server.items()))
         share = 1 - sum(map(len, self._kept)) / self._sampled
         note = (
-            f"step {step}: {len(found)} of {len(batch.rollout_ids)} rollouts rejected{servers and f' ({servers})'}; "
-            f"the first, {batch.rollout_ids[first]}: {why}"
+            f"step {step}: {len(found)} of {len(batch.rollout_ids)} rollouts rejected ({servers}); "
+            f"the first, {names[0]}: {next(iter(found.values()))}"
         )
-        self._rollout.reject(step, [batch.rollout_ids[i] for i in found], on_poll)
+        self._rollout.reject(step, names, on_poll)
         if share > proof.max_rejected_share:
             raise RolloutError(
                 f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
                 "step: what sampled them is not the policy (docs/proof.md)"
             )
-        self._results[-1] = self._results[-1].without(list(found), [note])
+        self._results[-1] = self._results[-1].rejecting(names)
+        self._results[-1].notes.append(note)
 
 
 def collect(
-    step: int, policy: Policy, coordinator: Coordinator, collector: Collector | None, clock: Clock
+    step: int,
+    policy: Policy,
+    collector: Collector | None,
+    served: Callable[[str, str, Callable[[], Any]], Any],
+    coordinator: Coordinator,
+    clock: Clock,
 ) -> tuple[TrainBatch, ResponseStats]:
     """The batch of `step` and the policy's statistics of it, on every rank; `collector` on rank 0, None elsewhere.
 
-    The statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
+    `served(key, what, make)` is what `make` gives on rank 0, on every rank; asked again where it raises PushNeeded. The
+    statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
     Raises as `Collector` does, and StopRequested.
     """
-    host, mini_batches = policy.layout.host, policy.config.algorithm.loss.mini_batches
-    what = f"the rollouts of step {step}"
+    what, mini_batches = f"the rollouts of step {step}", policy.config.algorithm.loss.mini_batches
     rounds: list[RolloutBatch] = []
     chosen: Chosen | None = None
     if collector is not None:
         collector.begin(step)
     while chosen is None:
-        number = len(rounds)
+        key = f"{step}-{len(rounds)}"
         with clock("generate"):
             if collector is not None:
                 collector.draw()
-            sample = partial(Collector.sample, collector, coordinator.check_stop)
-            rounds.append(coordinator.from_rank_0(f"rollouts-{step}-{number}", what, sample, host))
+            rounds.append(served(f"rollouts-{key}", what, partial(Collector.sample, collector, coordinator.check_stop)))
         with clock("logprobs"):
             stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))
             judge = partial(Collector.judge, collector, stats.logprobs.numpy(), coordinator.check)
-            chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, host)
+            chosen = served(f"batch-{key}", what, judge)
     sampled = rounds[0] if len(rounds) == 1 else RolloutBatch.join(rounds)
     whole = len(chosen.members) == len(sampled.rollout_ids)
-    batch = TrainBatch(
-        sampled if whole else sampled.take(chosen.members), chosen.advantages, chosen.mini_batch, chosen.weights
-    )
+    rollouts = sampled if whole else sampled.take(chosen.members)
+    batch = TrainBatch(rollouts, chosen.advantages, chosen.mini_batch, chosen.weights)
     if len(rounds) > 1 or not whole:
         with clock("logprobs"):
             stats = policy.token_stats(batch.rollouts, batch.mini_batches)

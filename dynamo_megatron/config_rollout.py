@@ -22,6 +22,13 @@ class ProofConfig(Section):
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a step's rollouts; above: the run stops
 
 
+class SyncConfig(Section):
+    """How weights get to the servers after every step (docs/resharding.md)."""
+
+    transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
+    bucket_bytes: Positive = 512 << 20  # sent at once; of memory a sending rank needs about three times as much
+
+
 class RolloutConfig(Section):
     engine: Literal["sglang", "recorded"] = "sglang"
     recorded: str | None = None  # a run's folder, for engine "recorded"
@@ -47,6 +54,7 @@ class RolloutConfig(Section):
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     proof: ProofConfig = ProofConfig()
+    sync: SyncConfig = SyncConfig()
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
     @model_validator(mode="after")

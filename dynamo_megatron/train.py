@@ -101,7 +101,10 @@ class TrainJob(Job):
             self.output.take_over(self._trainer.start)
 
     def run(self) -> None:
-        self._trainer.run()
+        try:
+            self._trainer.run()
+        finally:
+            self._trainer.pusher.close()
 
     def close(self) -> None:
         super().close()

@@ -30,7 +30,7 @@ from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.records import RolloutBatch  # noqa: E402
-from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
+from dynamo_megatron.resharding.folder import write_huggingface  # noqa: E402
 
 
 def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:
@@ -63,8 +63,6 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
         weight_versions=np.zeros((len(rows), 2), np.int64),
-        finish_reasons=["stop"] * len(rows),
-        servers=[""] * len(rows),
     )
 
 

@@ -34,8 +34,6 @@ def metrics(**algorithm) -> dict[str, float]:
         rewards=np.array([0.0, 1.0]),
         successes=np.array([False, True]),
         weight_versions=np.zeros((2, 2), np.int64),
-        finish_reasons=["stop", "stop"],
-        servers=["", ""],
     )
     names = ("requested", "reward_timeouts", "reward_errors", "truncated", "aborted", "failed", "rejected", "reused")
     result = SimpleNamespace(counts=dict.fromkeys(names, 0), batch=rollouts)
