@@ -25,7 +25,7 @@ def rollouts(workspace, tiny_model) -> list[Rollout]:
     rng, made = np.random.default_rng(0), []
     problems = [json.loads(line) for line in (workspace / "problems.jsonl").read_text().splitlines()]
     for step in range(1, STEPS + 1):
-        for i, problem in enumerate(problems):
+        for i, problem in enumerate([*problems, *problems]):  # an epoch that ends in the step draws some twice
             prompt = tokenizer.encode(problem["problem"] + "\n")
             responses = rng.integers(5, 100, (GROUP, RESPONSE))
             tokens = torch.tensor([prompt + r.tolist() for r in responses])
