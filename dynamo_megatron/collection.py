@@ -23,6 +23,7 @@ from dynamo_megatron.records import RolloutBatch
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_metrics import Clock
 
@@ -95,7 +96,7 @@ class Collector:
 
     def sample(self, on_poll: Callable[[], None]) -> RolloutBatch:
         """Rollouts of the prompts drawn, perhaps none. `on_poll` is called while servers generate; what it raises ends
-        the wait."""
+        the wait. Raises PushNeeded: then it may be called again."""
         on_poll()
         progress = self._journal.progress
         progress.phase("generate", int(self._counts.sum()))
@@ -150,57 +151,52 @@ class Collector:
         self._sampled += len(batch.rollout_ids)
         if not found:
             return
-        names = [batch.rollout_ids[i] for i in found]
-        by_server = Counter(self._results[-1].outcomes[name].server or "no server" for name in names)
-        servers = ", ".join(f"{n} of {server}" for server, n in sorted(by_server.items()))
+        servers = ", ".join(f"{n} of {name}" for name, n in Counter(batch.servers[i] for i in found).items() if name)
+        first, why = next(iter(found.items()))
         share = 1 - sum(map(len, self._kept)) / self._sampled
         note = (
-            f"step {step}: {len(found)} of {len(batch.rollout_ids)} rollouts rejected ({servers}); "
-            f"the first, {names[0]}: {next(iter(found.values()))}"
+            f"step {step}: {len(found)} of {len(batch.rollout_ids)} rollouts rejected{servers and f' ({servers})'}; "
+            f"the first, {batch.rollout_ids[first]}: {why}"
         )
-        self._rollout.reject(step, names, on_poll)
+        self._rollout.reject(step, [batch.rollout_ids[i] for i in found], on_poll)
         if share > proof.max_rejected_share:
             raise RolloutError(
                 f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
                 "step: what sampled them is not the policy (docs/proof.md)"
             )
-        self._results[-1] = self._results[-1].rejecting(names)
-        self._results[-1].notes.append(note)
+        self._results[-1] = self._results[-1].without(list(found), [note])
 
 
 def collect(
-    step: int,
-    policy: Policy,
-    collector: Collector | None,
-    served: Callable[[str, str, Callable[[], Any]], Any],
-    coordinator: Coordinator,
-    clock: Clock,
+    step: int, policy: Policy, coordinator: Coordinator, serving: Serving, collector: Collector | None, clock: Clock
 ) -> tuple[TrainBatch, ResponseStats]:
     """The batch of `step` and the policy's statistics of it, on every rank; `collector` on rank 0, None elsewhere.
 
-    `served(key, what, make)` is what `make` gives on rank 0, on every rank; asked again where it raises PushNeeded. The
-    statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
+    The statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
     Raises as `Collector` does, and StopRequested.
     """
-    what, mini_batches = f"the rollouts of step {step}", policy.config.algorithm.loss.mini_batches
+    host, mini_batches = policy.layout.host, policy.config.algorithm.loss.mini_batches
+    what = f"the rollouts of step {step}"
     rounds: list[RolloutBatch] = []
     chosen: Chosen | None = None
     if collector is not None:
         collector.begin(step)
     while chosen is None:
-        key = f"{step}-{len(rounds)}"
+        number = len(rounds)
         with clock("generate"):
             if collector is not None:
                 collector.draw()
-            rounds.append(served(f"rollouts-{key}", what, partial(Collector.sample, collector, coordinator.check_stop)))
+            sample = partial(Collector.sample, collector, coordinator.check_stop)
+            rounds.append(serving.ask(f"rollouts-{step}-{number}", what, sample, version=step - 1))
         with clock("logprobs"):
             stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))
             judge = partial(Collector.judge, collector, stats.logprobs.numpy(), coordinator.check)
-            chosen = served(f"batch-{key}", what, judge)
+            chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, host)
     sampled = rounds[0] if len(rounds) == 1 else RolloutBatch.join(rounds)
     whole = len(chosen.members) == len(sampled.rollout_ids)
-    rollouts = sampled if whole else sampled.take(chosen.members)
-    batch = TrainBatch(rollouts, chosen.advantages, chosen.mini_batch, chosen.weights)
+    batch = TrainBatch(
+        sampled if whole else sampled.take(chosen.members), chosen.advantages, chosen.mini_batch, chosen.weights
+    )
     if len(rounds) > 1 or not whole:
         with clock("logprobs"):
             stats = policy.token_stats(batch.rollouts, batch.mini_batches)

@@ -1,6 +1,5 @@
 """Dynamic sampling: groups that teach nothing are replaced, recorded and replayed like all others."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -71,6 +70,15 @@ class Answering:
                 )
                 self.store.append(rollouts[-1])
         return RolloutResult.of(rollouts, times={"generate": 1.0}, notes=[])
+
+
+def failed(step, prompts, counts, first) -> RolloutResult:
+    rollouts = [
+        Rollout(rollout_id(group_id(step, p), k), "g", "p", step, [], [], [], [], "error", 0.0, False, {}, "failed")
+        for p, n in enumerate(counts, first)
+        for k in range(n)
+    ]
+    return RolloutResult.of(rollouts, times={}, notes=["step 1: 32 of 32 rollouts failed; the first: x"])
 
 
 @pytest.fixture
@@ -148,15 +156,7 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
     class Failing(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            if first == 0:
-                return result
-            nothing = {"tokens": [], "response_mask": [], "engine_logprobs": [], "finish_reason": "error"}
-            failed = [
-                dataclasses.replace(r, **nothing, status="failed")
-                for r in self.store.finished(step)
-                if r.rollout_id in result.outcomes
-            ]
-            return RolloutResult.of(failed, times={"generate": 1.0}, notes=["failed"])
+            return result if first == 0 else failed(step, prompts, counts, first)
 
     batch, collected = batch_of(collector(300, 2, Failing(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
@@ -165,11 +165,9 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
 def test_a_step_without_a_response_is_an_error_that_says_why(collector):
     class Silent:
         def generate(self, step, prompts, counts, on_poll, on_count, first):
-            return RolloutResult.of(
-                [], times={"generate": 1.0}, notes=["step 1: 32 of 32 rollouts failed; the first: x"]
-            )
+            return failed(step, prompts, counts, first)
 
-    with pytest.raises(RolloutError, match=r"none of 0 rollouts can be trained on; 32 of 32 rollouts failed"):
+    with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
         batch_of(collector(30, 2, Silent())[0], 1)
 
 
@@ -185,7 +183,7 @@ def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path)
     class Without(Answering):
         def generate(self, *arguments):
             result = super().generate(*arguments)
-            return result.rejecting(result.batch.rollout_ids[::3])
+            return result.without(range(0, len(result.batch.rollout_ids), 3), [])
 
     policy = {"logprobs": lambda rollouts: np.full(len(rollouts.engine_logprobs), -1.0, np.float32)}
     garbled, without = Garbled(RolloutStore(tmp_path / "a")), Without(RolloutStore(tmp_path / "b"))
@@ -200,9 +198,7 @@ def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path)
         assert counts == seen.result.counts and counts["requested"] == counts["completed"] + counts["rejected"]
     assert set(garbled.rejected) and not without.rejected
     note = collected.result.notes[0]
-    assert note.startswith(
-        "step 2: 11 of 32 rollouts rejected (11 of no server); the first, 000002-0000-000: logprobs 1 nats from"
-    )
+    assert note.startswith("step 2: 11 of 32 rollouts rejected; the first, 000002-0000-000: logprobs 1 nats from")
 
 
 @pytest.mark.parametrize("share", [0.25, 0.4])
@@ -217,6 +213,6 @@ def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
     if share == 0.4:
         assert batch_of(stale, 1)[1].result.counts["rejected"] == 11
         return
-    said = r"step 1: 11 of 32 rollouts rejected .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
+    said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
     with pytest.raises(RolloutError, match=said):
         batch_of(stale, 1)

@@ -31,7 +31,7 @@ from dynamo_megatron.resharding.proof import (
 )
 from dynamo_megatron.resharding.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.resharding.threads import for_each
-from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
+from dynamo_megatron.resharding.transports import Machine, choose_transport
 from dynamo_megatron.resharding.transports.base import Transport
 from dynamo_megatron.resharding.transports.disk import DiskTransport
 from dynamo_megatron.resharding.transports.group import GroupTransport
@@ -222,7 +222,6 @@ class WeightPusher:
         if name == "disk":
             return DiskTransport(self._policy, self.plan, Path(self._policy.config.output_dir) / "push")
         if name == "ipc":
-            check_ipc(self._config)
             return IpcTransport(self._layout)
         return GroupTransport(name, self._layout.device if name == "nccl" else torch.device("cpu"))
 

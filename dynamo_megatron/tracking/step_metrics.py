@@ -13,6 +13,7 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
+from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 
 if TYPE_CHECKING:  # names only: this room does not depend on the others
     from dynamo_megatron.collection import Collected
@@ -107,6 +108,7 @@ def step_metrics(
         "rollout/weight_version_max": int(sampled.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
         "rollout/logprob_gap_mean": _mean(gap),
+        **fleet_metrics(result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),

@@ -63,6 +63,8 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
         weight_versions=np.zeros((len(rows), 2), np.int64),
+        finish_reasons=["stop"] * len(rows),
+        servers=[""] * len(rows),
     )
 
 

@@ -42,6 +42,8 @@ def rollouts() -> RolloutBatch:
         rewards=rewards,
         successes=rewards > 0,
         weight_versions=np.zeros((len(names), 2), np.int64),
+        finish_reasons=["stop"] * len(names),
+        servers=[""] * len(names),
     )
 
 
