@@ -74,6 +74,7 @@ class WeightPusher:
         hosts = len(set(self._layout.gather(socket.gethostname())))
         self._transport = self._make(choose_transport(self._config, Machine(torch.cuda.is_available(), hosts)))
         self._connected: set[Endpoint] = set()
+        self._endpoints: list[Endpoint] = []
         self._known: set[Endpoint] = set()  # of the last push
         self._pushes = 0
 
@@ -87,6 +88,7 @@ class WeightPusher:
         start = time.monotonic()
         endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_poll))
         paused = time.monotonic()
+        self._endpoints = endpoints
         if not endpoints:
             return PushReport()
         under_way = _Push(endpoints)
@@ -119,6 +121,11 @@ class WeightPusher:
         if isinstance(report, PushNeeded):
             raise report
         return report
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """The servers that the last push began with."""
+        return self._endpoints
 
     def close(self) -> None:
         self._transport.close()
