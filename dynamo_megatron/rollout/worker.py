@@ -100,6 +100,10 @@ class RolloutWorker:
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
 
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+        """Marks rollouts of the step as rejected, in the record of the run."""
+        self._call("reject", (step, list(rollout_ids)), on_poll)
+
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
 
