@@ -38,11 +38,12 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         rid = (await request.json())["rid"]
         self.asked.append(rid)
+        number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
             await asyncio.sleep(0.01)
-            made = self.behaviour(rid, len(self.asked)) if self.behaviour else None
+            made = self.behaviour(rid, number) if self.behaviour else None
             if asyncio.iscoroutine(made):
                 made = await made
             return made if made is not None else web.json_response(reply(rid))
