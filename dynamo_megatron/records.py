@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json
+
+NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
 
 
 @dataclass
@@ -41,7 +43,8 @@ class Rollout:
     `weight_versions` are (version, start, end) spans over the response tokens.
     `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
     the engine) or "error" (the server refused it).
-    `status`: "ok", "reward_timeout", "reward_error" or "failed" (no response came; not trained on).
+    `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
+    weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
     """
 
     rollout_id: str
@@ -57,9 +60,10 @@ class Rollout:
     success: bool
     reward_parts: dict[str, float]
     status: str = "ok"
+    server: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
 
     @classmethod
     def from_json(cls, line: str) -> Rollout:
@@ -111,6 +115,8 @@ class RolloutBatch(Sequences):
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
     weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
+    finish_reasons: list[str]
+    servers: list[str]  # their names
 
     @classmethod
     def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -120,7 +126,7 @@ class RolloutBatch(Sequences):
         return cls(
             **{
                 name: [x for b in batches for x in getattr(b, name)]
-                for name in ("prompt_ids", "rollout_ids", "group_ids")
+                for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
             },
             **{
                 name: np.concatenate([getattr(b, name) for b in batches])
@@ -145,6 +151,8 @@ class RolloutBatch(Sequences):
             rewards=self.rewards[members],
             successes=self.successes[members],
             weight_versions=self.weight_versions[members],
+            finish_reasons=[self.finish_reasons[s] for s in members],
+            servers=[self.servers[s] for s in members],
         )
 
     @classmethod
@@ -171,4 +179,6 @@ class RolloutBatch(Sequences):
             rewards=np.asarray([r.reward for r in rollouts], np.float64),
             successes=np.asarray([r.success for r in rollouts], bool),
             weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
+            finish_reasons=[r.finish_reason for r in rollouts],
+            servers=[r.server for r in rollouts],
         )

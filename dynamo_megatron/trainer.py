@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
-from dynamo_megatron.collection import Collector
+from dynamo_megatron.collection import Collector, collect
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, push_weights
+from dynamo_megatron.resharding.memory import MemoryTurns, memory_metrics
+from dynamo_megatron.resharding.push import WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.server import takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.metrics import log_line
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
@@ -45,6 +45,9 @@ class Trainer:
         self.layout, self.output = policy.layout, Path(config.output_dir)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
+        self.turns = MemoryTurns(policy, say) if takes_turns(config.rollout) else None
+        pusher = WeightPusher(policy, rollout, coordinator)
+        self.serving = Serving(pusher, coordinator, self.layout.host, say, self.turns)
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
         self.start = self.checkpoints.resume()
 
@@ -54,7 +57,8 @@ class Trainer:
         if self._leads:
             self.journal.open(self.start)
             self._say_premises()
-        self._push(version=self.start)
+        self._say_phase("reshard")
+        self.serving.push(self.start)
         try:
             self._save()  # makes up for an export that a kill cut off
             finished = self._look(self.start)
@@ -64,26 +68,27 @@ class Trainer:
                 self.coordinator.step = step
                 clock = Clock()
                 clock.seconds["save"] = self.checkpoints.take_waited()
-                collect = functools.partial(self._collect, step, clock)
-                batch = self._shared(f"step-{step}", f"the rollouts of step {step}", collect)
-                self._say_phase("logprobs")
+                batch, stats = collect(step, policy, self.coordinator, self.serving, self.collector, clock)
                 with clock("logprobs"):
-                    stats = policy.token_stats(batch)
                     reference = policy.reference_logprobs(batch)
                 self._say_phase("update")
                 with clock("update"):
                     lr = config.learning_rate(step)
                     updates = [policy.update(batch, mini, stats, reference, lr) for mini in batch.mini_batches]
-                pushed = self._push(version=step)
+                self._say_phase("reshard")
+                pushed = self.serving.push(step)
                 resources = self.layout.gather(self.resources.sample())
+                moved = self.layout.gather(self.turns.report()) if self.turns is not None else None
                 if self._leads:
-                    kl = reference is not None
+                    kl, collected = reference is not None, self.collector.collected
                     metrics = step_metrics(
-                        step, self.collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
+                        step, collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
                     )
                     metrics |= resource_metrics(resources, self.output)
+                    if moved is not None:
+                        metrics |= memory_metrics(moved)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)
-                    self.journal.step(metrics, line, self.collected.allocation_rows())
+                    self.journal.step(metrics, line, collected.allocation_rows())
                 self.checkpoints.reached(step)
                 finished = self._look(step)
                 every = config.checkpoint.every
@@ -93,6 +98,7 @@ class Trainer:
             self._save()
             self.checkpoints.settle()
             raise
+        self.serving.memory("save")
         self.checkpoints.export_final()
 
     def _say_premises(self) -> None:
@@ -104,11 +110,6 @@ class Trainer:
             self.journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
-
-    def _collect(self, step: int, clock: Clock) -> TrainBatch:
-        with clock("generate"):
-            batch, self.collected = self.collector.collect(step, self.coordinator.check_stop)
-        return batch
 
     def _look(self, step: int) -> str | None:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""
@@ -123,28 +124,16 @@ class Trainer:
             # Asked also of an evaluation from before a kill, which may have come between it and its export.
             return journal.finished(), due and journal.best(step)
 
-        finished, best = self._shared(f"look-{step}", f"the evaluation of step {step}", judge)
+        finished, best = self.serving.ask(f"look-{step}", f"the evaluation of step {step}", judge, version=step)
         if best:
+            self.serving.memory("save")
             self.checkpoints.export_best()
         return finished
 
     def _save(self) -> None:
         self._say_phase("save")
+        self.serving.memory("save")
         self.checkpoints.save()
-
-    def _push(self, version: int) -> PushReport:
-        self._say_phase("reshard")
-        check = self.coordinator.check
-        report = push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=check)
-        if self._leads:
-            self.coordinator.announce(f"pushed-{version}")
-        else:
-            self.coordinator.wait(f"pushed-{version}", f"the server to load the weights of step {version}", math.inf)
-        return report
-
-    def _shared(self, key, what, make):
-        """What `make` gives on rank 0, on every rank, however long it takes there."""
-        return self.coordinator.from_rank_0(key, what, make, self.layout.host)
 
     def _say_phase(self, name: str, total: int | None = None) -> None:
         if self._leads:

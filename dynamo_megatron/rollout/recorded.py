@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
-from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.result import Accounted, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -37,12 +38,21 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.wait_ready(on_poll)
 
-    def update_weights(self, folder: str, version: int, on_poll: Callable[[], None] | None = None) -> float:
-        return 0.0 if self._evaluator is None else self._evaluator.update_weights(folder, version, on_poll)
+    def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
+        return [] if self._evaluator is None else self._evaluator.begin_push(version, on_poll)
+
+    def end_push(
+        self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
+    ) -> None:
+        if self._evaluator is not None:
+            self._evaluator.end_push(version, outcomes, on_poll)
 
     def close(self) -> None:
         if self._evaluator is not None:
             self._evaluator.close()
+
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+        """Nothing to do: the record stays as it is, and a replay of it rejects them again."""
 
     def generate(
         self,
@@ -87,4 +97,6 @@ class RecordedRollouts:
                     )
                 name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
-        return RolloutResult.of(rollouts, times={"generate": time.monotonic() - started}, notes=[])
+        return RolloutResult.of(
+            {r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": time.monotonic() - started}, notes=[]
+        )

@@ -1,0 +1,70 @@
+"""Rollouts that are not what they are said to be, in a recorded run: no weight, group or statistic learns from them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dynamo_megatron.records import Rollout
+
+RESPONSE = 12  # tokens of every recorded response
+
+
+def asked_for(rollout: Rollout) -> str:
+    """The problem, the step and the index of a recorded rollout."""
+    return f"{rollout.prompt_id}/{rollout.step}/{rollout.rollout_id[-3:]}"
+
+
+def garble(rollout: Rollout) -> Rollout:
+    """Garbage, an old weight version and NaN, one of each in step 1 and garbage in step 2."""
+    match asked_for(rollout):
+        case "problem-0/1/001" | "problem-2/2/000":
+            return dataclasses.replace(rollout, engine_logprobs=[-0.1] * RESPONSE)
+        case "problem-1/1/000":
+            return dataclasses.replace(rollout, weight_versions=[(0, 0, 4), (3, 4, RESPONSE)])
+        case "problem-3/1/001" | "problem-0/2/001":
+            return dataclasses.replace(rollout, engine_logprobs=[float("nan")] * RESPONSE)
+    return rollout
+
+
+def left_out(rollout: Rollout) -> Rollout:
+    return rollout if garble(rollout) is rollout else dataclasses.replace(rollout, status="rejected")
+
+
+def rows(output: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (output / name).read_text().splitlines()]
+
+
+def test_they_are_rejected_counted_and_explained(replay):
+    code, text, output = replay("garbled", garble)
+    assert code == 0, text[-3000:]
+    metrics = rows(output, "metrics.jsonl")
+    assert metrics[0]["rollout/rejected"] > 0 and all(m["rollout/logprob_gap_max"] < 0.1 for m in metrics)
+    assert "rollouts rejected (" in text and "of server-" in text
+
+
+@pytest.mark.full
+def test_training_is_as_if_they_had_not_come(replay):
+    runs = [replay("as-garbled", garble), replay("as-left-out", left_out)]
+    assert all(code == 0 for code, *_ in runs), [text[-2000:] for _, text, _ in runs]
+    one, other = (output for *_, output in runs)
+    timeless = [
+        [{k: v for k, v in m.items() if not k.startswith(("time/", "throughput/", "resources/"))} for m in metrics]
+        for metrics in (rows(one, "metrics.jsonl"), rows(other, "metrics.jsonl"))
+    ]
+    assert timeless[0] == timeless[1] and rows(one, "allocation.jsonl") == rows(other, "allocation.jsonl")
+    weights = [
+        {n: t for f in sorted((o / "hf").glob("*.safetensors")) for n, t in load_file(f).items()} for o in (one, other)
+    ]
+    assert weights[0].keys() == weights[1].keys() and all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
+
+
+@pytest.mark.full
+def test_too_many_end_the_run_with_one_line(replay):
+    code, text, _ = replay("over", garble, "rollout.proof.max_rejected_share=0.01")
+    assert code == 1
+    last = text.strip().splitlines()[-1]
+    assert "rollouts rejected" in last and "more than rollout.proof.max_rejected_share (0.01)" in last
