@@ -14,7 +14,6 @@ from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
-RESUMABLE = 75
 DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
     "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
@@ -152,7 +151,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     adopt_rank(os.environ)
     if "RANK" in os.environ:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save yet
-            signal.signal(number, lambda *_: os._exit(RESUMABLE))
+            signal.signal(number, lambda *_: os._exit(75))
     config, origins = compose(*_files_and_keys(options.config + rest))
     if options.command == "train":
         from dynamo_megatron.train import TrainJob as Job

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
-RESUMABLE = 75  # the exit code
 BEAT_EVERY = 2.0  # seconds
 POLL_EVERY = 0.02  # seconds
 
@@ -141,21 +140,22 @@ class Coordinator:
         self._store.set(key, value)
 
     def wait(self, key: str, what: str, timeout: float) -> str:
-        """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for.
-
-        Where this rank was asked to stop, rank 0 learns of it here.
-        """
+        """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for."""
         deadline = time.monotonic() + timeout
         while not self._store.check([key]):
             self.check()
-            try:
-                self.stop.check()
-            except StopRequested as stopped:
-                self.announce(STOP, f"{stopped} on rank {self.rank}")
+            self.pass_on_stop()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
             time.sleep(POLL_EVERY)
         return self._store.get(key).decode()
+
+    def pass_on_stop(self) -> None:
+        """For the other ranks: rank 0 learns of it where this one was asked to stop."""
+        try:
+            self.stop.check()
+        except StopRequested as stopped:
+            self.announce(STOP, f"{stopped} on rank {self.rank}")
 
     # -- failure -------------------------------------------------------------------------------------------------
     def fail(self, message: str) -> str:
@@ -179,7 +179,7 @@ class Coordinator:
                     self._watch_store.set(HEARTBEAT, str(beats))
                     self._end_a_stalled_run()
                 elif self._watch_store.check([STALLED]):
-                    os._exit(RESUMABLE)
+                    os._exit(75)
                 elif self._watch_store.check([HEARTBEAT]) and (beat := self._watch_store.get(HEARTBEAT)) != last:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
@@ -202,7 +202,7 @@ class Coordinator:
             )
             self._watch_store.set(STALLED, "")
             time.sleep(2 * BEAT_EVERY)  # rank 0 serves the store: the others read it there
-            os._exit(RESUMABLE)
+            os._exit(75)
 
     def _end(self, message: str, grace: float) -> None:
         """The main thread has `grace` seconds to notice by itself; a rank stuck in a collective is ended."""
