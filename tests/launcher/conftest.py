@@ -80,12 +80,12 @@ class Cluster:
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def launch(self, folder: Path, *words: object) -> str:
+    def launch(self, folder: Path, *words: object, environment: dict[str, str]) -> str:
         """`dynamo-megatron launch slurm WORDS` in the folder; the job's id."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "dynamo_megatron.cli", "launch", "slurm", *map(str, words)],
             cwd=folder,
-            env=self.environment,
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=120,
@@ -117,7 +117,9 @@ class Cluster:
 
 def logs(output: Path) -> str:
     """The ends of all that a run's jobs have written."""
-    return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(output.rglob("logs/**/*")) if file.is_file())
+    return "\n".join(
+        f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(output.rglob("logs/**/*")) if file.is_file()
+    )
 
 
 def _cluster(accounting: bool):
