@@ -88,7 +88,7 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
 def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
     """SLURM gives the signal up to a minute early: how far each start gets is chance, what comes of it is not."""
     words = ("--time", "1", "--stop-before", "20", "--idle-restarts", "9")
-    job, output = launched(*words, code=SLOW.format(seconds=5))
+    job, output = launched(*words, code=SLOW.format(seconds=1.5))
     cluster.wait(job, output, timeout=500)
     assert int(cluster.field(job, "Restarts")) >= 1
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
@@ -97,7 +97,7 @@ def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
 
 @pytest.mark.full
 def test_preemption(cluster, launched, rows, same_weights):
-    job, output = launched()
+    job, output = launched(code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
     cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 2")
     cluster.wait(job, output)
@@ -108,7 +108,7 @@ def test_preemption(cluster, launched, rows, same_weights):
 
 @pytest.mark.full
 def test_a_node_that_goes_down(cluster, launched, rows, same_weights):
-    job, output = launched()
+    job, output = launched(code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 6, "six steps", output)
     cluster.tool("scontrol", "update", "nodename=n1", "state=DOWN", "reason=test")
     try:
