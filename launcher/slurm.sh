@@ -43,7 +43,7 @@ say "job $SLURM_JOB_ID, restart $restart, on $SLURM_JOB_NODELIST, ${before:-no c
 say "the ranks' logs: $logs"
 srun "${step[@]}" --nodes="$train_nodes" --ntasks=$((train_nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
   --nodelist="$(joined "${nodes[@]:0:train_nodes}")" --output="$pattern/rank-%t.log" "${train[@]}" \
-  2> >(tee "$logs/srun.log" >&2) &
+  2>"$logs/srun.log" &
 ranks=$!
 
 # SLURM asks this script to stop before the limit; srun passes it on, and the ranks save and exit 75.
@@ -61,6 +61,11 @@ while ((code > 128)) && kill -0 "$ranks" 2>/dev/null; do # a signal ended the wa
   wait "$ranks"
   code=$?
 done
+cat "$logs/srun.log" >&2
+if ((code > 128)); then # srun's is the largest: that of a rank that it killed, because another one had ended
+  ended=$(sed -n 's/^srun: error: .*: Exited with exit code \([0-9]*\)$/\1/p' "$logs/srun.log" | head -n 1)
+  code=${ended:-$code}
+fi
 [[ -z $servers ]] || { kill "$servers" && wait "$servers"; } 2>/dev/null
 
 ((code == 0)) && { say "done"; exit 0; }
