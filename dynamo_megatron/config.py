@@ -17,6 +17,7 @@ from dynamo_megatron.config_method import (
     RolloutCorrectionConfig,
     Section,
 )
+from dynamo_megatron.config_rollout import RolloutConfig
 from dynamo_megatron.user_code import SPEC
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -95,34 +96,6 @@ class ParallelConfig(Section):
             raise ValueError("sequence_parallel: needs tp above 1")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
-        return self
-
-
-class RolloutConfig(Section):
-    engine: Literal["sglang", "recorded"] = "sglang"
-    recorded: str | None = None  # a run's folder, for engine "recorded"
-    placement: Literal["colocated"] = "colocated"
-    servers: Literal[1] = 1
-    tp: Positive = 1
-    python: str | None = None  # the server's interpreter; None: this one
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None  # None: a free one
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: float = 1.0
-    max_new_tokens: Positive = 1024
-    stop: list[str] = []  # texts that end a response besides the end token
-    mode: Literal["sync"] = "sync"
-    concurrency: Positive = 256  # requests under way at once
-    timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds, per request
-    start_timeout: Annotated[float, Field(gt=0)] = 600.0  # seconds until the server answers
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
-    server_args: list[str] = []  # passed to sglang.launch_server as they are
-
-    @model_validator(mode="after")
-    def _sampling_contract(self) -> RolloutConfig:
-        if self.top_p != 1.0:
-            raise ValueError("top_p: training needs 1.0, since the engine's logprobs are of the full softmax")
-        if (self.engine == "recorded") != (self.recorded is not None):
-            raise ValueError("recorded: name a run's folder together with engine: recorded, and only then")
         return self
 
 

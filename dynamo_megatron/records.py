@@ -41,7 +41,8 @@ class Rollout:
     `weight_versions` are (version, start, end) spans over the response tokens.
     `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
     the engine) or "error" (the server refused it).
-    `status`: "ok", "reward_timeout", "reward_error" or "failed" (no response came; not trained on).
+    `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
+    weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
     """
 
     rollout_id: str
@@ -57,6 +58,7 @@ class Rollout:
     success: bool
     reward_parts: dict[str, float]
     status: str = "ok"
+    server: str = ""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)

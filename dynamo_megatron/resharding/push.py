@@ -7,9 +7,11 @@ folder loads in transformers as well.
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,15 @@ from dynamo_megatron.models import named_huggingface_tensors
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, INDEX, companion_files
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.rollout.endpoint import Endpoint
 
 FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory stays bounded
 
 
 class TakesWeights(Protocol):
-    def update_weights(self, folder: Path, version: int, on_poll: Callable[[], None] | None) -> float: ...
+    def begin_push(self, version: int, on_poll: Callable[[], None] | None) -> list[Endpoint]: ...
+
+    def end_push(self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,25 @@ def push_weights(
     """
     start = time.monotonic()
     written = write_huggingface(policy, folder)
-    pause = engine.update_weights(folder, version, on_poll) if engine is not None else 0.0
+    pause = 0.0
+    if engine is not None:
+        paused = time.monotonic()
+        endpoints = engine.begin_push(version, on_poll)
+        engine.end_push(version, {e.name: _load(e, folder, version) for e in endpoints}, on_poll)
+        pause = time.monotonic() - paused
     return PushReport(time.monotonic() - start, pause, written)
+
+
+def _load(endpoint: Endpoint, folder: Path, version: int) -> str | None:
+    payload = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    url = f"{endpoint.url}/update_weights_from_disk"
+    try:
+        request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
+        urllib.request.urlopen(request, timeout=600).close()
+    except (OSError, http.client.HTTPException) as error:
+        return str(error)
+    return None
 
 
 def export_huggingface(policy: Policy, folder: Path, step: int) -> None:

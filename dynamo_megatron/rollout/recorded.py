@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -37,8 +38,14 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.wait_ready(on_poll)
 
-    def update_weights(self, folder: str, version: int, on_poll: Callable[[], None] | None = None) -> float:
-        return 0.0 if self._evaluator is None else self._evaluator.update_weights(folder, version, on_poll)
+    def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
+        return [] if self._evaluator is None else self._evaluator.begin_push(version, on_poll)
+
+    def end_push(
+        self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
+    ) -> None:
+        if self._evaluator is not None:
+            self._evaluator.end_push(version, outcomes, on_poll)
 
     def close(self) -> None:
         if self._evaluator is not None:
