@@ -24,6 +24,8 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
     job = JobOptions.from_arguments(options)
     config = checked_config(files, keys, job.ranks)
+    if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
+        raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     refuse_secrets(script, keys, os.environ)

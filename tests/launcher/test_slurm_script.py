@@ -105,6 +105,8 @@ def test_what_sbatch_is_asked():
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
         (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
+        (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
+        (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
         (("optimizer.rate=1",), "unknown key optimizer.rate"),
         (("output_dir=a\\b",), "output_dir: "),
     ],
