@@ -50,7 +50,7 @@ def recipe(
     sweep: Sequence[str] = (),
 ) -> list[Task]:
     """The tasks of an experiment: one conversion, a training and an evaluation for each combination of the values that
-    `sweep` gives (key=value,value). Raises ConfigError."""
+    `sweep` gives (key=value,value). Raises ConfigError, for secrets too."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -73,6 +73,7 @@ def recipe(
         if "eval" in tasks:
             scores = ["--model", str(output), "--out", str(output / "scores")]
             found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
+    refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
     return found
 
 
@@ -187,11 +188,11 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
+    if job.nodes > 1 and not on_slurm:
+        raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
     config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
     tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
     executor = _slurm_executor(job, options) if on_slurm else run.LocalExecutor()
-    written = "".join(task.script for task in tasks) + (executor.setup_lines if on_slurm else "")
-    refuse_secrets(written, [*keys, *options.sweep], os.environ)
     built = experiment(job.name or Path(config.output_dir).name, tasks, executor)
     if job.dry_run:
         built.dryrun()

@@ -21,6 +21,7 @@ if [[ -n $env_file ]]; then
 fi
 export PYTHONUNBUFFERED=1
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer inherits it
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 # Where the ranks meet: on the first node, at a port that follows from the job and its restart, or the next free one.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -29,7 +30,8 @@ MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + restart) % 20000))
 while (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
 export MASTER_ADDR MASTER_PORT
 
-step=(--mpi=none --kill-on-bad-exit=1 --open-mode=append --overlap "${container[@]}")
+# A rank's servers and workers may use the cores of all its node's ranks: hence no binding.
+step=(--mpi=none --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append --overlap "${container[@]}")
 pattern=${logs//%/%%}
 
 servers=

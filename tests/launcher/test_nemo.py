@@ -60,8 +60,9 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--time", "1"), "--account: nemo-run needs it"),
+        (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--time", "10"), "--account: nemo-run needs it"),
         (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--account", "us"), "--time: nemo-run needs it"),
+        (("--nodes", "2", "--venv", "x"), "--nodes: goes with --executor slurm"),
         ((), "--venv: name the trainer's virtual environment"),
         (("--venv", "x", "--sweep", "optimizer.lr"), "--sweep: 'optimizer.lr' is not key=value,value"),
         (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),

@@ -101,6 +101,7 @@ def test_what_sbatch_is_asked():
     ("words", "message"),
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
+        (("--time", "5"), "--stop-before: 300 s before the end of --time 5 there is nothing left"),
         (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
         (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
@@ -167,3 +168,13 @@ def test_defaults_of_the_options():
     assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
     inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
     assert inside.python == "env/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("1", 60), ("1:30", 90), ("1:00:30", 3630), ("1-0", 86400), ("2-3:30", 185400), ("0-0:10:01", 601)],
+)
+def test_times_are_read_as_sbatch_reads_them(time, seconds):
+    JobOptions(time=time, stop_before=seconds - 1)
+    with pytest.raises(ConfigError, match="--stop-before"):
+        JobOptions(time=time, stop_before=seconds)
