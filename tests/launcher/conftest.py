@@ -235,7 +235,7 @@ def same_weights(undisturbed, rows):
     from safetensors.torch import load_file
 
     def compare(output: Path) -> None:
-        ours, theirs = ([*sorted((folder / "push").glob("*.safetensors"))] for folder in (output, undisturbed))
+        ours, theirs = ([*sorted((folder / "hf").glob("*.safetensors"))] for folder in (output, undisturbed))
         assert [file.name for file in ours] == [file.name for file in theirs] != []
         for a, b in zip(ours, theirs, strict=True):
             left, right = load_file(a), load_file(b)
