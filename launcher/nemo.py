@@ -8,12 +8,13 @@ trainer's interpreter. The experiment is also an entry point of nemo-run's own c
 
 # No `from __future__ import annotations`: nemo-run's factories evaluate what they return.
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fiddle
@@ -99,21 +100,22 @@ def _script(argv: Sequence[str]) -> str:
     return text
 
 
-def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> run.Experiment:
-    """The tasks with their dependencies, not started. On SLURM a task of one rank gets one node."""
+@contextlib.contextmanager
+def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
+    """nemo-run's context with the tasks and their dependencies in it, not started. On SLURM a task of one rank gets
+    one node. Raises ConfigError where nemo-run's own folder is one that it cannot work in."""
     if set(get_nemorun_home()) & set(" '\"\\$*"):
         raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
-    built = run.Experiment(_plain(name), executor=executor)
     ids: dict[str, str] = {}
-    with built:
+    with run.Experiment(_plain(name), executor=executor) as opened:
         for task in tasks:
             own = executor.clone()
             if task.one_rank and isinstance(own, run.SlurmExecutor):
                 own.nodes = own.ntasks_per_node = 1
             after = [ids[task.after]] if task.after else []
             script = run.Script(inline=task.script)
-            ids[task.name] = built.add(script, executor=own, name=task.name, dependencies=after)
-    return built
+            ids[task.name] = opened.add(script, executor=own, name=task.name, dependencies=after)
+        yield opened
 
 
 @run.cli.factory
@@ -175,8 +177,8 @@ def train(
         sweep: key=value,value for a training each.
     """
     files = config.split(",")
-    built = experiment("dynamo-megatron", recipe(files, keys, python, tasks.split(","), sweep), executor)
-    ctx.launch(built, sequential=isinstance(executor, run.LocalExecutor))
+    with experiment("dynamo-megatron", recipe(files, keys, python, tasks.split(","), sweep), executor) as opened:
+        ctx.launch(opened, sequential=isinstance(executor, run.LocalExecutor))
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -193,14 +195,14 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
     tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
     executor = _slurm_executor(job, options) if on_slurm else run.LocalExecutor()
-    built = experiment(job.name or Path(config.output_dir).name, tasks, executor)
-    if job.dry_run:
-        built.dryrun()
-        return 0
-    built.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
-    if options.detach:
-        return 0
-    states = {name: str(state["status"]) for name, state in built.status(return_dict=True).items()}
+    with experiment(job.name or Path(config.output_dir).name, tasks, executor) as opened:
+        if job.dry_run:
+            opened.dryrun()
+            return 0
+        opened.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
+        if options.detach:
+            return 0
+        states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
     for name, state in states.items():
         print(f"{name}: {state}", flush=True)
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
