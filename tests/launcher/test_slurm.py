@@ -87,8 +87,7 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
 @pytest.mark.full
 def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
     """SLURM gives the signal up to a minute early: how far each start gets is chance, what comes of it is not."""
-    words = ("--time", "1", "--stop-before", "20", "--idle-restarts", "9")
-    job, output = launched(*words, code=SLOW.format(seconds=1.5))
+    job, output = launched("--time", "2", "--stop-before", "20", code=SLOW.format(seconds=5))
     cluster.wait(job, output, timeout=500)
     assert int(cluster.field(job, "Restarts")) >= 1
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
