@@ -98,7 +98,7 @@ def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
 def test_preemption(cluster, launched, rows, same_weights):
     job, output = launched(code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
-    cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 2")
+    cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
     cluster.wait(job, output)
     assert cluster.field(job, "Restarts") == "1"
     assert "resumed from" in rank_log(output, job, 0)
@@ -126,7 +126,7 @@ def test_a_job_that_only_ever_stops_is_given_up(cluster, launched):
     for restart in (0, 1):
         said = f"job {job}, restart {restart}, on n[0-1], no checkpoint yet"
         cluster.wait_until(lambda said=said: log.is_file() and said in log.read_text(), said, output)
-        cluster.tool("scancel", "--batch", "--signal=USR1", job)  # before the ranks are up
+        cluster.tool("scancel", "--batch", "--signal=USR1", job)  # before the ranks are up, and before srun is
     cluster.wait(job, output, "FAILED")
     assert "stopped 2 times in a row without a new checkpoint: not requeued" in batch_log(output, job)
 
