@@ -1,6 +1,9 @@
 # ---- from here on every job is the same -------------------------------------------------------------------------
 
 set -uo pipefail
+asked=
+trap 'asked=USR1' USR1
+trap 'asked=TERM' TERM
 logs=$output/logs/slurm-$SLURM_JOB_ID
 mkdir -p "$logs"
 say() { echo "$(date '+%F %T') $*"; }
@@ -50,9 +53,6 @@ ranks=$!
 
 # SLURM asks this script to stop before the limit; srun passes it on, and the ranks save and exit 75. It is sent again and
 # again, since srun drops a signal that comes before the ranks are there.
-asked=
-trap 'asked=USR1' USR1
-trap 'asked=TERM' TERM
 said=
 while kill -0 "$ranks" 2>/dev/null; do
   if [[ -n $asked ]]; then

@@ -166,14 +166,18 @@ LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout
 
 @pytest.mark.full
 def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
-    """The server and the reward workers are rank 0's; the second half of the run is cancelled."""
+    """The server and the reward workers are rank 0's. SLURM sends USR1 to every process of the steps, which requeues
+    the job; the second run is cancelled."""
     shared_memory, before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.process_iter()}
-    job, output = launched(*LIVE, "trainer.steps=2")
+    job, output = launched(*LIVE, "trainer.steps=6", code=SLOW.format(seconds=1))
+    cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
+    cluster.tool("scancel", "--signal=USR1", job)
     cluster.wait(job, output)
-    assert [row["step"] for row in rows(output)] == [1, 2]
+    assert cluster.field(job, "Restarts") == "1"
+    assert [row["step"] for row in rows(output)] == [1, 2, 3, 4, 5, 6]
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     again, _ = launched(*LIVE, "trainer.steps=999")
-    cluster.wait_until(lambda: len(rows(output)) >= 4, "two more steps", output)
+    cluster.wait_until(lambda: len(rows(output)) >= 7, "one more step", output)
     ours = {p for p in psutil.process_iter() if p.pid not in before and p.environ().get("SLURM_JOB_ID") == again}
     assert len(ours) >= 6, "two ranks, rollout process, server and its children, reward worker"
     ports = {c.laddr.port for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
@@ -185,3 +189,13 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
     taken = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert not ports & taken
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.full
+def test_servers_on_a_node_of_their_own(cluster, launched, rows):
+    split = ("rollout.placement=split", "rollout.host=127.0.0.3", "--rollout-nodes", "1")
+    job, output = launched(*LIVE, *split, "--nodes", "1", "--ranks-per-node", "2", "trainer.steps=2")
+    cluster.wait(job, output)
+    assert [row["step"] for row in rows(output)] == [1, 2]
+    assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
+    assert (output / "logs" / f"slurm-{job}" / "servers-0.log").is_file()
