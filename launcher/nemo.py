@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -102,20 +103,31 @@ def _script(argv: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
-    """nemo-run's context with the tasks and their dependencies in it, not started. On SLURM a task of one rank gets
-    one node. Raises ConfigError where nemo-run's own folder is one that it cannot work in."""
+    """nemo-run's context with the tasks in it, not started: on SLURM with their dependencies, a task of one rank on one
+    node; on this machine to be run with `sequential`. Raises ConfigError where nemo-run's own folder is one that it
+    cannot work in."""
     if set(get_nemorun_home()) & set(" '\"\\$*"):
         raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
+    done = Path(get_nemorun_home(), "done", f"{_plain(name)}-{time.time_ns()}")
     ids: dict[str, str] = {}
     with run.Experiment(_plain(name), executor=executor) as opened:
         for task in tasks:
             own = executor.clone()
-            if task.one_rank and isinstance(own, run.SlurmExecutor):
-                own.nodes = own.ntasks_per_node = 1
-            after = [ids[task.after]] if task.after else []
-            script = run.Script(inline=task.script)
-            ids[task.name] = opened.add(script, executor=own, name=task.name, dependencies=after)
+            if isinstance(own, run.SlurmExecutor):
+                if task.one_rank:
+                    own.nodes = own.ntasks_per_node = 1
+                script, after = task.script, [ids[task.after]] if task.after else []
+            else:
+                script, after = _guarded(task, done), []
+            ids[task.name] = opened.add(run.Script(inline=script), executor=own, name=task.name, dependencies=after)
         yield opened
+
+
+def _guarded(task: Task, done: Path) -> str:
+    """nemo-run's local executor runs what depends on a failed task all the same."""
+    check = f"[ -e {done}/{task.after} ] || {{ echo '{task.after} has not succeeded' >&2; exit 1; }}\n"
+    marked = f"(\n{task.script})\ncode=$?\n[ $code -ne 0 ] || touch {done}/{task.name}\nexit $code\n"
+    return f"mkdir -p {done}\n{check if task.after else ''}{marked}"
 
 
 @run.cli.factory
