@@ -12,7 +12,7 @@ setup(
         "dynamo_megatron.launcher",
     ],
     package_dir={"dynamo_megatron.kernels": "kernels", "dynamo_megatron.launcher": "launcher"},
-    package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"]},
+    package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"], "dynamo_megatron.launcher": ["*.sh"]},
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[
         "torch>=2.10",
@@ -34,7 +34,6 @@ setup(
         "gpu": ["transformer-engine[pytorch]", "triton"],
         "sglang": ["sglang>=0.5.23"],
         "slurm": [],
-        "nemo": ["nemo-run==0.11.1", "leptonai>=0.26.6,<0.47"],
         "ray": ["ray>=2.60"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],

@@ -1,15 +1,17 @@
-"""The command line: `dynamo-megatron train | sft | serve | eval | convert | report | replay`."""
+"""The command line: `dynamo-megatron train | sft | serve | eval | convert | launch | report | replay`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
+from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -20,6 +22,11 @@ EXAMPLES = {
     "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
+    "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
+    "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first --nodes 4 --gpus-per-node 8 "
+    "--time 24:00:00",
+    "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first --executor slurm --nodes 4 "
+    "--gpus-per-node 8 --tasks convert,train,eval",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
@@ -82,6 +89,21 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
     )
+    launch = commands.add_parser("launch", help="start a training here, on a SLURM cluster or through nemo-run")
+    launchers = launch.add_subparsers(dest="launcher", required=True)
+    for name, help in (
+        ("launch local", "train with ranks on this machine, as `train` does"),
+        ("launch slurm", "write the sbatch script of a training and submit it; docs/launching.md"),
+        ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
+    ):
+        sub = command(name, help, launchers)
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+        if name == "launch local":
+            sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
+            continue
+        JobOptions.add_arguments(sub)
+        if name == "launch nemo":
+            add_nemo_arguments(sub)
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
@@ -129,6 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.launcher.slurm import adopt_rank
+
+    adopt_rank(os.environ)
+    if "RANK" in os.environ:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save yet
+            signal.signal(number, lambda *_: os._exit(75))
     config, origins = compose(*_files_and_keys(options.config + rest))
     if options.command == "train":
         from dynamo_megatron.train import TrainJob as Job
@@ -152,6 +180,23 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     return run_ranks(arguments, ranks)
+
+
+def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    words = options.config + rest
+    if options.launcher == "local":
+        return main(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
+    if options.launcher == "slurm":
+        from dynamo_megatron.launcher.slurm import launch
+    else:
+        try:
+            from dynamo_megatron.launcher.nemo import launch
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"nemo-run: this interpreter has no {error.name}; `make nemo` sets up .venv-nemo, whose "
+                "dynamo-megatron has it"
+            ) from None
+    return launch(options, *_files_and_keys(words))
 
 
 def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
@@ -218,6 +263,7 @@ _COMMANDS = {
     "serve": _serve,
     "eval": _eval,
     "convert": _convert,
+    "launch": _launch,
     "report": _report,
     "replay": _replay,
 }

@@ -169,7 +169,7 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.policy import Policy
 
         store = connect_store(config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop)
+        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
@@ -195,6 +195,7 @@ def run_rank(job: Job) -> int:
         if coordinator is not None:
             coordinator.close()
         job.close()
+        stop.ignore()
 
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:

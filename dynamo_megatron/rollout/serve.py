@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
-from dynamo_megatron.rollout.guard import die_with_parent
+from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 STOP_GRACE = 20.0  # seconds
@@ -59,7 +59,8 @@ class NodeServers:
     def __init__(self, config: Config, nodes: int, node: int):
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
-        self._process.start()
+        with keeping_usr1():
+            self._process.start()
 
     def close(self) -> None:
         """Ends the servers."""
