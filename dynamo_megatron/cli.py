@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train | sft | eval | convert | report | replay`."""
+"""The command line: `dynamo-megatron train | sft | preflight | eval | convert | report | replay`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
     "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
     "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
+    "preflight": "dynamo-megatron preflight my.yaml configs/methods/dynamo.yaml --ranks 8",
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
@@ -47,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
         )
+    sub = command("preflight", "check a configuration, this node and the server before a job waits for them")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
+    sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
+    sub.add_argument(
+        "--install", action="store_true", help="without a config: what this environment lacks, and what it would give"
+    )
     sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     sub.add_argument(
@@ -149,6 +157,23 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     return run_ranks(arguments, ranks)
 
 
+def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    words = options.config + rest
+    if options.install:
+        from dynamo_megatron.preflight.install import report
+
+        keys = _files_and_keys(words)
+        python = compose(*keys)[0].rollout.python if words else None
+        return report(python)
+    if not words:
+        raise ConfigError("preflight: name a config, or --install")
+    config, _ = compose(*_files_and_keys(words))
+    from dynamo_megatron.preflight.command import preflight
+    from dynamo_megatron.run import default_ranks
+
+    return preflight(config, options.ranks or default_ranks(config), with_server=not options.no_server)
+
+
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.evaluation.command import evaluate
 
@@ -198,6 +223,7 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 _COMMANDS = {
     "train": _train,
     "sft": _train,
+    "preflight": _preflight,
     "eval": _eval,
     "convert": _convert,
     "report": _report,

@@ -17,6 +17,8 @@ from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.preflight.machine_checks import check_ports
+from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
@@ -33,6 +35,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
+            check_ports(config)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {
@@ -47,6 +50,7 @@ class TrainJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path)
+        check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)
