@@ -45,6 +45,7 @@ def weights(subject: Subject) -> Iterator[Finding]:
 def round_trip(subject: Subject) -> Iterator[Finding]:
     """The first and the last layer from Hugging Face's tensors to the tensor-parallel shards and back, bit for bit."""
     spec, tp = subject.spec, subject.config.parallel.tp
+    spec.check_parallel(tp, 1)
     layers = sorted({0, spec.num_layers - 1})
     with open_weights(subject.config.model.path, spec) as folder:
         if not isinstance(folder, SafetensorsFolder):
