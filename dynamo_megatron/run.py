@@ -173,7 +173,7 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.policy import Policy
 
         store = connect_store(config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop)
+        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True

@@ -121,6 +121,8 @@ class SFTJob(Job):
                 box = [self._next(), self.journal.finished(), None]
             except StopRequested as stopped:
                 box[2] = str(stopped)
+        else:
+            self._coordinator.pass_on_stop()
         dist.broadcast_object_list(box, src=0, group=self._policy.layout.host)
         sequences, finished, stopped = box
         if stopped:
