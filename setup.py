@@ -39,6 +39,16 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],
         "data": ["pyarrow", "datasets"],
-        "test": ["hypothesis", "pytest", "pytest-timeout", "ruff", "tensorboard", "pyarrow", "datasets", "triton"],
+        "test": [
+            "hypothesis",
+            "pytest",
+            "pytest-timeout",
+            "ray>=2.60",
+            "ruff",
+            "tensorboard",
+            "pyarrow",
+            "datasets",
+            "triton",
+        ],
     },
 )

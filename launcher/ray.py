@@ -237,10 +237,10 @@ class Run:
             raise RunFailed(f"{placed.name} on {placed.address or placed.node}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
             text = " ".join(str(error).split())
-            found = re.search(r"(?:exit detail|The actor is dead because):? (.*?)(?:\. |$)", text)
+            detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             raise RunFailed(
-                f"{placed.name} on {placed.address or placed.node}: its actor died ({found[1] if found else text:.200}); "
-                "the same command goes on from the last checkpoint"
+                f"{placed.name} on {placed.address or placed.node}: its actor died "
+                f"({detail[1] if detail else text[:300]}); the same command goes on from the last checkpoint"
             ) from None
 
 
@@ -249,8 +249,8 @@ def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:
     wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
     free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
     return (
-        f"ray: no room for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower --ranks "
-        "or rollout.servers, or add nodes with `ray start`"
+        f"ray: no room for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
+        "--ranks or rollout.servers, or add nodes with `ray start`"
     )
 
 
