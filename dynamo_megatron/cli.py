@@ -61,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
     sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
     sub.add_argument(
-        "--install", action="store_true", help="without a config: what this environment lacks, and what it would give"
+        "--install",
+        action="store_true",
+        help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
     )
     sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
@@ -202,9 +204,8 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     if options.install:
         from dynamo_megatron.preflight.install import report
 
-        keys = _files_and_keys(words)
-        python = compose(*keys)[0].rollout.python if words else None
-        return report(python)
+        unset = {"model": {"path": "unset"}, "data": {"source": "unset"}, "output_dir": "unset"}
+        return report(compose(*_files_and_keys(words), defaults=unset)[0].rollout.python)
     if not words:
         raise ConfigError("preflight: name a config, or --install")
     config, _ = compose(*_files_and_keys(words))

@@ -21,7 +21,6 @@ PROGRAMS = {
     "srun": "SLURM: starts a task a rank",
     "enroot": "unprivileged containers, what pyxis runs",
     "apptainer": "unprivileged containers without pyxis",
-    "ray": "`launch ray` on a cluster of several nodes",
 }
 
 

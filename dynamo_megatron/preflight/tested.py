@@ -32,7 +32,7 @@ TRAINER = (
     Package("aiohttp", "3.14.5", None, "requests to the server and to reward services"),
     Package("math-verify", "0.9.0", None, "the reward `math`", needed=False),
     Package("reasoning_gym", "0.1.25", None, "procedural problems and the reward `reasoning_gym`", needed=False),
-    Package("triton", "3.9.0", "3.6", "the policy head's kernels (kernels.backend: torch does without)", gpu_only=True),
+    Package("triton", "3.9.0", None, "the policy head's kernels (kernels.backend: torch does without)", gpu_only=True),
     Package(
         "transformer-engine",
         None,
@@ -68,7 +68,7 @@ TRAINER = (
 )
 SERVER = (
     Package("sglang", "0.5.23", "0.5.23", "rollouts; older ones have another protocol for new weights"),
-    Package("torch", "2.13.0", None, "what SGLang runs on"),
+    Package("torch", None, None, "what SGLang runs on; its wheel pins the version"),
     Package("sglang-kernel", None, None, "SGLang's CUDA kernels", gpu_only=True),
     Package("flashinfer-python", None, None, "SGLang's attention on GPUs", needed=False, gpu_only=True),
 )
