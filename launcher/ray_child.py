@@ -6,13 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import ray
 
 
 class Child:
-    """A rank, or a server's node, as a child process under the guard: its process group ends with this process."""
+    """A rank, or a server's node, as a child process under the guard: it ends with this process."""
 
     def node(self) -> tuple[str, list[str], int, int]:
         """(address, GPUs that Ray gave to this actor, a free port, cores)."""
@@ -23,7 +24,8 @@ class Child:
 
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot, or None."""
-        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", *command]
+        temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove
+        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, *command]
         try:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
             with open(log, "ab") as file:

@@ -17,7 +17,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 
@@ -54,6 +54,29 @@ class Answering:
                 )
                 self.store.append(rollouts[-1])
         return RolloutResult.of(rollouts, times={"generate": 1.0}, notes=[])
+
+
+def failed(step, prompts, counts, first) -> RolloutResult:
+    rollouts = [
+        Rollout(
+            rollout_id(group_id(step, position), k),
+            "g",
+            prompt.prompt_id,
+            step,
+            [],
+            [],
+            [],
+            [],
+            "error",
+            0.0,
+            False,
+            {},
+            status="failed",
+        )
+        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
+        for k in range(n)
+    ]
+    return RolloutResult.of(rollouts, times={}, notes=["step 1: 32 of 32 rollouts failed; the first: x"])
 
 
 @pytest.fixture
@@ -131,7 +154,7 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
     class Failing(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            return result if first == 0 else RolloutResult.of([], times={"generate": 1.0}, notes=["failed"])
+            return result if first == 0 else failed(step, prompts, counts, first)
 
     batch, collected = collector(300, 2, Failing(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
@@ -140,9 +163,35 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
 def test_a_step_without_a_response_is_an_error_that_says_why(collector):
     class Silent:
         def generate(self, step, prompts, counts, on_poll, on_count, first):
-            return RolloutResult.of(
-                [], times={"generate": 1.0}, notes=["step 1: 32 of 32 rollouts failed; the first: x"]
-            )
+            return failed(step, prompts, counts, first)
 
-    with pytest.raises(RolloutError, match=r"none of 0 rollouts can be trained on; 32 of 32 rollouts failed"):
+    with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
         collector(30, 2, Silent())[0].collect(1, lambda: None)
+
+
+def test_a_step_goes_on_after_a_push_with_the_prompts_it_had(collector, tmp_path):
+    """The servers are lost in the first round and again in the second one."""
+
+    class Losing(Answering):
+        asked = 0
+
+        def generate(self, step, prompts, counts, on_poll, on_count, first):
+            self.asked += 1
+            if self.asked in (1, 3):
+                raise PushNeeded("server-0: signal 9")
+            return super().generate(step, prompts, counts, on_poll, on_count, first)
+
+    def collect(rollout) -> tuple:
+        collecting, lost = collector(300, 1, rollout)[0], 0
+        while True:
+            try:
+                return *collecting.collect(1, lambda: None), collecting.collect(2, lambda: None)[1], lost
+            except PushNeeded:
+                lost += 1
+
+    batch, collected, after, lost = collect(Losing(RolloutStore(tmp_path)))
+    plain, steady, after_steady, _ = collect(Answering(RolloutStore(tmp_path)))
+    assert lost == 2 and len(collected.allocations) == 2
+    assert list(collected.result.outcomes) == list(steady.result.outcomes)
+    np.testing.assert_array_equal(batch.rollouts.tokens, plain.rollouts.tokens)
+    assert after.result.batch.prompt_ids == after_steady.result.batch.prompt_ids

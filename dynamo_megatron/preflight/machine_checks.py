@@ -22,6 +22,8 @@ from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skippe
 from dynamo_megatron.preflight.model_checks import parameters
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
+from dynamo_megatron.rollout.fleet import training_nodes
+from dynamo_megatron.rollout.server import listening_address
 
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}  # a parameter, as it is trained, pushed and exported
 STATE_BYTES = 12  # a parameter's float32 master copy and Adam's two moments, in a checkpoint
@@ -42,16 +44,18 @@ def ports(subject: Subject) -> Iterator[Finding]:
 def check_ports(config: Config) -> None:
     """Raises ValueError where `rollout.port`, or a MASTER_PORT that is set, cannot be listened to here."""
     rollout = config.rollout
-    wanted = {}
+    wanted = []
     if rollout.port is not None and rollout.engine == "sglang" and rollout.placement == "colocated":
-        wanted[rollout.port] = "rollout.port: {}; free it, name another one, or leave the key out for a free one"
+        host, message = listening_address(rollout.host), "rollout.port: {}; free it, name another one, or leave it out"
+        here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
+        wanted += [(host, port, message) for port in here]
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
-        wanted[int(os.environ["MASTER_PORT"])] = "MASTER_PORT: {}; free it or set another one"
-    for port, message in wanted.items():
+        wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
+    for host, port, message in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("", port))
+                probe.bind((host, port))
             except OSError as error:
                 raise ValueError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
 

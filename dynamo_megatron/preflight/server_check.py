@@ -13,7 +13,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import SGLangServer
 
@@ -36,7 +36,7 @@ def server(subject: Subject) -> Iterator[Finding]:
     log = folder / "sglang.log"
     try:
         said = asyncio.run(_try(config, subject, log))
-    except (RolloutError, TimeoutError) as error:
+    except (RolloutError, ServerLost, TimeoutError) as error:
         kept = Path(tempfile.gettempdir()) / "preflight-sglang.log"
         shutil.copy(log, kept)
         raise ValueError(
@@ -52,15 +52,22 @@ async def _try(config: Config, subject: Subject, log: Path) -> str:
     layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
     arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
     rollout = config.rollout.model_copy(
-        update={"server_args": arguments, "port": None, "max_new_tokens": TOKENS, "concurrency": 4, "stop": []}
+        update={
+            "server_args": arguments,
+            "host": "127.0.0.1",
+            "port": None,
+            "max_new_tokens": TOKENS,
+            "concurrency": 4,
+            "stop": [],
+        }
     )
     ends = end_token_ids(config.model.path, subject.tokenizer)
     process = SGLangServer(rollout, config.model, log)
     process.start()
     try:
         await process.wait_ready()
-        async with SGLangClient(process.url, rollout, ends) as client:
-            await client.check()
+        async with open_session() as session:
+            client = SGLangClient(session, process.endpoint, rollout, ends)
             response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
     finally:
         process.stop()
