@@ -34,7 +34,6 @@ setup(
         "gpu": ["transformer-engine[pytorch]", "triton"],
         "sglang": ["sglang>=0.5.23"],
         "slurm": [],
-        "nemo": ["nemo-run==0.11.1", "leptonai>=0.26.6,<0.47"],
         "ray": ["ray>=2.60"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],

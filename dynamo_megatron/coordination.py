@@ -61,6 +61,12 @@ class StopFlag:
     def _set(self, number: int, _frame) -> None:
         self._number = number
 
+    def ignore(self) -> None:
+        """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python
+        dies of it while it shuts down."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
     def check(self) -> None:
         """Raises StopRequested."""
         if self._number is not None:

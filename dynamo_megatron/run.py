@@ -199,6 +199,7 @@ def run_rank(job: Job) -> int:
         if coordinator is not None:
             coordinator.close()
         job.close()
+        stop.ignore()
 
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.config_files import ConfigError
 
-TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
+TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,11 @@ class JobOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.time is not None and not TIME.fullmatch(self.time):
-            raise ConfigError(f"--time: {self.time!r} is none of minutes, HH:MM:SS, D-HH, D-HH:MM:SS")
+        if self.time is not None and _seconds(self.time) <= self.stop_before:
+            raise ConfigError(
+                f"--stop-before: {self.stop_before} s before the end of --time {self.time} there is nothing left to "
+                "train in; give more time or a smaller number"
+            )
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts: goes with --container-image")
         for option in self.sbatch:
@@ -125,6 +128,16 @@ class JobOptions:
         elif options.container_image is not None:
             given["python"] = "python3"
         return cls(**{**given, "sbatch": tuple(options.sbatch)})
+
+
+def _seconds(time: str) -> int:
+    """Of minutes, minutes:seconds, hours:minutes:seconds, and of days-hours with or without the rest."""
+    match = TIME.fullmatch(time)
+    if match is None:
+        raise ConfigError(f"--time: {time!r} is none of minutes, HH:MM:SS, D-HH, D-HH:MM:SS")
+    parts = [int(part) for part in (match["rest"] or time).split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:

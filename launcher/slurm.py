@@ -24,6 +24,8 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
     job = JobOptions.from_arguments(options)
     config = checked_config(files, keys, job.ranks)
+    if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
+        raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     refuse_secrets(script, keys, os.environ)
@@ -64,7 +66,10 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
             f"--container-workdir={folder}",
         ]
     commands = {"train": program(job.python, "train", words)}
-    commands["serve"] = program(job.python, "serve", words) if job.rollout_nodes else []
+    commands["serve"] = []
+    if job.rollout_nodes:
+        servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
+        commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
     variables = {
         "output": str(output),
         "env_file": os.path.abspath(job.env_file) if job.env_file else "",
@@ -118,6 +123,7 @@ def _sbatch_quote(value: str) -> str:
 def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
     """As the words of a bash array, those after the first so many on lines of their own."""
     words = [shlex.quote(word) for word in argv]
+    words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
     lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]
     return "(" + "\n  ".join(lines) + ("\n)" if len(lines) > 1 else ")")
 

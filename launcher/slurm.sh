@@ -21,6 +21,7 @@ if [[ -n $env_file ]]; then
 fi
 export PYTHONUNBUFFERED=1
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer inherits it
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 # Where the ranks meet: on the first node, at a port that follows from the job and its restart, or the next free one.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -29,7 +30,8 @@ MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + restart) % 20000))
 while (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
 export MASTER_ADDR MASTER_PORT
 
-step=(--mpi=none --kill-on-bad-exit=1 --open-mode=append --overlap "${container[@]}")
+# A rank's servers and workers may use the cores of all its node's ranks: hence no binding.
+step=(--mpi=none --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append --overlap "${container[@]}")
 pattern=${logs//%/%%}
 
 servers=
@@ -43,7 +45,7 @@ say "job $SLURM_JOB_ID, restart $restart, on $SLURM_JOB_NODELIST, ${before:-no c
 say "the ranks' logs: $logs"
 srun "${step[@]}" --nodes="$train_nodes" --ntasks=$((train_nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
   --nodelist="$(joined "${nodes[@]:0:train_nodes}")" --output="$pattern/rank-%t.log" "${train[@]}" \
-  2> >(tee "$logs/srun.log" >&2) &
+  2>"$logs/srun.log" &
 ranks=$!
 
 # SLURM asks this script to stop before the limit; srun passes it on, and the ranks save and exit 75.
@@ -61,6 +63,11 @@ while ((code > 128)) && kill -0 "$ranks" 2>/dev/null; do # a signal ended the wa
   wait "$ranks"
   code=$?
 done
+cat "$logs/srun.log" >&2
+if ((code > 128)); then # srun's is the largest: that of a rank that it killed, because another one had ended
+  ended=$(sed -n 's/^srun: error: .*: Exited with exit code \([0-9]*\)$/\1/p' "$logs/srun.log" | head -n 1)
+  code=${ended:-$code}
+fi
 [[ -z $servers ]] || { kill "$servers" && wait "$servers"; } 2>/dev/null
 
 ((code == 0)) && { say "done"; exit 0; }

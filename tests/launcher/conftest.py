@@ -80,12 +80,12 @@ class Cluster:
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def launch(self, folder: Path, *words: object) -> str:
+    def launch(self, folder: Path, *words: object, environment: dict[str, str]) -> str:
         """`dynamo-megatron launch slurm WORDS` in the folder; the job's id."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "dynamo_megatron.cli", "launch", "slurm", *map(str, words)],
             cwd=folder,
-            env=self.environment,
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=120,
@@ -235,7 +235,7 @@ def same_weights(undisturbed, rows):
     from safetensors.torch import load_file
 
     def compare(output: Path) -> None:
-        ours, theirs = ([*sorted((folder / "push").glob("*.safetensors"))] for folder in (output, undisturbed))
+        ours, theirs = ([*sorted((folder / "hf").glob("*.safetensors"))] for folder in (output, undisturbed))
         assert [file.name for file in ours] == [file.name for file in theirs] != []
         for a, b in zip(ours, theirs, strict=True):
             left, right = load_file(a), load_file(b)
