@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train | sft | preflight | eval | convert | launch | report | replay`."""
+"""The command line: `dynamo-megatron train | sft | preflight | plan | serve | eval | convert | launch | report | replay`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ EXAMPLES = {
     "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
     "preflight": "dynamo-megatron preflight my.yaml configs/methods/dynamo.yaml --ranks 8",
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
+    "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
     "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
@@ -65,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
     )
+    sub = command("serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="the configs and keys that `train` gets")
+    sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
+    sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
     sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     sub.add_argument(
@@ -237,6 +242,18 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     return launch(options, *_files_and_keys(words))
 
 
+def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    config, _ = compose(*_files_and_keys(options.config + rest))
+    if not 0 <= options.node < options.nodes:
+        raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
+    from dynamo_megatron.rollout.serve import serve
+
+    try:
+        return serve(config, options.nodes, options.node)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.evaluation.command import evaluate
 
@@ -287,6 +304,7 @@ _COMMANDS = {
     "train": _train,
     "sft": _train,
     "preflight": _preflight,
+    "serve": _serve,
     "eval": _eval,
     "convert": _convert,
     "launch": _launch,

@@ -61,6 +61,9 @@ class Job:
         """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises ValueError for bad input."""
         raise NotImplementedError
 
+    def prepare_node(self) -> None:
+        """The first rank of every node but rank 0's, before Megatron is imported: starts that node's processes."""
+
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
         raise NotImplementedError
@@ -161,6 +164,8 @@ def run_rank(job: Job) -> int:
         if rank == 0:
             job.check(int(os.environ["WORLD_SIZE"]))
             job.prepare(spec)
+        elif os.environ.get("LOCAL_RANK") == "0":
+            job.prepare_node()
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.serve import NodeServers
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -83,6 +85,12 @@ class TrainJob(Job):
         self.journal = Journal(config)
         self._rollout.start()
 
+    def prepare_node(self) -> None:
+        rollout = self.config.rollout
+        if rollout.engine == "sglang" and rollout.placement == "colocated":
+            ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
+
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.policy.backend import Fusions
@@ -105,7 +113,7 @@ class TrainJob(Job):
             coordinator,
             self._stream,
             self._allocator,
-            self._rollout,
+            self._rollout if leads else None,
             self._evaluation,
             self.journal,
         )
@@ -116,7 +124,7 @@ class TrainJob(Job):
         try:
             self._trainer.run()
         finally:
-            self._trainer.pusher.close()
+            self._trainer.serving.close()
 
     def close(self) -> None:
         super().close()

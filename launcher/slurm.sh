@@ -48,21 +48,23 @@ srun "${step[@]}" --nodes="$train_nodes" --ntasks=$((train_nodes * ranks_per_nod
   2>"$logs/srun.log" &
 ranks=$!
 
-# SLURM asks this script to stop before the limit; srun passes it on, and the ranks save and exit 75.
+# SLURM asks this script to stop before the limit; srun passes it on, and the ranks save and exit 75. It is sent again and
+# again, since srun drops a signal that comes before the ranks are there.
 asked=
-pass_on() {
-  asked=$1
-  say "SIG$1: the ranks save and stop"
-  kill -s USR1 "$ranks"
-}
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
+trap 'asked=USR1' USR1
+trap 'asked=TERM' TERM
+said=
+while kill -0 "$ranks" 2>/dev/null; do
+  if [[ -n $asked ]]; then
+    [[ -n $said ]] || say "SIG$asked: the ranks save and stop"
+    said=yes
+    kill -s USR1 "$ranks"
+  fi
+  sleep 2 &
+  wait $! # or until a signal comes
+done
 wait "$ranks"
 code=$?
-while ((code > 128)) && kill -0 "$ranks" 2>/dev/null; do # a signal ended the wait, not the ranks
-  wait "$ranks"
-  code=$?
-done
 cat "$logs/srun.log" >&2
 if ((code > 128)); then # srun's is the largest: that of a rank that it killed, because another one had ended
   ended=$(sed -n 's/^srun: error: .*: Exited with exit code \([0-9]*\)$/\1/p' "$logs/srun.log" | head -n 1)
@@ -90,9 +92,11 @@ if ((code == 75)) || { [[ -n $asked ]] && ((code > 128)); }; then
   exit 75
 fi
 
-# What went wrong: rank 0's last line names the rank that failed first, unless that one could tell nobody.
-first=$(tail -n 1 "$logs/rank-0.log" 2>/dev/null | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
-[[ -n $first ]] || first=$(sed -n 's/^srun: error: .*: tasks\{0,1\} \([0-9]*\).*/\1/p' "$logs/srun.log" | head -n 1)
+# What went wrong: a rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail.
+ended=$(sed '/Terminating StepId/,$d' "$logs/srun.log" | sed -n 's/^srun: error: .*: tasks\{0,1\} \([0-9]*\)/\1/p')
+first=$(grep -v 'Exited with exit code' <<<"$ended" | sed -n '1s/[^0-9].*//p')
+[[ -n $first ]] || first=$(tail -n 1 "$logs/rank-0.log" 2>/dev/null | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
+[[ -n $first ]] || first=$(sed -n '1s/[^0-9].*//p' <<<"$ended")
 say "failed (exit code $code)${first:+; the first to fail was rank $first}"
 grep '^srun: error: .*: tasks\{0,1\} ' "$logs/srun.log"
 for rank in $(printf '%s\n' 0 "$first" | sort -nu); do

@@ -12,23 +12,39 @@ from dynamo_megatron.collection import Collector
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 
 BATCH = 4
 
 
+def batch_of(collector: Collector, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
+    """(batch, Collected) of a step on rank 0, where the policy gives `logprobs` of each round's rollouts."""
+    collector.begin(step)
+    rounds, chosen = [], None
+    while chosen is None:
+        collector.draw()
+        rounds.append(collector.sample(lambda: None))
+        chosen = collector.judge(logprobs(rounds[-1]), lambda: None)
+    rollouts = RolloutBatch.join(rounds).take(chosen.members)
+    return TrainBatch(rollouts, chosen.advantages, chosen.mini_batch, chosen.weights), collector.collected
+
+
 class Answering:
     """Answers as a server would: prompt "p<i>" is always solved (i % 3 == 0), never (1), or every other time (2)."""
 
     def __init__(self, store: RolloutStore):
-        self.store = store
+        self.store, self.rejected = store, []
+
+    def reject(self, step, rollout_ids, on_poll):
+        self.rejected += rollout_ids
 
     def generate(self, step, prompts, counts, on_poll, on_count, first):
         rollouts = []
@@ -58,22 +74,8 @@ class Answering:
 
 def failed(step, prompts, counts, first) -> RolloutResult:
     rollouts = [
-        Rollout(
-            rollout_id(group_id(step, position), k),
-            "g",
-            prompt.prompt_id,
-            step,
-            [],
-            [],
-            [],
-            [],
-            "error",
-            0.0,
-            False,
-            {},
-            status="failed",
-        )
-        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
+        Rollout(rollout_id(group_id(step, p), k), "g", "p", step, [], [], [], [], "error", 0.0, False, {}, "failed")
+        for p, n in enumerate(counts, first)
         for k in range(n)
     ]
     return RolloutResult.of(rollouts, times={}, notes=["step 1: 32 of 32 rollouts failed; the first: x"])
@@ -81,13 +83,13 @@ def failed(step, prompts, counts, first) -> RolloutResult:
 
 @pytest.fixture
 def collector(tmp_path):
-    """make(prompts, rounds, rollout) -> (Collector, its config)."""
+    """make(prompts, rounds, rollout, **proof) -> (Collector, its config)."""
 
-    def make(prompts: int, rounds: int | None, rollout):
+    def make(prompts: int, rounds: int | None, rollout, **proof):
         config = Config(
             model={"path": "none"},
             data={"source": "none", "batch_prompts": BATCH},
-            rollout={"max_new_tokens": 4},
+            rollout={"max_new_tokens": 4, "proof": proof},
             algorithm={"dynamic_sampling": {"rounds": rounds} if rounds else None},
             output_dir=str(tmp_path),
         )
@@ -112,7 +114,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
     replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     for step in (1, 2):
-        batch, collected = live.collect(step, lambda: None)
+        batch, collected = batch_of(live, step)
         rollouts = batch.rollouts
         assert len(set(rollouts.group_ids)) == BATCH and {int(p[1:]) % 3 for p in rollouts.prompt_ids} == {2}
         assert len(collected.allocations) > 1 and collected.result.counts["requested"] == collected.counts.sum()
@@ -123,7 +125,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
         )
         with (tmp_path / "allocation.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in collected.allocation_rows())
-        again, _ = replayed.collect(step, lambda: None)
+        again, _ = batch_of(replayed, step)
         assert again.rollouts.rollout_ids == rollouts.rollout_ids
         np.testing.assert_array_equal(again.rollouts.tokens, rollouts.tokens)
         np.testing.assert_array_equal(again.weights, batch.weights)
@@ -136,7 +138,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
 @pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])
 def test_rounds_are_bounded(collector, tmp_path, rounds, prompts):
     """One round of replacement at most; without dynamic sampling nothing is left out."""
-    batch, collected = collector(300, rounds, Answering(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(300, rounds, Answering(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.counts) <= prompts
     teaching = {p for p in collected.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
     sampled = set(collected.result.batch.prompt_ids)
@@ -145,7 +147,7 @@ def test_rounds_are_bounded(collector, tmp_path, rounds, prompts):
 
 
 def test_a_batch_that_teaches_nothing_stays_whole(collector, tmp_path):
-    batch, collected = collector(1, 2, Answering(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(1, 2, Answering(RolloutStore(tmp_path)))[0], 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(collected.allocations) == 3
     assert not batch.advantages.any()
 
@@ -156,7 +158,7 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
             return result if first == 0 else failed(step, prompts, counts, first)
 
-    batch, collected = collector(300, 2, Failing(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(300, 2, Failing(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
@@ -166,32 +168,51 @@ def test_a_step_without_a_response_is_an_error_that_says_why(collector):
             return failed(step, prompts, counts, first)
 
     with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
-        collector(30, 2, Silent())[0].collect(1, lambda: None)
+        batch_of(collector(30, 2, Silent())[0], 1)
 
 
-def test_a_step_goes_on_after_a_push_with_the_prompts_it_had(collector, tmp_path):
-    """The servers are lost in the first round and again in the second one."""
+def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path):
+    """Every third rollout has garbage logprobs: groups, allocator and rounds are as if it had not come."""
 
-    class Losing(Answering):
-        asked = 0
+    class Garbled(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            result.batch.engine_logprobs[::3] = -9.0
+            return result
 
-        def generate(self, step, prompts, counts, on_poll, on_count, first):
-            self.asked += 1
-            if self.asked in (1, 3):
-                raise PushNeeded("server-0: signal 9")
-            return super().generate(step, prompts, counts, on_poll, on_count, first)
+    class Without(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            return result.without(range(0, len(result.batch.rollout_ids), 3), [])
 
-    def collect(rollout) -> tuple:
-        collecting, lost = collector(300, 1, rollout)[0], 0
-        while True:
-            try:
-                return *collecting.collect(1, lambda: None), collecting.collect(2, lambda: None)[1], lost
-            except PushNeeded:
-                lost += 1
+    policy = {"logprobs": lambda rollouts: np.full(len(rollouts.engine_logprobs), -1.0, np.float32)}
+    garbled, without = Garbled(RolloutStore(tmp_path / "a")), Without(RolloutStore(tmp_path / "b"))
+    one, other = collector(30, 30, garbled)[0], collector(30, 30, without)[0]
+    for step in (1, 2):
+        (batch, collected), (same, seen) = batch_of(one, step, **policy), batch_of(other, step, **policy)
+        assert batch.rollouts.rollout_ids == same.rollouts.rollout_ids
+        for name in ("advantages", "mini_batch", "weights"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(same, name))
+        assert [a.counts.tolist() for a in collected.allocations] == [a.counts.tolist() for a in seen.allocations]
+        counts = collected.result.counts
+        assert counts == seen.result.counts and counts["requested"] == counts["completed"] + counts["rejected"]
+    assert set(garbled.rejected) and not without.rejected
+    note = collected.result.notes[0]
+    assert note.startswith("step 2: 11 of 32 rollouts rejected; the first, 000002-0000-000: logprobs 1 nats from")
 
-    batch, collected, after, lost = collect(Losing(RolloutStore(tmp_path)))
-    plain, steady, after_steady, _ = collect(Answering(RolloutStore(tmp_path)))
-    assert lost == 2 and len(collected.allocations) == 2
-    assert list(collected.result.outcomes) == list(steady.result.outcomes)
-    np.testing.assert_array_equal(batch.rollouts.tokens, plain.rollouts.tokens)
-    assert after.result.batch.prompt_ids == after_steady.result.batch.prompt_ids
+
+@pytest.mark.parametrize("share", [0.25, 0.4])
+def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
+    class Stale(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            result.batch.weight_versions[::3, 0] = 7
+            return result
+
+    stale, _ = collector(30, None, Stale(RolloutStore(tmp_path)), max_rejected_share=share)
+    if share == 0.4:
+        assert batch_of(stale, 1)[1].result.counts["rejected"] == 11
+        return
+    said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
+    with pytest.raises(RolloutError, match=said):
+        batch_of(stale, 1)

@@ -87,8 +87,7 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
 @pytest.mark.full
 def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
     """SLURM gives the signal up to a minute early: how far each start gets is chance, what comes of it is not."""
-    words = ("--time", "1", "--stop-before", "20", "--idle-restarts", "9")
-    job, output = launched(*words, code=SLOW.format(seconds=1.5))
+    job, output = launched("--time", "2", "--stop-before", "20", code=SLOW.format(seconds=5))
     cluster.wait(job, output, timeout=500)
     assert int(cluster.field(job, "Restarts")) >= 1
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
@@ -99,7 +98,7 @@ def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
 def test_preemption(cluster, launched, rows, same_weights):
     job, output = launched(code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
-    cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 2")
+    cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
     cluster.wait(job, output)
     assert cluster.field(job, "Restarts") == "1"
     assert "resumed from" in rank_log(output, job, 0)
@@ -127,7 +126,7 @@ def test_a_job_that_only_ever_stops_is_given_up(cluster, launched):
     for restart in (0, 1):
         said = f"job {job}, restart {restart}, on n[0-1], no checkpoint yet"
         cluster.wait_until(lambda said=said: log.is_file() and said in log.read_text(), said, output)
-        cluster.tool("scancel", "--batch", "--signal=USR1", job)  # before the ranks are up
+        cluster.tool("scancel", "--batch", "--signal=USR1", job)  # before the ranks are up, and before srun is
     cluster.wait(job, output, "FAILED")
     assert "stopped 2 times in a row without a new checkpoint: not requeued" in batch_log(output, job)
 
