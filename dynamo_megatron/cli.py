@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train | sft | eval | convert | report | replay`."""
+"""The command line: `dynamo-megatron train | sft | eval | convert | plan | report | replay`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = {
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
+    "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/methods/dynamo.yaml --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
@@ -77,6 +78,15 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
     )
+    sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
+    sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
+    sub.add_argument("--gpus-per-node", type=_positive, default=8, help="default: 8")
+    sub.add_argument(
+        "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
+    )
+    sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
@@ -172,6 +182,19 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
+def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.planning.command import plan
+
+    return plan(
+        *_files_and_keys(options.config + rest),
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        response_tokens=options.response_tokens,
+        search=options.search,
+    )
+
+
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
     from dynamo_megatron.tracking.report import write_report
@@ -200,6 +223,7 @@ _COMMANDS = {
     "sft": _train,
     "eval": _eval,
     "convert": _convert,
+    "plan": _plan,
     "report": _report,
     "replay": _replay,
 }

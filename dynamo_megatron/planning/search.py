@@ -1,0 +1,103 @@
+"""Layouts of a model on a cluster, ranked by the floor of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from dynamo_megatron.config import Config, ParallelConfig
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.plan import Plan, Workload, make_plan
+from dynamo_megatron.planning.report import table
+from dynamo_megatron.run import check_ranks
+
+SHOWN = 20
+CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
+# Not `selective`: it saves nothing where attention keeps no scores (formulas.saved_activations).
+RECOMPUTE = ("none", "full")
+
+
+def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
+    """A plan of every layout that the model allows on the cluster: those that fit, the shortest step first, then those
+    that do not, the least too much first. Colocated servers are spread over all GPUs."""
+    plans = []
+    for parallel in _layouts(config, spec, cluster):
+        for server_tp, recompute in itertools.product(_powers(cluster.gpus_per_node), RECOMPUTE):
+            changes: dict[str, Any] = {"tp": server_tp}
+            if config.rollout.placement == "colocated":
+                changes["servers"] = max(1, cluster.gpus // server_tp)
+            candidate = config.model_copy(
+                update={
+                    "parallel": parallel,
+                    "rollout": config.rollout.model_copy(update=changes),
+                    "trainer": config.trainer.model_copy(update={"recompute": recompute}),
+                }
+            )
+            try:
+                plans.append(make_plan(candidate, spec, cluster, work))
+            except ConfigError:
+                continue  # the model's heads do not let a server have so many ranks
+            if config.rollout.engine != "sglang" or config.rollout.placement == "external":
+                continue
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.times.step if plan.fits else plan.peak))
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[ParallelConfig]:
+    """Layouts that model, method and cluster allow; tensor parallelism, always sequence-parallel, within a node."""
+    modulation = config.algorithm.modulation
+    whole = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
+    experts = [e for e in _powers(cluster.gpus) if spec.num_experts and spec.num_experts % e == 0] or [1]
+    for tp, cp, pp, vpp, ep in itertools.product(
+        _powers(cluster.gpus_per_node),
+        [1] if whole else _powers(min(8, cluster.gpus)),
+        _powers(cluster.gpus),
+        CHUNKS,
+        experts,
+    ):
+        if vpp > 1 and pp == 1:
+            continue
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
+        try:
+            check_ranks(config.model_copy(update={"parallel": parallel}), spec, cluster.gpus)
+        except ConfigError:
+            continue
+        yield parallel
+
+
+def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
+    """The best SHOWN of them, and what to write into a config for the first."""
+    fitting = sum(plan.fits for plan in plans)
+    rows = [["rank", "tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "server tp", "GiB", "step s", "train s", "fits"]]
+    for number, plan in enumerate(plans[:SHOWN], 1):
+        p = plan.config.parallel
+        sizes = [p.tp, p.pp, p.vpp, p.cp, p.ep, plan.dp]
+        rows.append(
+            [
+                str(number),
+                *map(str, sizes),
+                plan.config.trainer.recompute,
+                str(plan.config.rollout.tp),
+                f"{plan.peak / GIB:.1f}",
+                f"{plan.times.step:.1f}",
+                f"{plan.times.training:.1f}",
+                "yes" if plan.fits else f"{(plan.peak - cluster.gpu.memory) / GIB:.1f} too much",
+            ]
+        )
+    lines = [
+        f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
+        "GiB: of the fullest rank; step s, train s: floors, of a whole step and without generation",
+        *table(rows),
+    ]
+    if fitting:
+        best, p = plans[0].config, plans[0].config.parallel
+        keys = {"parallel": p.model_dump(), "rollout": {"tp": best.rollout.tp, "servers": best.rollout.servers}}
+        words = [f"{section}.{key}={str(value).lower()}" for section, part in keys.items() for key, value in part.items()]
+        lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
+    return "\n".join(lines)
