@@ -143,8 +143,8 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_co
     policy/model.py configures them (no fused SwiGLU, float32 RMSNorm, attention by torch):
     both norms' float32 input 2 (4 h) and output 2 (w h); q, k, v, their attention's output twice (w each); fc1's output
     2 f, silu's and the product's operands and result 4 f - without fusions 5 f - in w each; RoPE's cosines and sines.
-    `norm_copies`: float32 tensors that a norm saves, 1 where torch's is fused (CUDA), 2 on a CPU.
-    TransformerEngine keeps its norms' input in w bytes, and the attention's output once.
+    `norm_copies`: float32 tensors that a norm saves, 1 where torch's is fused (CUDA, by torch's source), 2 on a CPU.
+    TransformerEngine keeps its norms' input in w bytes, the attention's output once and its own k and v alone.
     """
     w, t = WIDTH[dtype], p.tp
     spread = t if p.sequence_parallel else 1
@@ -152,8 +152,9 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_co
     q, kv = spec.num_attention_heads * d / t, spec.num_query_groups * d / t
     norm = 4 * norm_copies  # in float32 the input itself, which the residual keeps
     norms = 2 * (norm * h + 4) / spread + 2 * w * h / spread
-    attention = w * (3 * q + 2 * kv) + 4 * q / d  # q, its output twice, k, v; log-sum-exp in float32
-    attention += 4 * d * w + 24  # cos and sin, of q and of k; int64 indices of the packed rows
+    # q, its output twice; k and v, which the context-parallel ranks gather; log-sum-exp in float32
+    attention = w * (3 * q + 2 * kv * p.cp) + 4 * q / d
+    attention += 4 * d * w + 8 + 16 * p.cp  # cos and sin, of q and of k; int64 indices of the packed rows
     if spec.qk_norm:
         attention += norm * (q + kv) + 4 * (q + kv) / d
     if not spec.num_experts:
@@ -163,25 +164,31 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_co
     return norms + attention + (k * expert + 5 * spec.num_experts) / t
 
 
+def kept_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: str, *, norm_copies: int = 1) -> float:
+    """Saved bytes of one layer for each token of this context-parallel rank until its backward pass comes.
+
+    full: the layer's input. selective: Megatron keeps q, k and the buffer that v lies in, and drops the attention's own
+    output and log-sum-exp, but the projection keeps its input: where no scores are kept nothing is gained.
+    """
+    if recompute == "full":
+        return WIDTH[dtype] * spec.hidden_size / (p.tp if p.sequence_parallel else 1)
+    layer = layer_activations(spec, p, dtype, norm_copies=norm_copies)
+    if recompute == "selective":
+        kv = spec.num_query_groups * spec.kv_channels / p.tp
+        layer += WIDTH[dtype] * kv * (3 - 2 * p.cp) - 4 * spec.num_attention_heads / p.tp - 8 - 16 * p.cp
+    return layer
+
+
 def saved_activations(
     spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: str, tokens: int, layers: float, micro_batches: float
 ) -> float:
-    """Bytes saved at the peak by a stage that has `layers` layers' worth of micro-batches of `tokens` in flight.
-
-    full: of each layer its input, and one layer whole while it is computed again. selective: Megatron keeps q, k and the
-    buffer that v lies in, and drops the attention's output, of which the projection keeps another: nothing is gained
-    where no scores are kept. Every micro-batch in flight also holds the stage's input.
-    """
+    """Bytes saved at the peak by a stage that has `layers` layers' worth of micro-batches of `tokens` in flight: what
+    each keeps, with full recomputation one layer whole while it is computed again, and a stage's input for every
+    micro-batch."""
     here = tokens / p.cp
-    spread = p.tp if p.sequence_parallel else 1
-    entry = WIDTH[dtype] * spec.hidden_size * here / spread
-    layer = layer_activations(spec, p, dtype) * here
-    if recompute == "full":
-        return layers * entry + layer + micro_batches * entry
-    if recompute == "selective":
-        kv = spec.num_query_groups * spec.kv_channels / p.tp
-        layer += (WIDTH[dtype] * kv - 4 * spec.num_attention_heads / p.tp - 24) * here
-    return layers * layer + micro_batches * entry
+    again = layer_activations(spec, p, dtype) * here if recompute == "full" else 0.0
+    entry = WIDTH[dtype] * spec.hidden_size * here / (p.tp if p.sequence_parallel else 1)
+    return layers * kept_activations(spec, p, dtype, recompute) * here + again + micro_batches * entry
 
 
 def in_flight(p: ParallelConfig, num_layers: int, stage: int, micro_batches: int) -> tuple[float, float]:
@@ -274,6 +281,12 @@ def pass_factor(kind: str, recompute: str) -> float:
 def bubble(p: ParallelConfig, micro_batches: int) -> float:
     """Idle time over working time of a pipeline: (pp - 1) / (m vpp); [N] section 2.2."""
     return (p.pp - 1) / (micro_batches * p.vpp)
+
+
+def context_parallel_bytes(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: float) -> float:
+    """Bytes that a rank sends for `tokens` tokens in a forward pass: its keys and values to the others, each layer."""
+    keys_and_values = 2 * spec.num_query_groups * spec.kv_channels / p.tp * WIDTH[dtype] * tokens / p.cp
+    return spec.num_layers / p.pp * (p.cp - 1) * keys_and_values
 
 
 def tensor_parallel_bytes(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: float) -> float:

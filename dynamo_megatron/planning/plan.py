@@ -242,6 +242,7 @@ def _times(
     forward = formulas.forward_flops(spec, [(budget, work.mean)]) / (cluster.gpus * gpu.flops)
     own_tokens = budget * work.mean / dp
     exchange = formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
+    exchange += formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
     exchange += formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
     reduce = max(formulas.data_parallel_bytes(s.static, dp_cp) for s in stages) / cluster.link(dp_cp, p.tp)
     idle = formulas.bubble(p, micro_batches)

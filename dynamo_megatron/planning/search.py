@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
-from typing import Any
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.config_files import ConfigError
@@ -21,14 +21,16 @@ RECOMPUTE = ("none", "full")
 
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
-    """A plan of every layout that the model allows on the cluster: those that fit, the shortest step first, then those
-    that do not, the least too much first. Colocated servers are spread over all GPUs."""
+    """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
+    the shortest step first (within 5 % the simpler one), then those that do not, the least too much first. Colocated
+    servers are spread over all GPUs."""
     plans = []
-    for parallel in _layouts(config, spec, cluster):
-        for server_tp, recompute in itertools.product(_powers(cluster.gpus_per_node), RECOMPUTE):
-            changes: dict[str, Any] = {"tp": server_tp}
+    for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
+        options = []
+        for server_tp in _powers(cluster.gpus_per_node):
+            changes = {"tp": server_tp}
             if config.rollout.placement == "colocated":
-                changes["servers"] = max(1, cluster.gpus // server_tp)
+                changes["servers"] = cluster.gpus // server_tp
             candidate = config.model_copy(
                 update={
                     "parallel": parallel,
@@ -37,12 +39,18 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
                 }
             )
             try:
-                plans.append(make_plan(candidate, spec, cluster, work))
+                options.append(make_plan(candidate, spec, cluster, work))
             except ConfigError:
                 continue  # the model's heads do not let a server have so many ranks
-            if config.rollout.engine != "sglang" or config.rollout.placement == "external":
-                continue
-    return sorted(plans, key=lambda plan: (not plan.fits, plan.times.step if plan.fits else plan.peak))
+        plans.append(min(options, key=_order))
+    return sorted(plans, key=_order)
+
+
+def _order(plan: Plan) -> tuple[float, ...]:
+    if not plan.fits:
+        return (1, plan.peak)
+    p, step = plan.config.parallel, plan.times.step
+    return (0, round(math.log(step, 1.05)), p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
 
 
 def _powers(most: int) -> list[int]:
@@ -54,12 +62,9 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
     modulation = config.algorithm.modulation
     whole = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
     experts = [e for e in _powers(cluster.gpus) if spec.num_experts and spec.num_experts % e == 0] or [1]
+    sizes = _powers(cluster.gpus_per_node)
     for tp, cp, pp, vpp, ep in itertools.product(
-        _powers(cluster.gpus_per_node),
-        [1] if whole else _powers(min(8, cluster.gpus)),
-        _powers(cluster.gpus),
-        CHUNKS,
-        experts,
+        sizes, [1] if whole else sizes, _powers(cluster.gpus), CHUNKS, experts
     ):
         if vpp > 1 and pp == 1:
             continue

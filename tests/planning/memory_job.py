@@ -23,6 +23,7 @@ from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.planning import formulas  # noqa: E402
+from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.records import Sequences  # noqa: E402
@@ -70,6 +71,32 @@ def counted(policy: Policy) -> dict[str, int]:
     return found
 
 
+def saved_bytes(policy: Policy, tokens: int = 256) -> int:
+    """What autograd keeps of the layers (not of embedding and last norm) for `tokens` packed tokens of this rank, as
+    much on every machine: a CPU without bfloat16 arithmetic multiplies in float32 here."""
+    (chunk,), cp = policy.chunks, policy.layout.cp.size()
+    collecting, storages = [False], {}
+    parameters = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    chunk.decoder.register_forward_pre_hook(lambda *_: collecting.__setitem__(0, True))
+    chunk.decoder.final_layernorm.register_forward_pre_hook(lambda *_: collecting.__setitem__(0, False))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if collecting[0] and storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, or its address could be another's
+        return tensor
+
+    places = torch.arange(tokens * cp // 4).view(2 * cp, -1).repeat(4, 1, 1)
+    here = torch.cat([places[:, policy.layout.cp.rank()], places[:, -1 - policy.layout.cp.rank()]], 1).view(1, -1)
+    none = torch.zeros(0, dtype=torch.int64)
+    bounds = torch.arange(0, tokens * cp + 1, tokens * cp // 4, dtype=torch.int32)
+    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, none, [])
+    backend._mode._slow_bfloat16 = False
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunk.forward_packed(batch)
+    return sum(size for size, _ in storages.values())
+
+
 def run(case: dict, number: int, store: dist.Store) -> None:
     config = Config.model_validate(case["config"])
     before = live_bytes()
@@ -87,6 +114,11 @@ def run(case: dict, number: int, store: dist.Store) -> None:
     row["exact parameters"] = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) == sum(
         sum(c.dense) + sum(c.experts) for c in chunks
     )
+    if config.parallel.pp == 1:
+        recompute = config.trainer.recompute
+        kept = formulas.kept_activations(spec, config.parallel, config.model.dtype, recompute, norm_copies=2)
+        angles = 2 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
+        row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))
     dist.barrier()
     parallel_state.destroy_model_parallel()
