@@ -84,7 +84,9 @@ def model_elements(spec: ModelSpec) -> int:
 def active_elements(spec: ModelSpec) -> int:
     """Parameters that a token passes: of a mixture of experts the chosen ones alone."""
     _, experts = _layer(spec, 1, 1)
-    idle = spec.num_layers * (sum(experts) // spec.num_experts) * (spec.num_experts - spec.router_topk) if experts else 0
+    idle = (
+        spec.num_layers * (sum(experts) // spec.num_experts) * (spec.num_experts - spec.router_topk) if experts else 0
+    )
     return model_elements(spec) - idle
 
 
@@ -352,4 +354,3 @@ def save_staging(gathered: int, share: int) -> int:
 def load_staging(shard: int) -> int:
     """Host bytes of a rank in a load: 12 for each parameter of its shard; docs/checkpoints.md."""
     return 12 * shard
-

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from meta_job import join_as, leave  # noqa: E402  (it prepares Megatron for a CPU)
+import torch
+from meta_job import join_as, leave
 
-import torch  # noqa: E402
-
-from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.models import FAMILIES  # noqa: E402
-from dynamo_megatron.models.mapping import is_expert  # noqa: E402
-from dynamo_megatron.models.published import PUBLISHED  # noqa: E402
-from dynamo_megatron.planning.formulas import stage_parameters  # noqa: E402
-from dynamo_megatron.policy.model import build_chunks  # noqa: E402
+from dynamo_megatron.config import Config
+from dynamo_megatron.models import FAMILIES
+from dynamo_megatron.models.mapping import is_expert
+from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.planning.formulas import stage_parameters
+from dynamo_megatron.policy.model import build_chunks
 
 for name, parallel, ranks in json.loads(Path(sys.argv[1]).read_text()):
     shape = PUBLISHED[name]["config"]
@@ -35,11 +34,11 @@ for name, parallel, ranks in json.loads(Path(sys.argv[1]).read_text()):
             parts = [(is_expert(n), v.numel()) for n, v in chunk.named_parameters()]
             built.append([sorted(n for e, n in parts if e == kind) for kind in (False, True)])
         planned = [[sorted(c.dense), sorted(c.experts)] for c in stage_parameters(spec, p, layout.pp.rank())]
-        shared = [
-            [v.numel() for v in chunk.parameters() if getattr(v, "shared_embedding", False)] for chunk in chunks
-        ]
+        shared = [[v.numel() for v in chunk.parameters() if getattr(v, "shared_embedding", False)] for chunk in chunks]
         said = [[c.shared_embedding] if c.shared_embedding else [] for c in stage_parameters(spec, p, layout.pp.rank())]
         total = sum(map(sum, (part for chunk in built for part in chunk)))
         equal = built == planned and shared == said
-        print(json.dumps({"name": name, "parallel": parallel, "rank": rank, "built": total, "equal": equal}), flush=True)
+        print(
+            json.dumps({"name": name, "parallel": parallel, "rank": rank, "built": total, "equal": equal}), flush=True
+        )
         leave()

@@ -24,7 +24,7 @@ LAYOUTS = {
     "Qwen3-32B": [{"tp": 8}, {"tp": 8, "pp": 4, "vpp": 2}],
     "Qwen3-30B-A3B": [{"ep": 8}, {"tp": 4, "ep": 8, "pp": 2, **SP}, {"ep": 8, "pp": 4, "vpp": 3}],
 }
-SAMPLE = [("Qwen2.5-Math-1.5B", {"tp": 2, "pp": 2, "vpp": 7}, None), ("Qwen3-30B-A3B", {"ep": 8, "pp": 4}, [0, 31])]
+SAMPLE = [("Qwen2.5-Math-1.5B", {"tp": 2, "pp": 2, "vpp": 7}, None), ("Qwen3-30B-A3B", {"ep": 8, "pp": 4}, [31])]
 
 
 def spec_of(name):

@@ -1,0 +1,71 @@
+"""Every stated model on its stated hardware: its configs compose, and its plan fits."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.config_files import compose
+from dynamo_megatron.planning.command import UNNEEDED, model_spec
+from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.plan import make_plan, workload
+from dynamo_megatron.run import check_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = sorted(CONFIGS.glob("models/*.yaml"))
+ON_HARDWARE = sorted(CONFIGS.glob("hardware/*/*.yaml"))
+PAPER = CONFIGS / "paper.yaml"
+
+
+def planned(hardware: Path, method: str):
+    files = [CONFIGS / "models" / hardware.name, hardware, CONFIGS / "methods" / f"{method}.yaml", PAPER]
+    config, _ = compose([str(file) for file in files], [], UNNEEDED)
+    kind, gpus = hardware.parent.name.split("x")
+    (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
+    spec, _ = model_spec(config)
+    cluster = Cluster(gpu, int(gpus), 8)
+    check_ranks(config, spec, cluster.gpus)
+    return make_plan(config, spec, cluster, workload(config, spec, None))
+
+
+@pytest.mark.parametrize("hardware", ON_HARDWARE, ids=lambda path: f"{path.stem}-{path.parent.name}")
+@pytest.mark.parametrize("method", ["dynamo", "dynamo_published"])
+def test_it_fits(hardware, method):
+    plan = planned(hardware, method)
+    assert plan.fits, (plan.peak, plan.cluster.gpu.memory)
+    assert plan.servers.gpus == plan.cluster.gpus  # a server rank on every GPU
+    assert plan.servers.longest_sequences >= 4
+
+
+def test_the_eight_models():
+    names = {"qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"}
+    names |= {"qwen3-14b", "qwen3-32b", "qwen3-30b-a3b"}
+    assert {path.stem for path in MODELS} == names == {path.stem for path in ON_HARDWARE}
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_model_file_names_a_published_model(path):
+    config, _ = compose([str(path)], [], UNNEEDED)
+    spec, _ = model_spec(config)
+    assert config.model.max_length <= spec.max_positions
+    if "math" in path.stem:
+        assert config.model.max_length == spec.max_positions == 4096
+
+
+def test_the_paper_s_sizes():
+    config, _ = compose([str(CONFIGS / "models" / "qwen2.5-math-7b.yaml"), str(PAPER)], [], UNNEEDED)
+    allocation, loss, optimizer = config.algorithm.allocation, config.algorithm.loss, config.optimizer
+    assert (config.data.batch_prompts, config.rollout_budget) == (512, 16 * 512)
+    assert (allocation.rollout_n_min, allocation.rollout_n_max) == (8, 24)
+    assert config.data.batch_prompts / loss.mini_batches == 32
+    assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps, optimizer.clip_grad) == (1e-6, 0.1, 10, 1.0)
+    assert config.algorithm.kl.coef == 0 and config.rollout.temperature == 1.0
+
+
+def test_the_published_method_has_the_same_sizes():
+    """dynamo_published.yaml stands alone; paper.yaml after it changes nothing."""
+    model, published = CONFIGS / "models" / "qwen2.5-math-7b.yaml", CONFIGS / "methods" / "dynamo_published.yaml"
+    alone, both = (
+        compose([str(f) for f in files], [], UNNEEDED)[0] for files in ([model, published], [model, published, PAPER])
+    )
+    assert alone == both
