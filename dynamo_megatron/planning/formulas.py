@@ -1,10 +1,10 @@
 """Every formula of the planner, pure functions of shapes and layout. docs/plan.md explains them to users.
 
 Sources: [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), whose
-bytes are adapted to SwiGLU, grouped queries, RMSNorm, no dropout and an attention that keeps no scores; [N] Narayanan et
-al., Efficient Large-Scale Language Model Training (arXiv 2104.04473), pipeline schedules; [Z] Rajbhandari et al., ZeRO
-(arXiv 1910.02054), what Megatron's distributed optimizer shards; [M] megatron-core 0.16.1, the file named; and this
-project's own files. Bytes, elements, seconds and FLOPs are never mixed: a name ends in what is not bytes.
+bytes are adapted to SwiGLU, grouped queries, RMSNorm, no dropout and an attention that keeps no scores; [N] Narayanan
+et al., Efficient Large-Scale Language Model Training (arXiv 2104.04473), pipeline schedules; [Z] Rajbhandari et al.,
+ZeRO (arXiv 1910.02054), what Megatron's distributed optimizer shards; [M] megatron-core 0.16.1, the file named; and
+this project's own files. A name ends in what it counts where that is not bytes: elements, seconds, FLOPs.
 
 "Saved" are the tensors that autograd keeps from the forward for the backward pass; tests/planning/test_activations.py
 counts them in the policy's own model.
@@ -84,10 +84,8 @@ def model_elements(spec: ModelSpec) -> int:
 def active_elements(spec: ModelSpec) -> int:
     """Parameters that a token passes: of a mixture of experts the chosen ones alone."""
     _, experts = _layer(spec, 1, 1)
-    idle = (
-        spec.num_layers * (sum(experts) // spec.num_experts) * (spec.num_experts - spec.router_topk) if experts else 0
-    )
-    return model_elements(spec) - idle
+    idle = spec.num_experts - spec.router_topk
+    return model_elements(spec) - (spec.num_layers * idle * (sum(experts) // spec.num_experts) if experts else 0)
 
 
 def _padded(elements: int, multiple: int) -> int:
@@ -122,7 +120,7 @@ class Static:
 
 def static_memory(chunks: Sequence[Chunk], dtype: str, dp_cp: int, expert_dp: int) -> Static:
     """Parameters in `dtype`, float32 gradients, and of the share of a rank the optimizer's state: two float32 moments
-    and, for bfloat16, the float32 main parameters. Dense parameters are shared by dp x cp ranks, an expert by expert_dp.
+    and, for bfloat16, the float32 main parameters. dp x cp ranks share dense parameters, expert_dp ranks an expert.
     [Z]: 2 + 4 + 12 / ranks bytes a parameter; [M] optimizer/distrib_optimizer.py"""
     held = share = 0
     for chunk in chunks:
@@ -346,8 +344,8 @@ ROLLOUT_TOKEN = 76  # bytes a token as Python lists hold it: an int (36), a smal
 
 
 def save_staging(gathered: int, share: int) -> int:
-    """Host bytes of a rank in a save: 12 for each of the `share` parameters whose state it has, and 12, while it gathers
-    up to 8 more, for each of those `gathered` here from the ranks that hold the same ones; docs/checkpoints.md."""
+    """Host bytes of a rank in a save: 12 for each of the `share` parameters whose state it has, and 12 (while it
+    gathers up to 8 more) for each of those `gathered` here from the ranks that hold the same; docs/checkpoints.md."""
     return 12 * share + 20 * gathered
 
 

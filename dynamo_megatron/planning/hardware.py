@@ -1,9 +1,8 @@
 """Accelerators by name: what their makers state, and how much of the memory a process finds.
 
-Memory is what CUDA reports as a device's total capacity (torch's out-of-memory messages quote it), which is less than
-what is on the label's side of ECC and driver. Rates are the data sheets': dense bfloat16 matrix products, memory, NVLink
-in one direction, and the network's usual share of a GPU in its maker's reference node (DGX A100: 200 Gbit/s, H100 and
-H200: 400 Gbit/s, B200: 400 Gbit/s).
+Memory is what CUDA reports as a device's total capacity, as torch's out-of-memory messages in public reports quote it.
+Rates are the data sheets': dense bfloat16 matrix products, memory, NVLink in one direction, and a GPU's share of the
+network in its maker's reference node (A100 200 Gbit/s, H100, H200 and B200 400 Gbit/s).
 """
 
 from __future__ import annotations

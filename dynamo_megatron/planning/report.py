@@ -99,7 +99,7 @@ def _rest(plan: Plan) -> list[str]:
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
         "",
-        "floor times of a step at the hardware's stated rates, seconds (published trainers take three to seven times as long):",
+        "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
         f"together {t.step:.1f}",
         f"  of log-probs and update: pipeline bubble {t.bubble:.1f}, communication {t.communication:.1f}",

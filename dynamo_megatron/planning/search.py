@@ -102,9 +102,7 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     ]
     if fitting:
         best, p = plans[0].config, plans[0].config.parallel
-        keys = {"parallel": p.model_dump(), "rollout": {"tp": best.rollout.tp, "servers": best.rollout.servers}}
-        words = [
-            f"{section}.{key}={str(value).lower()}" for section, part in keys.items() for key, value in part.items()
-        ]
+        words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
+        words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
     return "\n".join(lines)

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "policy")]
-from forked_ranks import fork_ranks, wait_for
+from forked_ranks import fork_ranks, wait_for  # noqa: E402
 
-from dynamo_megatron.policy import backend
+from dynamo_megatron.policy import backend  # noqa: E402
 
 backend.enable_cpu()
 backend.define_router_gemm()

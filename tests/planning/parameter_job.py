@@ -1,5 +1,5 @@
-"""Run by test_parameters.py: parameter_job.py CASES.json builds every rank's model of a layout on the meta device, in one
-process under a fake process group, and prints its parameters beside the planner's."""
+"""Run by test_parameters.py: parameter_job.py CASES.json builds every rank's model of a layout on the meta device, in
+one process under a fake process group, and says whether its parameters are the planner's."""
 
 import json
 import math
