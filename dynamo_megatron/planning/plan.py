@@ -206,7 +206,7 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
         raise ConfigError(f"rollout.tp: {rollout.tp} is more than the {cluster.gpus_per_node} GPUs of a node")
     if rollout.placement == "colocated" and rollout.servers * rollout.tp > cluster.gpus:
         raise ConfigError(
-            f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on the {cluster.gpus} there are"
+            f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on {cluster.gpus} GPUs"
         )
     weights = formulas.server_elements(spec, rollout.tp) * formulas.WIDTH[dtype]
     pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)

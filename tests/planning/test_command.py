@@ -61,7 +61,7 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
         (["parallel.tp=16"], "parallel.tp: 16 does not divide the 40 (attention heads)"),
         (["paralel.tp=2"], "unknown key paralel; did you mean parallel?"),
         (["rollout.tp=3", "rollout.servers=1"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
-        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on the 16"),
+        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on 16"),
         (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),

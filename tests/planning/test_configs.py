@@ -1,30 +1,12 @@
 """Every stated model on its stated hardware: its configs compose, and its plan fits."""
 
-from pathlib import Path
-
 import pytest
+from clusters_table import CONFIGS, DOCUMENT, ON_HARDWARE, PAPER, document, planned
 
 from dynamo_megatron.config_files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
-from dynamo_megatron.planning.hardware import GPUS, Cluster
-from dynamo_megatron.planning.plan import make_plan, workload
-from dynamo_megatron.run import check_ranks
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
-ON_HARDWARE = sorted(CONFIGS.glob("hardware/*/*.yaml"))
-PAPER = CONFIGS / "paper.yaml"
-
-
-def planned(hardware: Path, method: str):
-    files = [CONFIGS / "models" / hardware.name, hardware, CONFIGS / "methods" / f"{method}.yaml", PAPER]
-    config, _ = compose([str(file) for file in files], [], UNNEEDED)
-    kind, gpus = hardware.parent.name.split("x")
-    (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
-    spec, _ = model_spec(config)
-    cluster = Cluster(gpu, int(gpus), 8)
-    check_ranks(config, spec, cluster.gpus)
-    return make_plan(config, spec, cluster, workload(config, spec, None))
 
 
 @pytest.mark.parametrize("hardware", ON_HARDWARE, ids=lambda path: f"{path.stem}-{path.parent.name}")
@@ -68,3 +50,8 @@ def test_the_published_method_has_the_same_sizes():
     alone, _ = compose([str(model), str(published)], [], UNNEEDED)
     both, _ = compose([str(model), str(published), str(PAPER)], [], UNNEEDED)
     assert alone == both
+
+
+def test_the_page_has_the_planner_s_figures():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == document(text), "python -P tests/planning/clusters_table.py rewrites it"
