@@ -202,7 +202,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def planned_bytes(config_file: Path) -> float:
-    """What `dynamo-megatron plan` says that one rank's tensors take at the peak of an update; no GPU's size is in it."""
+    """What `dynamo-megatron plan` says that one rank has at the peak of an update; no GPU's size is in it."""
     config, _ = compose([str(config_file)], [])
     spec = load_model_config(config.model.path)
     plan = make_plan(config, spec, Cluster(GPUS["h100-80"], 1, 1), workload(config, spec, None))
