@@ -12,7 +12,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import every_export, exported_step
 from dynamo_megatron.policy.checkpoint import Save, begin_save, load_checkpoint
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import export_huggingface
+from dynamo_megatron.resharding.folder import export_huggingface
 
 
 class HasState(Protocol):

@@ -13,6 +13,13 @@ Seconds = Annotated[float, Field(gt=0)]
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 
 
+class SyncConfig(Section):
+    """How weights get to the servers after every step (docs/resharding.md)."""
+
+    transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
+    bucket_bytes: Positive = 512 << 20  # sent at once; of memory a sending rank needs about three times as much
+
+
 class RolloutConfig(Section):
     engine: Literal["sglang", "recorded"] = "sglang"
     recorded: str | None = None  # a run's folder, for engine "recorded"
@@ -37,6 +44,7 @@ class RolloutConfig(Section):
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
+    sync: SyncConfig = SyncConfig()
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
     @model_validator(mode="after")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
@@ -17,6 +19,7 @@ from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
@@ -33,11 +36,16 @@ class TrainJob(Job):
         derived = super().check(ranks)
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
+            # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
+            transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
+            if transport == "ipc":
+                check_ipc(config.rollout)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
+            "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
             "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
@@ -101,7 +109,10 @@ class TrainJob(Job):
             self.output.take_over(self._trainer.start)
 
     def run(self) -> None:
-        self._trainer.run()
+        try:
+            self._trainer.run()
+        finally:
+            self._trainer.pusher.close()
 
     def close(self) -> None:
         super().close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -16,13 +15,16 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, push_weights
+from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.metrics import log_line
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
+
+PUSHES = 5  # in a row without a server that got through the work
 
 
 class Trainer:
@@ -43,6 +45,7 @@ class Trainer:
         self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
         self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
+        self.pusher = WeightPusher(policy, rollout, coordinator)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
@@ -65,7 +68,7 @@ class Trainer:
                 clock = Clock()
                 clock.seconds["save"] = self.checkpoints.take_waited()
                 collect = functools.partial(self._collect, step, clock)
-                batch = self._shared(f"step-{step}", f"the rollouts of step {step}", collect)
+                batch = self._served(f"step-{step}", f"the rollouts of step {step}", collect, version=step - 1)
                 self._say_phase("logprobs")
                 with clock("logprobs"):
                     stats = policy.token_stats(batch)
@@ -123,7 +126,7 @@ class Trainer:
             # Asked also of an evaluation from before a kill, which may have come between it and its export.
             return journal.finished(), due and journal.best(step)
 
-        finished, best = self._shared(f"look-{step}", f"the evaluation of step {step}", judge)
+        finished, best = self._served(f"look-{step}", f"the evaluation of step {step}", judge, version=step)
         if best:
             self.checkpoints.export_best()
         return finished
@@ -133,18 +136,32 @@ class Trainer:
         self.checkpoints.save()
 
     def _push(self, version: int) -> PushReport:
+        """Where not one server takes the weights, once more to those that were restarted."""
         self._say_phase("reshard")
-        check = self.coordinator.check
-        report = push_weights(self.policy, self.rollout, version, self.output / "push", on_poll=check)
-        if self._leads:
-            self.coordinator.announce(f"pushed-{version}")
-        else:
-            self.coordinator.wait(f"pushed-{version}", f"the server to load the weights of step {version}", math.inf)
-        return report
+        for _ in range(PUSHES):
+            try:
+                return self.pusher.push(version, on_poll=self.coordinator.check)
+            except PushNeeded as needed:
+                said = str(needed)
+        raise RolloutError(f"{PUSHES} pushes in a row reached no server: {said}")
 
-    def _shared(self, key, what, make):
-        """What `make` gives on rank 0, on every rank, however long it takes there."""
-        return self.coordinator.from_rank_0(key, what, make, self.layout.host)
+    def _served(self, key, what, make, version):
+        """What `make` gives on rank 0, on every rank, however long it takes there; where no server with the weights of
+        `version` is left, those that were restarted get them and it is asked again."""
+
+        def ask():
+            try:
+                return make(), None
+            except PushNeeded as needed:
+                self.journal.say(str(needed))
+                return None, str(needed)
+
+        for attempt in range(PUSHES):
+            made, needed = self.coordinator.from_rank_0(f"{key}-{attempt}", what, ask, self.layout.host)
+            if needed is None:
+                return made
+            self._push(version)
+        raise RolloutError(f"{what}: the servers were lost {PUSHES} times in a row: {needed}")
 
     def _say_phase(self, name: str, total: int | None = None) -> None:
         if self._leads:

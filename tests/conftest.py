@@ -72,7 +72,7 @@ def command_line():
 
 @pytest.fixture(scope="session")
 def sglang_server(tiny_model, tmp_path_factory):
-    """A running SGLangServer of `tiny_model`. Tests that load other weights must load its own again."""
+    """A running SGLangServer of `tiny_model`."""
     from dynamo_megatron.rollout.server import SGLangServer
 
     log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"

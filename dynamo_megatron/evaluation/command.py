@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from dynamo_megatron.config import Config
@@ -74,6 +75,16 @@ def _with_model(config: Config, path: str | Path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
 
 
+def _with_servers(config: Config, url: str | None) -> Config:
+    """The server at `url`, else as many of the configured ones as this machine has GPUs for, at least one."""
+    if url is not None:
+        servers = {"placement": "external", "urls": [url]}
+    else:
+        room = torch.cuda.device_count() // config.rollout.tp
+        servers = {"placement": "colocated", "urls": [], "servers": max(1, min(config.rollout.servers, room))}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=servers)})
+
+
 def _write(results: list[ProblemResult], config: Config, model: str | None, out: Path) -> str:
     """Writes the evaluation, config.yaml as the mark that it is complete; returns what the user reads."""
     summary = summarise(results, config.eval.k)
@@ -126,7 +137,7 @@ def _ask(config: Config, url: str | None) -> list[ProblemResult]:
         max_prompt_length(config, spec, evaluation=True),
     )
     stop = StopFlag()
-    worker = RolloutWorker(config, end_token_ids(config.model.path, tokenizer), url)
+    worker = RolloutWorker(_with_servers(config, url), end_token_ids(config.model.path, tokenizer))
     progress = Progress()
     try:
         worker.start()

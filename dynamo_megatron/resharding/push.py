@@ -1,140 +1,212 @@
-"""Weights from the training layout to the rollout server, through a Hugging Face folder on disk.
+"""The push: the policy's weights to every server, proved, with the pause measured.
 
-Each pipeline stage writes its own layers, gathered over its tensor-parallel ranks one parameter at a time, and of the
-expert-parallel ranks each its own experts; rank 0 adds the index and what else the model's folder holds, so that the
-folder loads in transformers as well.
+Rank 0 takes the servers out of the rotation; the plan's senders send their buckets, every server hearing one sender at
+a time; rank 0 closes the update, compares the servers' checksums with the weights sent and hands the outcomes back. A
+server that fails on the way is left out of the rest: its outcome is a message.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from dynamo_megatron.models import named_huggingface_tensors
-from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, INDEX, companion_files
-from dynamo_megatron.models.mapping import huggingface_shapes, is_expert
+from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.resharding.gather import BucketSource
+from dynamo_megatron.resharding.plan import Bucket, floor_bytes, make_plan
+from dynamo_megatron.resharding.proof import Expected, ExpectedChecksums, mismatch
+from dynamo_megatron.resharding.server_api import CHECK_TIMEOUT, ServerError
+from dynamo_megatron.resharding.threads import for_each
+from dynamo_megatron.resharding.transports import Machine, choose_transport
+from dynamo_megatron.resharding.transports.base import Transport
+from dynamo_megatron.resharding.transports.disk import DiskTransport
+from dynamo_megatron.resharding.transports.group import GroupTransport
+from dynamo_megatron.resharding.transports.ipc import IpcTransport
+from dynamo_megatron.resharding.transports.tensor import TensorTransport
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.worker import RolloutWorker
 
-FILE_BYTES = 1 << 30  # a file is written once it holds this much: host memory stays bounded
-
-
-class TakesWeights(Protocol):
-    def update_weights(self, folder: Path, version: int, on_poll: Callable[[], None] | None) -> float: ...
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PushReport:
-    seconds: float  # gathering, writing and loading
-    pause_seconds: float  # while the server took no requests
-    bytes: int
+    """The same on every rank. Without servers, all 0."""
+
+    seconds: float = 0.0  # of it all, with the wait for a first server where none is up
+    pause_seconds: float = 0.0  # of these, while the servers rested: once begin_push has them, until end_push is done
+    proof_seconds: float = 0.0  # of these, asking the servers for their checksums
+    bytes: int = 0  # written for all servers together, and sent to each rank of each
+    floor_bytes: int = 0  # every server rank's own parameters, once
 
 
-def push_weights(
-    policy: Policy,
-    engine: TakesWeights | None,
-    version: int,
-    folder: Path,
-    on_poll: Callable[[], None] | None = None,
-) -> PushReport:
-    """Brings the server (`engine`, on rank 0; None elsewhere) to the policy's weights under `version`.
+class WeightPusher:
+    """Made once by all ranks. `rollout` is rank 0's, None elsewhere.
 
-    Collective over all ranks. `folder` is rewritten. `on_poll` is called while the server loads. Raises OSError where
-    the disk is full.
+    Raises ValueError where `rollout.sync` asks for what cannot work here.
     """
-    start = time.monotonic()
-    written = write_huggingface(policy, folder)
-    pause = engine.update_weights(folder, version, on_poll) if engine is not None else 0.0
-    return PushReport(time.monotonic() - start, pause, written)
 
-
-def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
-    """The policy as a Hugging Face folder that appears, or takes the old one's place, when it is complete.
-
-    `export.json` in it says {"step": step}. Collective over all ranks. Raises OSError where the disk is full.
-    """
-    aside, old = (folder.with_name(f".{folder.name}.{name}") for name in ("unfinished", "old"))
-    try:
-        write_huggingface(policy, aside)
-    except OSError:
-        shutil.rmtree(aside, ignore_errors=True)  # what is left of it would keep a full disk full
-        raise
-    if policy.layout.rank == 0:
-        (aside / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def write_huggingface(policy: Policy, folder: Path) -> int:
-    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks.
-
-    What is not weights comes from the model's folder, but config.json's dtype, which is the policy's. Raises OSError.
-    """
-    layout, source = policy.layout, Path(policy.config.model.path)
-    if layout.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    dist.barrier(group=layout.host)
-    speaks, speaks_for_experts = layout.tp.rank() == 0 and layout.dp_cp.rank() == 0, layout.expert_dp.rank() == 0
-    weight_map: dict[str, str] = {}
-    bucket: dict[str, torch.Tensor] = {}
-    written = held = files = 0
-
-    def flush() -> None:
-        nonlocal held, files
-        if bucket:
-            name = f"model-rank{layout.rank:05d}-{files:05d}.safetensors"
-            try:
-                save_file(bucket, str(folder / name), metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk comes as this
-                raise OSError(f"{folder / name}: not written: {error}") from None
-            (folder / name).chmod(0o644)  # safetensors ignores the umask; the server may be another user's
-            weight_map.update(dict.fromkeys(bucket, name))
-            bucket.clear()
-            held, files = 0, files + 1
-
-    for chunk in policy.chunks:
-        tensors = named_huggingface_tensors(
-            chunk,
-            policy.spec,
-            layer_offset=chunk.layer_offset,
-            tp_group=layout.tp if layout.tp.size() > 1 else None,
-            ep_rank=layout.ep.rank(),
-            ep_size=layout.ep.size(),
+    def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None, coordinator: Coordinator):
+        self._policy, self._rollout, self._coordinator = policy, rollout, coordinator
+        self._layout, self._config = policy.layout, policy.config.rollout
+        self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
+        sync, ranks = self._config.sync, self._layout.world_size
+        self.plan = make_plan(
+            policy.spec, policy.config.parallel, ranks, bucket_bytes=sync.bucket_bytes, itemsize=self._itemsize
         )
-        for name, tensor in tensors:
-            if speaks_for_experts if is_expert(name) else speaks:
-                bucket[name] = tensor.cpu().contiguous()
-                held += tensor.nbytes
-                written += tensor.nbytes
-                if held >= FILE_BYTES:
-                    flush()
-    flush()
-    parts: list = [None] * layout.world_size
-    dist.all_gather_object(parts, (weight_map, written), group=layout.host)
-    total = sum(size for _, size in parts)
-    if layout.rank == 0:
-        weight_map = {k: v for names, _ in parts for k, v in names.items()}
-        assert weight_map.keys() == huggingface_shapes(policy.spec).keys(), "not the model's tensors"
-        assert len(weight_map) == sum(len(names) for names, _ in parts), "a tensor that two ranks wrote"
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        for file in companion_files(source):
-            shutil.copy(file, folder / file.name)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = policy.config.model.dtype
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    dist.barrier(group=layout.host)
-    return total
+        self._source = BucketSource(policy, self.plan)
+        hosts = len(set(self._layout.gather(socket.gethostname())))
+        self._transport = self._make(choose_transport(self._config, Machine(torch.cuda.is_available(), hosts)))
+        self._connected: set[Endpoint] = set()
+        self._pushes = 0
+
+    def push(self, version: int, on_poll: Callable[[], None] | None = None) -> PushReport:
+        """Brings every server to the policy's weights under `version`. Collective over all ranks.
+
+        `on_poll` is called on every rank while it waits for servers, and may raise. Raises PushNeeded, on every rank,
+        where none took them but some will be back; RolloutError; OSError where the disk is full.
+        """
+        self._pushes += 1
+        start = time.monotonic()
+        endpoints = self._from_rank_0("begin", lambda: self._rollout.begin_push(version, on_poll))
+        paused = time.monotonic()
+        if not endpoints:
+            return PushReport()
+        under_way = _Push(endpoints)
+        expected = {tp: ExpectedChecksums(self._policy.spec, tp, self._device) for tp in {e.tp for e in endpoints}}
+        self._open(under_way, on_poll)
+        for number, buckets in enumerate(self.plan.rounds):
+            self._round(number, buckets, under_way, expected, on_poll)
+        self._transport.end()
+        sums = {tp: checksums.gather(self._layout.host) for tp, checksums in sorted(expected.items())}
+        sent = sum(self._layout.gather(under_way.sent))
+
+        def settle() -> PushReport | PushNeeded:
+            self._on_servers(under_way, lambda e: self._transport.finish(e, version), on_poll)
+            proving = time.monotonic()
+            self._prove(under_way, sums, on_poll)
+            proof_seconds = time.monotonic() - proving
+            try:
+                self._rollout.end_push(version, {e.name: under_way.failed.get(e.name) for e in endpoints}, on_poll)
+            except PushNeeded as needed:  # for all ranks
+                return needed
+            end = time.monotonic()
+            floor = sum(floor_bytes(self._policy.spec, e.tp, self._itemsize) for e in endpoints)
+            return PushReport(end - start, end - paused, proof_seconds, sent, floor)
+
+        report = self._from_rank_0("end", settle)
+        if isinstance(report, PushNeeded):
+            raise report
+        return report
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # -- the steps of a push -------------------------------------------------------------------------------------
+    def _open(self, under_way: _Push, on_poll: Callable[[], None] | None) -> None:
+        """Tells the servers, then links every sender to every server it has no link to, one sender at a time."""
+        if self._layout.rank == 0:
+            self._transport.prepare()
+            self._on_servers(under_way, self._transport.begin, on_poll)
+        self._share_failures(under_way)
+        new = [e for e in under_way.healthy if e not in self._connected]
+        if not new:
+            return
+        for sender in sorted({bucket.sender for bucket in self.plan.buckets}):
+            if self._layout.rank == sender:
+                for endpoint in new:
+                    self._on_servers(under_way, self._transport.connect, on_poll, [endpoint])
+            self._share_failures(under_way)
+        self._connected = {e for e in self._connected if e.name not in {n.name for n in new}} | set(under_way.healthy)
+
+    def _round(
+        self,
+        number: int,
+        buckets: tuple[Bucket, ...],
+        under_way: _Push,
+        expected: dict[int, ExpectedChecksums],
+        on_poll: Callable[[], None] | None,
+    ) -> None:
+        """Every sender's bucket to every server. In one turn a server hears one sender, and senders different ones."""
+        tensors = self._source.gather(number)
+        own = self.plan.bucket_of(self._layout.rank, number)
+        if tensors is not None:
+            under_way.sent += self._transport.stage(own.number, tensors)
+            for checksums in expected.values():
+                checksums.add(tensors.items())
+        for turn in range(len(buckets)):
+            # Of all servers, so that ranks agree on who hears whom; those that have failed drop out.
+            mine = self._transport.turn(turn, buckets, own, under_way.endpoints)
+            mine = [endpoint for endpoint in mine if endpoint.name not in under_way.failed]
+            under_way.sent += sum(self._on_servers(under_way, self._transport.send, on_poll, mine))
+            self._share_failures(under_way)
+
+    def _prove(self, under_way: _Push, sums: dict[int, Expected | None], on_poll: Callable[[], None] | None) -> None:
+        def prove(endpoint: Endpoint) -> None:
+            if (wrong := mismatch(endpoint, sums[endpoint.tp], CHECK_TIMEOUT)) is not None:
+                raise ServerError(wrong)
+
+        self._on_servers(under_way, prove, on_poll)
+
+    # -- what they share -----------------------------------------------------------------------------------------
+    def _on_servers(
+        self,
+        under_way: _Push,
+        function: Callable[[Endpoint], T],
+        on_poll: Callable[[], None] | None,
+        endpoints: Sequence[Endpoint] | None = None,
+    ) -> list[T]:
+        """`function` of the servers (None: the healthy ones) at once; notes failures, returns the others' results."""
+        done, failed = for_each(under_way.healthy if endpoints is None else endpoints, function, on_poll)
+        under_way.failed |= {endpoint.name: message for endpoint, message in failed}
+        return [result for _, result in done]
+
+    def _share_failures(self, under_way: _Push) -> None:
+        """Every rank learns of every failure, and drops its link to the server. Collective over all ranks."""
+        before = set(under_way.dropped)
+        for failed in reversed(self._layout.gather(under_way.failed)):
+            under_way.failed = {**under_way.failed, **failed}
+        for endpoint in under_way.endpoints:
+            if endpoint.name in under_way.failed.keys() - before:
+                self._transport.forget(endpoint)
+                self._connected.discard(endpoint)
+                under_way.dropped.add(endpoint.name)
+
+    def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
+        key = f"push-{self._pushes}-{what}"
+        return self._coordinator.from_rank_0(key, f"the servers ({what} of a push)", make, self._layout.host)
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def _make(self, name: str) -> Transport:
+        if name == "tensor":
+            return TensorTransport()
+        if name == "disk":
+            return DiskTransport(self._policy, self.plan, Path(self._policy.config.output_dir) / "push")
+        if name == "ipc":
+            return IpcTransport(self._layout)
+        return GroupTransport(name, self._layout.device if name == "nccl" else torch.device("cpu"))
+
+
+class _Push:
+    """One push under way."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]):
+        self.endpoints = list(endpoints)
+        self.failed: dict[str, str] = {}  # server -> why
+        self.dropped: set[str] = set()  # of these, the ones this rank has no link to any more
+        self.sent = 0  # bytes, by this rank
+
+    @property
+    def healthy(self) -> list[Endpoint]:
+        return [endpoint for endpoint in self.endpoints if endpoint.name not in self.failed]

@@ -6,14 +6,20 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
-from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
+ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about this request; any other one is about the server
+
+
+class ServerLost(Exception):
+    """The server did not take a request, or its connection broke: another one may answer it."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,23 @@ class Response:
     error: str = ""
 
 
-class SGLangClient:
-    """Use as `async with`. At most `config.concurrency` requests are under way."""
+def open_session() -> aiohttp.ClientSession:
+    """For the clients of all servers; use as `async with`."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_TIMEOUT),
+    )
 
-    def __init__(self, url: str, config: RolloutConfig, eos_token_ids: Sequence[int]):
-        self.url = url
-        self._config = config
-        self._slots = asyncio.Semaphore(config.concurrency)
+
+class SGLangClient:
+    """Of the server at `endpoint`. Every method is safe to run many times at once."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, config: RolloutConfig, eos_token_ids: Sequence[int]
+    ):
+        self.url = endpoint.url
+        self._session, self._config = session, config
+        self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
         self._sampling = {
             "temperature": config.temperature,
@@ -53,53 +69,74 @@ class SGLangClient:
             "stop_token_ids": list(eos_token_ids),
         }
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            base_url=self.url,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_TIMEOUT),
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
-
-    async def check(self) -> None:
-        """Raises RolloutError where no SGLang server answers at `url`."""
+    async def model_info(self) -> dict[str, Any]:
+        """What the server says of itself. Raises RolloutError where no SGLang server answers at `url`."""
         status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
         if status != 200 or not isinstance(reply, dict):
             raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {_message(reply)!r:.80}")
+        return reply
+
+    async def healthy(self, timeout: float) -> bool:
+        """Whether /health says 200 within `timeout` seconds. An idle server generates a token for it."""
+        try:
+            return (await self._control("GET", "/health", timeout))[0] == 200
+        except RolloutError:
+            return False
+
+    async def kv_cache_share(self) -> float:
+        """Share of the server's KV cache in use. Raises RolloutError."""
+        status, reply = await self._control("GET", "/v1/loads?include=core", CONTROL_TIMEOUT)
+        if status != 200:
+            raise RolloutError(f"the rollout server {self.url} does not tell its load: {_message(reply)}")
+        return max((load["token_usage"] for load in reply["loads"]), default=0.0)
 
     async def generate(
         self,
-        rollout_id: str,
+        request_id: str,
         prompt_tokens: Sequence[int],
         *,
+        timeout: float | None = None,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> Response:
         """One response. What goes wrong with this request alone is in the Response.
 
-        temperature (0: greedy) and max_new_tokens: None for the config's. Raises RolloutError where the server cannot
-        be reached.
+        temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. Raises ServerLost where
+        the server is the reason.
         """
         sampling = dict(self._sampling)
         if temperature is not None:
             sampling["temperature"] = temperature
         if max_new_tokens is not None:
             sampling["max_new_tokens"] = max_new_tokens
-        payload = {"input_ids": list(prompt_tokens), "return_logprob": True, "sampling_params": sampling}
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._config.timeout):
-                    status, reply = await self._generate(rollout_id, payload)
-            except TimeoutError:
-                await self._abort(rollout_id)
-                message = f"no response to {rollout_id} within rollout.timeout ({self._config.timeout:g} s)"
-                return Response(finish_reason="abort", error=message)
+        payload = {
+            "rid": request_id,
+            "input_ids": list(prompt_tokens),
+            "return_logprob": True,
+            "sampling_params": sampling,
+        }
+        try:
+            async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
+                status, reply = await self._post("/generate", payload)
+        except TimeoutError:
+            await self.abort(request_id)
+            return Response(
+                finish_reason="abort",
+                error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
+            )
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
+        if status in ITS_OWN_FAULT:
+            return Response(error=f"{request_id}: the server refused it: {_message(reply)}")
         if status != 200:
-            return Response(error=f"{rollout_id}: the server refused it: {_message(reply)}")
-        return self._response(rollout_id, reply["meta_info"])
+            raise ServerLost(f"the rollout server {self.url} answers with {status}: {_message(reply)}")
+        return self._response(request_id, reply["meta_info"])
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request whose connection is closed already, which would end it too, only later."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(CONTROL_TIMEOUT):
+                await self._post("/abort_request", {"rid": request_id})
 
     async def rest(self) -> None:
         """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
@@ -108,44 +145,12 @@ class SGLangClient:
         if status != 200:
             raise RolloutError(f"the rollout server {self.url} cannot come to rest: {_message(reply)}")
 
-    async def update_weights(self, folder: str, version: int) -> None:
-        """Loads the Hugging Face folder's weights; requests still under way are aborted, cached prefixes dropped.
-
-        Raises RolloutError with the server's message where it fails or the server then reports another version.
-        """
-        # The update refuses to drop cached prefixes while a timed-out request is still being ended; flushing waits.
-        await self.rest()
-        payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        what = f"weight version {version} from {folder}"
-        status, reply = await self._control("POST", "/update_weights_from_disk", self._config.start_timeout, payload)
-        if status != 200:
-            raise RolloutError(f"the rollout server {self.url} did not load {what}: {_message(reply)}")
-        status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
-        if status != 200:
-            raise RolloutError(f"the rollout server {self.url} does not tell its weight version: {_message(reply)}")
-        if reply["weight_version"] != str(version):
-            raise RolloutError(f"the rollout server {self.url} got {what} but reports {reply['weight_version']!r}")
-
-    async def _generate(self, rollout_id: str, payload: dict[str, Any]) -> tuple[int, Any]:
-        lost = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-        try:
-            return await self._post("/generate", payload | {"rid": rollout_id})
-        except lost:
-            # A kept-alive connection may be closed under a request. The server may know the first one's id still.
-            try:
-                return await self._post("/generate", payload | {"rid": f"{rollout_id}-retry"})
-            except lost as error:
-                raise RolloutError(f"the rollout server {self.url} does not answer: {error}") from error
-
-    async def _abort(self, rollout_id: str) -> None:
-        # The timed-out request has lost its connection, which aborts it too, only later.
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(CONTROL_TIMEOUT):
-                await self._post("/abort_request", {"rid": rollout_id})
-
     async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
         try:
-            async with asyncio.timeout(timeout), self._session.request(method, path, json=payload) as reply:
+            async with (
+                asyncio.timeout(timeout),
+                self._session.request(method, self.url + path, json=payload, headers=self._headers) as reply,
+            ):
                 return reply.status, await _body(reply)
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
@@ -153,23 +158,30 @@ class SGLangClient:
             raise RolloutError(f"the rollout server {self.url} does not answer {path}: {error}") from error
 
     async def _post(self, path: str, payload: dict[str, Any]) -> tuple[int, Any]:
-        async with self._session.post(path, json=payload) as reply:
+        async with self._session.post(self.url + path, json=payload, headers=self._headers) as reply:
             return reply.status, await _body(reply)
 
-    def _response(self, rollout_id: str, meta: dict[str, Any]) -> Response:
+    def _response(self, request_id: str, meta: dict[str, Any]) -> Response:
         finish = meta["finish_reason"]
         matched = finish.get("matched")
         if finish["type"] == "abort":
-            return Response(finish_reason="abort", error=f"{rollout_id}: the engine aborted it: {finish['message']}")
+            return Response(finish_reason="abort", error=f"{request_id}: the engine aborted it: {finish['message']}")
         if isinstance(matched, str) and matched not in self._config.stop:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
-            return Response(error=f"{rollout_id}: the engine stopped it: {matched}")
+            return Response(error=f"{request_id}: the engine stopped it: {matched}")
         return Response(
             tokens=[token for _, token, _ in meta["output_token_logprobs"]],
             logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
-            weight_versions=[(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]],
+            weight_versions=[
+                (_version(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]
+            ],
             finish_reason=finish["type"],
         )
+
+
+def _version(text: str) -> int:
+    """-1 for what somebody else's server calls its weights."""
+    return int(text) if text.isdecimal() else -1
 
 
 async def _body(reply: aiohttp.ClientResponse) -> Any:

@@ -6,76 +6,68 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.reward import RewardPool, Score
-from dynamo_megatron.rollout.client import Response, SGLangClient
+from dynamo_megatron.rollout.client import Response, open_session
+from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, position_of, rollout_id
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.fleet import Fleet
+from dynamo_megatron.rollout.result import (
+    UNTRAINABLE,
+    RolloutError,
+    RolloutResult,
+    ServerUse,
+    group_id,
+    position_of,
+    rollout_id,
+)
+from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.store import RolloutStore
 
 
 class Generator:
-    """Server, client, store and reward workers. What it opens goes on `stack`.
+    """Fleet, store and reward workers. What it opens goes on `stack`."""
 
-    `server_url`: a server that runs already; None: one of our own.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        eos_token_ids: Sequence[int],
-        server_url: str | None,
-        stack: contextlib.AsyncExitStack,
-    ):
+    def __init__(self, config: Config, eos_token_ids: Sequence[int], stack: contextlib.AsyncExitStack):
         self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
-        self._server_url, self._server = server_url, None
-        self._version = 0
+        self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
+        self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
         config = self._config
         self._store = RolloutStore(config.output_dir)
         self._stack.callback(self._store.close)
-        if self._server_url is None:
-            log = Path(config.output_dir) / "logs" / "sglang.log"
-            self._server = SGLangServer(config.rollout, config.model, log)
-            self._stack.callback(self._server.stop)
-            self._server.start()
+        session = await self._stack.enter_async_context(open_session())
+        self._fleet = Fleet(config, session, self._eos_token_ids)
+        self._fleet_run = asyncio.create_task(self._fleet.run())
+        self._stack.push_async_callback(self._end_fleet)
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        if self._server is not None:
-            await self._server.wait_ready()
-        url = self._server.url if self._server is not None else self._server_url
-        client = SGLangClient(url, config.rollout, self._eos_token_ids)
-        self._client = await self._stack.enter_async_context(client)
-        await self._client.check()
+        await self._fleet.wait_started()
 
-    async def update_weights(self, folder: str, version: int) -> float:
-        started = time.monotonic()
-        await self._client.update_weights(folder, version)
-        self._version = version
-        return time.monotonic() - started
+    async def _end_fleet(self) -> None:
+        self._fleet_run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._fleet_run
 
     async def begin_push(self, version: int) -> list[Endpoint]:
-        await self._client.rest()
-        return [Endpoint("server-0", 1, self._client.url, self._config.rollout.tp, "")]
+        return await self._fleet.begin_push(version)
 
     async def end_push(self, version: int, outcomes: dict[str, str | None]) -> None:
-        if outcomes["server-0"] is not None:
-            raise RolloutError(f"no server took weight version {version}; server-0: {outcomes['server-0']}")
-        self._version = version
+        await self._fleet.end_push(version, outcomes)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         started = time.monotonic()
+        if self._begun[0] != step:
+            self._begun = step, started
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
@@ -84,35 +76,91 @@ class Generator:
         rollouts, notes = self._reusable(step, wanted, range(first, first + len(prompts)))
         reused = len(rollouts)
         errors: list[str] = []
-        self._last_response, self.done = time.monotonic(), reused
-        await self._all(
-            self._rollout(step, name, prompt, rollouts, errors)
-            for name, prompt in wanted.items()
+        last_response = started
+        self.done = reused
+
+        async def take(request: Request, response: Response, server: str) -> None:
+            nonlocal last_response
+            last_response = time.monotonic()
+            if response.error:
+                errors.append(response.error)
+            else:
+                self._lengths.observe(request.prompt_id, len(response.tokens))
+            rollout = await self._score(step, request.name, wanted[request.name], response, server)
+            self._store.append(rollout)
+            rollouts[request.name] = rollout
+            self._finished(response)
+
+        requests = [
+            Request(name, name.rpartition("-")[0], p.prompt_id, p.tokens, self._lengths(p.prompt_id))
+            for name, p in wanted.items()
             if name not in rollouts
-        )
+        ]
+        limit = self._config.rollout.step_deadline
+        deadline = None if limit is None else self._begun[1] + limit
+        sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
+        await sampling.run()
+        if deadline is not None and time.monotonic() >= deadline:
+            self._check_share(step, [rollouts[name] for name in wanted], sampling.uses)
         for status in ("reward_timeout", "reward_error"):
             if late := sum(r.status == status for r in rollouts.values()):
                 notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
         if errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
+        uses, said = self._fleet.report()
+        for server, use in sampling.uses.items():
+            uses.setdefault(server, ServerUse()).add(use)
+        notes += [f"step {step}: {note}" for note in said]
         now = time.monotonic()
-        times = {"generate": now - started, "reward_tail": now - self._last_response}
-        return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes)
+        times = {"generate": now - started, "reward_tail": now - last_response, "tail": tail_seconds(sampling.finished)}
+        return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes, uses=uses)
+
+    def _check_share(self, step: int, rollouts: Sequence[Rollout], uses: dict[str, ServerUse]) -> None:
+        """Raises RolloutError where the step's deadline came before enough rollouts did."""
+        rollout = self._config.rollout
+        there = sum(r.status not in UNTRAINABLE for r in rollouts)
+        if there < rollout.min_share * len(rollouts):
+            waited = ", ".join(sorted(name for name in uses if name)) or "a server"
+            raise RolloutError(
+                f"step {step}: {there} of {len(rollouts)} rollouts were there at rollout.step_deadline "
+                f"({rollout.step_deadline:g} s), rollout.min_share asks for {rollout.min_share:g} of them; "
+                f"waited for {waited}"
+            )
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[ProblemResult]:
-        samples = self._config.eval.samples
-        outcomes: dict[tuple[int, int], tuple[Response, Score, str]] = {}
-        await self._all(
-            self._sample(position, k, prompt, outcomes)
-            for position, prompt in enumerate(prompts)
+        config, samples = self._config.eval, self._config.eval.samples
+        call = uuid.uuid4().hex[:8]
+        outcomes: dict[str, tuple[Response, Score, str]] = {}
+        by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
+
+        async def take(request: Request, response: Response, server: str) -> None:
+            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            score = Score(0.0, False, status="failed")
+            if not response.error:
+                score = await self._pool.score(by_group[request.group], text)
+            outcomes[request.name] = response, score, text
+            self._finished(response)
+
+        requests = [
+            Request(
+                f"{group}-{k}",
+                group,
+                prompt.prompt_id,
+                prompt.tokens,
+                self._lengths(prompt.prompt_id),
+                config.temperature,
+                config.max_new_tokens,
+            )
+            for group, prompt in by_group.items()
             for k in range(samples)
-        )
+        ]
+        await Sampling(self._fleet, self._config.rollout, requests, take).run()
         failed = [r.error for r, _, _ in outcomes.values() if r.error]
         if len(failed) == len(outcomes):
             raise RolloutError(f"evaluation: none of {len(outcomes)} responses came; the first: {failed[0]}")
         results = []
-        for position, prompt in enumerate(prompts):
-            responses, scores, texts = zip(*(outcomes[position, k] for k in range(samples)), strict=True)
+        for group, prompt in by_group.items():
+            responses, scores, texts = zip(*(outcomes[f"{group}-{k}"] for k in range(samples)), strict=True)
             results.append(
                 ProblemResult(
                     prompt_id=prompt.prompt_id,
@@ -127,41 +175,11 @@ class Generator:
             )
         return results
 
-    async def _sample(self, position: int, k: int, prompt: Prompt, outcomes: dict) -> None:
-        config = self._config.eval
-        name = f"eval-{uuid.uuid4().hex[:8]}-{position}-{k}"
-        response = await self._client.generate(
-            name, prompt.tokens, temperature=config.temperature, max_new_tokens=config.max_new_tokens
-        )
-        text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-        score = Score(0.0, False, status="failed")
-        if not response.error:
-            score = await self._pool.score(prompt, text)
-        outcomes[position, k] = response, score, text
-        self._finished(response)
-
     def _finished(self, response: Response) -> None:
         self.done += 1
         self.tokens += len(response.tokens)
 
-    async def _all(self, work: Iterable[Coroutine]) -> None:
-        """Runs all of it at once; the first failure ends the rest and is raised."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for one in work:
-                    group.create_task(one)
-        except BaseExceptionGroup as failures:
-            first = failures.exceptions[0]
-            if isinstance(first, RolloutError) and self._server is not None:
-                await asyncio.sleep(1.0)  # a dead server says more than the connections that broke with it
-                self._server.check()
-            raise first from None
-
-    async def _rollout(
-        self, step: int, name: str, prompt: Prompt, rollouts: dict[str, Rollout], errors: list[str]
-    ) -> None:
-        response = await self._client.generate(name, prompt.tokens)
-        self._last_response = time.monotonic()
+    async def _score(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
         rollout = Rollout(
             rollout_id=name,
             group_id=name.rpartition("-")[0],
@@ -176,26 +194,26 @@ class Generator:
             success=False,
             reward_parts={},
             status="failed",
+            server=server,
         )
-        if response.error:
-            errors.append(response.error)
-        else:
+        if not response.error:
             text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.status = score.parts, score.status
-        self._store.append(rollout)
-        rollouts[name] = rollout
-        self._finished(response)
+        return rollout
 
     def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> tuple[dict[str, Rollout], list[str]]:
-        """What an interrupted run left of these positions of the step; the file keeps nothing else of them."""
+        """What an interrupted run, or a call that ended for want of a server, left of these positions of the step.
+
+        The file keeps nothing else of them.
+        """
         found = self._store.finished(step)
         here = [r for r in found if position_of(r.group_id) in positions]
         kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
         for rollout in here:
             prompt = wanted.get(rollout.rollout_id)
-            if rollout.status == "failed":
+            if rollout.status in UNTRAINABLE:
                 why["failed"] += 1
             elif (
                 prompt is None
@@ -203,7 +221,7 @@ class Generator:
                 or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
             ):
                 why["of another prompt"] += 1
-            elif any(version != self._version for version, _, _ in rollout.weight_versions):
+            elif any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
                 why["of another weight version"] += 1
             else:
                 kept[rollout.rollout_id] = rollout

@@ -1,22 +1,30 @@
-"""Runs a command, and ends its whole process group when whoever started the guard is gone.
+"""Runs a server's command, and ends and clears away all of it when the command or whoever started the guard is gone.
 
-    python -P -m dynamo_megatron.rollout.guard COMMAND...
+    python -P -m dynamo_megatron.rollout.guard FOLDER COMMAND...
 
 A signal at the parent's death reaches one process only. SGLang's scheduler arms its own late, after half a minute of
-imports: a server killed while it starts would leave it behind. The guard holds the read end of a pipe instead.
+imports: a server killed while it starts would leave it behind. The guard holds the read end of a pipe instead. What a
+killed server cannot clear away itself goes with it: its temporary FOLDER and its segments of shared memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
 
 POLL_EVERY = 0.5  # seconds
+LOOK_EVERY = 10.0  # seconds between looks at the shared memory in use
+SHARED_MEMORY = "/dev/shm/"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -33,25 +41,62 @@ def die_with_parent(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def main(command: list[str]) -> int:
+def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
-    Must lead its process group. SIGTERM is passed on to the command; stdin is the pipe to watch.
+    SIGTERM is passed on to the command. The end of stdin, a pipe, kills it.
     """
-    assert os.getpgid(0) == os.getpid(), "the guard kills its process group: it must lead one"
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=on_death)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_death)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    while process.poll() is None:
-        if select.select([sys.stdin], [], [], POLL_EVERY)[0]:
-            os.killpg(0, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    if process.returncode < 0:
+    segments: set[str] = set()
+    look = 0.0
+    while process.poll() is None and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:
+        if time.monotonic() > look:
+            segments |= shared_memory_of(members(process.pid))
+            look = time.monotonic() + LOOK_EVERY
+    segments |= shared_memory_of(members(process.pid))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while left := members(process.pid):  # a killed process keeps its port and its memory until it has ended
+        time.sleep(0.05)
+    others = [pid for pid in processes() if pid not in left]
+    for segment in segments - shared_memory_of(others):
+        Path(segment).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    if process.returncode < 0 and process.returncode != -signal.SIGKILL:
         signal.signal(-process.returncode, signal.SIG_DFL)
+    if process.returncode < 0:
         os.kill(os.getpid(), -process.returncode)
     return process.returncode
 
 
+def processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for pid in processes():
+        with contextlib.suppress(OSError):
+            # comm, the second field, may hold anything, but ends with the last parenthesis: state, ppid, pgrp follow.
+            state, _, pgrp = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state not in "ZX":
+                found.append(pid)
+    return found
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """The files of POSIX shared memory that these processes map; of another user's, none."""
+    segments = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            segments |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+    return {segment for segment in segments if not segment.endswith(" (deleted)")}
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

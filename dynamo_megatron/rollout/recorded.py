@@ -38,9 +38,6 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.wait_ready(on_poll)
 
-    def update_weights(self, folder: str, version: int, on_poll: Callable[[], None] | None = None) -> float:
-        return 0.0 if self._evaluator is None else self._evaluator.update_weights(folder, version, on_poll)
-
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
         return [] if self._evaluator is None else self._evaluator.begin_push(version, on_poll)
 

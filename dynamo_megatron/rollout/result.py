@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
+KINDS = (*OUTCOMES.values(), "rejected")
+UNTRAINABLE = ("failed", "rejected")  # values of Rollout.status
 
 
 class RolloutError(RuntimeError):
@@ -22,46 +27,141 @@ class PushNeeded(Exception):
     """
 
 
+@dataclass
+class ServerUse:
+    """What a server did: tokens generated, seconds with a request under way, and what went wrong."""
+
+    tokens: int = 0
+    busy: float = 0.0
+    kv_cache: float = 0.0  # largest share of its KV cache in use that was seen
+    retries: int = 0  # requests lost with it and asked again
+    restarts: int = 0
+
+    def add(self, other: ServerUse) -> None:
+        self.tokens += other.tokens
+        self.busy += other.busy
+        self.kv_cache = max(self.kv_cache, other.kv_cache)
+        self.retries += other.retries
+        self.restarts += other.restarts
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one requested rollout: "completed", "truncated", "aborted" (timed out, or ended by the engine),
+    "failed" or "rejected"; `server` answered it ("": none)."""
+
+    kind: str
+    server: str
+
+
 @dataclass(frozen=True)
 class RolloutResult:
     """The rollouts of one step.
 
-    `batch` has those that can be trained on, by (prompt position, rollout index). `counts`: requested = completed +
-    truncated + aborted (timed out, or ended by the engine) + failed; reused, reward_timeouts and reward_errors count
-    among these. `times`: seconds. `notes`: what the user should read, one line each.
+    `batch` has those that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
+    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these. `times`: seconds.
+    `uses`: by server. `notes`: what the user should read, one line each.
     """
 
     batch: RolloutBatch
-    counts: dict[str, int]
+    outcomes: dict[str, Outcome]
     times: dict[str, float]
     notes: list[str]
+    reused: int = 0
+    reward_timeouts: int = 0
+    reward_errors: int = 0
+    uses: dict[str, ServerUse] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, rollouts: Sequence[Rollout], *, reused: int = 0, times: dict[str, float], notes: list[str]
+        cls,
+        rollouts: Sequence[Rollout],
+        *,
+        reused: int = 0,
+        times: dict[str, float],
+        notes: list[str],
+        uses: dict[str, ServerUse] | None = None,
     ) -> RolloutResult:
         """`rollouts`: one for each request, in batch order."""
-        outcomes = Counter(OUTCOMES[r.finish_reason] for r in rollouts)
         statuses = Counter(r.status for r in rollouts)
-        counts = {
-            "requested": len(rollouts),
-            **{outcome: outcomes[outcome] for outcome in OUTCOMES.values()},
-            "reused": reused,
-            "reward_timeouts": statuses["reward_timeout"],
-            "reward_errors": statuses["reward_error"],
+        outcomes = {
+            r.rollout_id: Outcome("rejected" if r.status == "rejected" else OUTCOMES[r.finish_reason], r.server)
+            for r in rollouts
         }
-        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])
-        return cls(batch, counts, times, notes)
+        assert len(outcomes) == len(rollouts), "a rollout_id came twice"
+        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status not in UNTRAINABLE])
+        return cls(
+            batch,
+            outcomes,
+            times,
+            notes,
+            reused,
+            statuses["reward_timeout"],
+            statuses["reward_error"],
+            uses or {},
+        )
 
     @classmethod
     def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:
         """The parts of one step, at least one, in order."""
-        counts, times = Counter(), Counter()
+        times, uses = Counter(), {}
         for result in results:
-            counts.update(result.counts)
             times.update(result.times)
-        notes = [note for result in results for note in result.notes]
-        return cls(RolloutBatch.join([r.batch for r in results]), dict(counts), dict(times), notes)
+            for server, use in result.uses.items():
+                uses.setdefault(server, ServerUse()).add(use)
+        outcomes = {name: outcome for result in results for name, outcome in result.outcomes.items()}
+        assert len(outcomes) == sum(len(r.outcomes) for r in results), "a rollout_id came twice"
+        return cls(
+            RolloutBatch.join([r.batch for r in results]),
+            outcomes,
+            dict(times),
+            [note for result in results for note in result.notes],
+            sum(r.reused for r in results),
+            sum(r.reward_timeouts for r in results),
+            sum(r.reward_errors for r in results),
+            uses,
+        )
+
+    def rejecting(self, rollout_ids: Collection[str]) -> RolloutResult:
+        """Without these rollouts of `batch`, counted as rejected."""
+        rejected = set(rollout_ids)
+        assert rejected <= set(self.batch.rollout_ids), "only what could be trained on can be rejected"
+        kept = [s for s, name in enumerate(self.batch.rollout_ids) if name not in rejected]
+        outcomes = self.outcomes | {n: Outcome("rejected", self.outcomes[n].server) for n in rejected}
+        return dataclasses.replace(self, batch=self.batch.take(np.asarray(kept, np.int64)), outcomes=outcomes)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """requested = completed + truncated + aborted + failed + rejected; the others count among these."""
+        kinds = Counter(outcome.kind for outcome in self.outcomes.values())
+        return {
+            "requested": len(self.outcomes),
+            **{kind: kinds[kind] for kind in KINDS},
+            "reused": self.reused,
+            "reward_timeouts": self.reward_timeouts,
+            "reward_errors": self.reward_errors,
+        }
+
+    @property
+    def counts_by_server(self) -> dict[str, dict[str, int]]:
+        """The same for each server, "" for those that none has answered."""
+        servers = sorted({outcome.server for outcome in self.outcomes.values()})
+        kinds = Counter((outcome.server, outcome.kind) for outcome in self.outcomes.values())
+        return {server: {kind: kinds[server, kind] for kind in KINDS} for server in servers}
+
+    def check_accounts(self, requested: int) -> None:
+        """Every one of `requested` rollouts has exactly one outcome, and only those that came are in `batch`.
+
+        Raises AssertionError.
+        """
+        counts = self.counts
+        assert counts["requested"] == requested, f"{requested} rollouts requested, {counts['requested']} on record"
+        assert requested == sum(counts[kind] for kind in KINDS), f"the accounts do not close: {counts}"
+        by_server = self.counts_by_server.values()
+        assert all(counts[kind] == sum(c[kind] for c in by_server) for kind in KINDS), "servers and sum disagree"
+        ids = self.batch.rollout_ids
+        came = {name for name, outcome in self.outcomes.items() if outcome.kind in ("completed", "truncated")}
+        assert len(ids) == len(set(ids)) and set(ids) == came, "what came and what is in the batch are not the same"
 
 
 def group_id(step: int, position: int) -> str:

@@ -6,21 +6,27 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import aiohttp
+import psutil
 import torch
+import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+FORCE_GRACE = 10.0  # seconds that the guard has to end killed processes
+POLL_EVERY = 0.5  # seconds
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -30,61 +36,113 @@ FOREIGN_VARIABLES = re.compile(
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
-class SGLangServer:
-    """Starts, watches and stops `sglang.launch_server` on 127.0.0.1 with the weights of `model.path`.
+def listening_address(host: str) -> str:
+    """The address that `rollout.host` means on this node: itself, or the IPv4 address of the interface it names.
 
-    Without a GPU it runs SGLang's CPU engine. `log` gets the server's stdout and stderr (appended). The head's logits
-    are float32, as in `dynamo_megatron.kernels`. Raises ValueError where `config.port` is taken.
+    Raises ValueError where it is neither.
+    """
+    interfaces = psutil.net_if_addrs()
+    for address in interfaces.get(host, []):
+        if address.family == socket.AF_INET:
+            return address.address
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        raise ValueError(
+            f"rollout.host: {host!r} is neither an address nor an interface of {socket.gethostname()} "
+            f"({', '.join(sorted(interfaces))})"
+        ) from None
+
+
+class SGLangServer:
+    """Starts, watches and stops one `sglang.launch_server` with the weights of `model.path`.
+
+    It is the `slot`-th of `slots` on this node, which says its GPUs, or without a GPU its CPU cores. Without a GPU it
+    runs SGLang's CPU engine. `log` gets its stdout and stderr (appended, readable to its owner only: SGLang writes the
+    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`. Raises ValueError where
+    `config.port` is taken or `config.host` unknown.
     """
 
-    def __init__(self, config: RolloutConfig, model: ModelConfig, log: str | os.PathLike):
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: ModelConfig,
+        log: str | os.PathLike,
+        *,
+        name: str = "server-0",
+        incarnation: int = 1,
+        slot: int = 0,
+        slots: int = 1,
+    ):
         self.log = Path(log)
-        self._config, self._model = config, model
+        self._config, self._model, self._slot, self._slots = config, model, slot, slots
         self._process: subprocess.Popen | None = None
         self._log_start = 0
-        self.port = config.port or 0
+        self._nonce = f"{name}-{secrets.token_hex(8)}"
+        self._host = listening_address(config.host)
+        self._port = config.port + slot if config.port else 0
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", self.port))
+                probe.bind((self._host, self._port))
             except OSError as error:
                 raise ValueError(
-                    f"rollout.port: port {self.port} cannot be used ({error.strerror}); free it, name another one, "
-                    "or leave the key out for a free one"
+                    f"rollout.port: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
+                    "name another one, or leave the key out for a free one"
                 ) from None
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            self._port = probe.getsockname()[1]
+        url = f"http://{self._host}:{self._port}"
+        self.endpoint = Endpoint(name, incarnation, url, config.tp, secrets.token_urlsafe(32))
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         on_cpu = not torch.cuda.is_available()
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
+        # What it leaves in its temporary folder goes with that; it is mode 0700.
+        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
+        secret = self._folder / "server.yaml"
+        secret.touch(mode=0o600)
+        secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
+        try:
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(self._folder)]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", *self._command(on_cpu)],
+                [*guard, *self._command(on_cpu), "--config", str(secret)],
                 env=self._environment(on_cpu),
                 stdin=subprocess.PIPE,  # held open as long as this process lives
-                stdout=log,
+                stdout=descriptor,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        finally:
+            os.close(descriptor)
 
     async def wait_ready(self) -> None:
-        """Raises RolloutError where the server ends or does not answer within `config.start_timeout` seconds."""
+        """Until the server, and no stranger at its port, has generated a few tokens as rollouts will ask for them.
+
+        Raises RolloutError where it ends, is another one, or has not come so far in `config.start_timeout` seconds.
+        """
         deadline = time.monotonic() + self._config.start_timeout
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        async with open_session() as session:
+            client = SGLangClient(session, self.endpoint, self._config, [])
             while time.monotonic() < deadline:
                 self.check()
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"{self.url}/health") as reply:
-                        if reply.status == 200:
-                            return
-                await asyncio.sleep(0.5)
-        raise RolloutError(
-            f"the SGLang server did not answer within rollout.start_timeout ({self._config.start_timeout:g} s); "
-            f"see {self.log}"
-        )
+                if await client.healthy(timeout=30.0):
+                    break
+                await asyncio.sleep(POLL_EVERY)
+            else:
+                raise RolloutError(
+                    f"the SGLang server did not answer within rollout.start_timeout ({self._config.start_timeout:g} s)"
+                    f"; see {self.log}"
+                )
+            info = await client.model_info()
+            if info.get("served_model_name") != self._nonce:
+                raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
+            left = max(1.0, deadline - time.monotonic())
+            response = await client.generate("warm-up", [0, 0, 0], timeout=left, max_new_tokens=4)
+            if response.error:
+                raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
 
     def check(self) -> None:
         """Raises RolloutError, with what its log says, if the server process has ended."""
@@ -95,17 +153,19 @@ class SGLangServer:
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise RolloutError(f"the SGLang server ended ({cause}): {self._last_words()}; see {self.log}")
 
-    def stop(self) -> None:
-        """Ends the server and all its processes within a few seconds."""
+    def stop(self, grace: float = STOP_GRACE) -> None:
+        """Ends the server and all its processes, by force after `grace` seconds, and clears away what it left."""
         if self._process is None:
             return
-        self._process.terminate()
+        if grace > 0:
+            self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_GRACE)
-        self._process.stdin.close()
+            self._process.wait(grace)
+        self._process.stdin.close()  # the guard kills what is left
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(FORCE_GRACE)
+        self._process.kill()
+        self._process.wait()
         self._process = None
 
     def _last_words(self) -> str:
@@ -120,8 +180,9 @@ class SGLangServer:
         config = self._config
         command = [config.python or sys.executable, "-P", "-m", "sglang.launch_server"]
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(config.tp)]
+        command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
+        command += ["--served-model-name", self._nonce]
         if is_torch_dist(self._model.path):
             command += ["--load-format", "dummy"]  # SGLang cannot read it; the first push brings the weights
         if on_cpu:
@@ -132,17 +193,24 @@ class SGLangServer:
             command += ["--max-running-requests", str(config.concurrency)]
         else:
             command += ["--mem-fraction-static", str(config.memory_fraction)]
+            command += ["--base-gpu-id", str(self._slot * config.tp)]
         return command + config.server_args
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
+        environment["TMPDIR"] = str(self._folder)
         if on_cpu:
             inherited = environment.get("PYTHONPATH")
             environment["PYTHONPATH"] = os.pathsep.join([str(CPU_STAND_INS), *([inherited] if inherited else [])])
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = "1"
-            if self._config.tp > 1:  # SGLang's default is a NUMA node for each rank
-                cores = sorted(os.sched_getaffinity(0))
-                binding = "|".join(str(cores[rank % len(cores)]) for rank in range(self._config.tp))
-                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+            if self._slots * self._config.tp > 1:  # SGLang's default is a NUMA node for each rank of a server
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(self._cores()))
         return environment
+
+    def _cores(self) -> list[str]:
+        """CPU cores of each rank of this server: an equal share of this process's, or one that it shares."""
+        cores = sorted(os.sched_getaffinity(0))
+        ranks, first = self._slots * self._config.tp, self._slot * self._config.tp
+        shares = [cores[r::ranks] or [cores[r % len(cores)]] for r in range(first, first + self._config.tp)]
+        return [",".join(map(str, share)) for share in shares]

@@ -45,9 +45,8 @@ class RolloutWorker:
     and RolloutError raised in it come back as they are.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int], server_url: str | None = None):
-        """`server_url`: a server that runs already and is used as it is; None: one of our own."""
-        self._config, self._eos_token_ids, self._server_url = config, tuple(eos_token_ids), server_url
+    def __init__(self, config: Config, eos_token_ids: Sequence[int]):
+        self._config, self._eos_token_ids = config, tuple(eos_token_ids)
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
@@ -57,7 +56,7 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        arguments = (child_end, self._config, self._eos_token_ids, self._server_url, str(self.log), os.getpid())
+        arguments = (child_end, self._config, self._eos_token_ids, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         self._process.start()
         child_end.close()
@@ -82,7 +81,8 @@ class RolloutWorker:
         the step's batch, of which this may be a later part.
 
         Finished rollouts of this step that are on disk already are reused where prompt and weight version are the
-        same. The result may have no rollout; its notes say why. Raises ValueError for a malformed request, RewardError.
+        same. The result may have no rollout; its notes say why. Raises PushNeeded where no server with the current
+        weights is left, ValueError for a malformed request, RewardError.
         """
         check_request(prompts, counts)
         return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)
@@ -100,12 +100,6 @@ class RolloutWorker:
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
 
-    def update_weights(
-        self, folder: str | os.PathLike, version: int, on_poll: Callable[[], None] | None = None
-    ) -> float:
-        """Loads a Hugging Face folder into the server; returns seconds. Later rollouts carry `version`."""
-        return self._call("update_weights", (str(folder), version), on_poll)
-
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
 
@@ -118,7 +112,7 @@ class RolloutWorker:
         self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
     ) -> None:
         """`outcomes` of begin_push's servers by name: None (proved to have `version`: into the rotation) or why not
-        (restarted, counted, noted). Raises RolloutError where all have failed.
+        (restarted, counted, noted). Raises PushNeeded where no server took it.
         """
         return self._call("end_push", (version, outcomes), on_poll)
 
@@ -191,7 +185,6 @@ def _child(
     connection: Connection,
     config: Config,
     eos_token_ids: tuple[int, ...],
-    server_url: str | None,
     log: str,
     parent: int,
 ) -> None:
@@ -204,12 +197,10 @@ def _child(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(connection, config, eos_token_ids, server_url))
+        asyncio.run(_serve(connection, config, eos_token_ids))
 
 
-async def _serve(
-    connection: Connection, config: Config, eos_token_ids: tuple[int, ...], server_url: str | None
-) -> None:
+async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[int, ...]) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -231,7 +222,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
-        generator = Generator(config, eos_token_ids, server_url, stack)
+        generator = Generator(config, eos_token_ids, stack)
         opened = await _answer(connection, generator, generator.open())
         while opened:
             command, arguments = await inbox.get()

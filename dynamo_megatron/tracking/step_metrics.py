@@ -123,10 +123,12 @@ def step_metrics(
         "policy/learning_rate": learning_rate,
         "policy/tokens": tokens,
         "reshard/bytes": pushed.bytes,
+        "reshard/floor_bytes": pushed.floor_bytes,
         "time/step": elapsed,
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/reshard": pushed.seconds,
         "time/reshard_pause": pushed.pause_seconds,
+        "time/reshard_proof": pushed.proof_seconds,
         "throughput/tokens_per_second": len(sampled.tokens) / elapsed,
         **options,
     }

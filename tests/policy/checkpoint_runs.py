@@ -30,7 +30,7 @@ from dynamo_megatron.policy.checkpoint import _Writer, begin_save, load_checkpoi
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.records import Sequences  # noqa: E402
-from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
+from dynamo_megatron.resharding.folder import write_huggingface  # noqa: E402
 
 
 def train(policy: Policy, step: int) -> None:

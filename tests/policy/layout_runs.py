@@ -30,7 +30,7 @@ from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.records import RolloutBatch  # noqa: E402
-from dynamo_megatron.resharding.push import write_huggingface  # noqa: E402
+from dynamo_megatron.resharding.folder import write_huggingface  # noqa: E402
 
 
 def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:

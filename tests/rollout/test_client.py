@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import socket
 import time
 
@@ -7,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.rollout.client import SGLangClient
-from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.endpoint import Endpoint
 
 END = 3  # <|im_end|>
 PROMPT = [20, 30, 40, 50, 60]
@@ -28,8 +29,8 @@ def gap(model, response, temperature: float = 1.0) -> float:
 
 def run(server, work, eos=(END,), **options):
     async def with_client():
-        async with SGLangClient(server.url, RolloutConfig(**options), eos) as client:
-            return await work(client)
+        async with open_session() as session:
+            return await work(SGLangClient(session, server.endpoint, RolloutConfig(**options), eos))
 
     return asyncio.run(with_client())
 
@@ -87,38 +88,12 @@ def test_all_tokens_up_to_a_stop_text_count(sglang_server, tiny_model):
         assert gap(tiny_model, response) < 1e-4
 
 
-def test_new_weights_come_from_disk_and_the_version_travels(sglang_server, tiny_model, make_tiny_model, tmp_path):
-    other = make_tiny_model(tmp_path / "other", family="qwen2", dtype="float32", seed=9)
-
-    async def work(client):
-        try:
-            await client.generate("before", PROMPT)  # leaves a cached prefix of the old weights
-            await client.update_weights(str(other), 7)
-            return await client.generate("after", PROMPT)
-        finally:
-            await client.update_weights(str(tiny_model), 0)
-
-    response = run(sglang_server, work, max_new_tokens=32)
-    assert response.weight_versions == [(7, 0, len(response.tokens))]
-    assert gap(other, response) < 1e-4
-    assert gap(tiny_model, response) > 1e-2
-
-
-def test_weights_that_cannot_be_loaded_raise_the_servers_message(sglang_server, tmp_path):
-    async def work(client):
-        await client.update_weights(str(tmp_path / "nothing"), 8)
-
-    with pytest.raises(RolloutError, match=r"did not load weight version 8 from .*nothing: Failed") as error:
-        run(sglang_server, work)
-    assert "\n" not in str(error.value)
-
-
-def test_a_timeout_aborts_the_request_on_the_server(sglang_server, tiny_model):
+def test_a_timeout_aborts_the_request_on_the_server(sglang_server):
     async def work(client):
         started = time.monotonic()
         responses = await asyncio.gather(*(client.generate(f"slow-{k}", PROMPT) for k in range(16)))
         waited = time.monotonic() - started
-        await client.update_weights(str(tiny_model), 0)  # needs an idle server
+        await client.rest()  # needs an idle server
         return responses, waited
 
     responses, waited = run(sglang_server, work, max_new_tokens=1900, timeout=0.2)
@@ -145,29 +120,21 @@ def test_a_server_that_is_gone_is_named():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     async def work():
-        async with SGLangClient(url, RolloutConfig(), [END]) as client:
+        async with open_session() as session:
+            client = SGLangClient(session, Endpoint("gone", 1, url, 1, ""), RolloutConfig(), [END])
+            assert not await client.healthy(5.0)
             await client.generate("lost", PROMPT)
 
-    with pytest.raises(RolloutError, match=f"the rollout server {url} does not answer"):
+    with pytest.raises(ServerLost, match=f"the rollout server {url} does not answer"):
         asyncio.run(work())
 
 
-def test_no_more_requests_than_concurrency_are_under_way(sglang_server):
-    async def work(client):
-        running, most = 0, 0
-        post = client._post
+def test_a_server_answers_nobody_without_its_key(sglang_server):
+    endpoint = dataclasses.replace(sglang_server.endpoint, api_key="another")
 
-        async def counting(path, payload):
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            try:
-                return await post(path, payload)
-            finally:
-                running -= 1
+    async def work():
+        async with open_session() as session:
+            await SGLangClient(session, endpoint, RolloutConfig(), [END]).generate("stranger", PROMPT)
 
-        client._post = counting
-        await asyncio.gather(*(client.generate(f"many-{k}", PROMPT) for k in range(12)))
-        return most
-
-    assert run(sglang_server, work, max_new_tokens=8, concurrency=3) == 3
+    with pytest.raises(ServerLost, match="answers with 401"):
+        asyncio.run(work())

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import SGLangServer
 
@@ -20,7 +20,7 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"rollout.port: port {port} cannot be used") as error:
+        with pytest.raises(ValueError, match=f"rollout.port: port {port} of 127.0.0.1 cannot be used") as error:
             SGLangServer(RolloutConfig(port=port), ModelConfig(path="unused"), tmp_path / "sglang.log")
     assert "\n" not in str(error.value)
 
@@ -63,7 +63,8 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
 
     async def respond():
         await server.wait_ready()
-        async with SGLangClient(server.url, config, [END]) as client:
+        async with open_session() as session:
+            client = SGLangClient(session, server.endpoint, config, [END])
             response = await client.generate("one", [20, 30, 40])
             sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
             payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}

@@ -1,0 +1,270 @@
+"""What a push of the weights costs: training layouts x transports x servers, against a plain copy of the same bytes.
+
+    python -P benchmarks/sync.py [--out benchmarks/results] [--pushes 5] [--layouts tp2-pp2 ...] [--small]
+
+Real ranks (Megatron) push real weights to real SGLang servers. On a CPU: `tensor`, `gloo` and `disk` to a server of one
+rank and to one of two. On GPUs (never run there): `ipc` to servers on the ranks' own GPUs, and `nccl` to servers on the
+GPUs that are left. Writes sync.json (figures, machine, versions) and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from measure import machine
+from tiny_model import make_tiny_model
+
+from dynamo_megatron.config import Config, ModelConfig
+from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.evaluation.results import markdown_row
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server import SGLangServer
+
+LAYOUTS = {
+    "1 rank": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "tp2 x pp2": (4, {"tp": 2, "pp": 2}),
+}
+MODEL = {"hidden": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "layers": 8, "vocab": 8192}  # 129 MB of bfloat16
+SMALL = {"layers": 4}
+BUCKET_BYTES = 32 << 20
+SERVER_TP = (1, 2)
+TIMEOUT = 900.0  # seconds for the ranks of one layout
+PACKAGES = ("torch", "megatron-core", "sglang", "safetensors")
+
+
+def run_rank(job_file: Path) -> None:
+    """One training rank: every transport's pushes to every server in turns with the plain copy."""
+    from dynamo_megatron.policy import backend
+
+    backend.enable_cpu()
+    backend.define_router_gemm()
+    backend.fix_torch_adam_checkpoints()
+    import torch.distributed as dist
+
+    from dynamo_megatron.coordination import Coordinator, StopFlag, connect_store
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.layout import join_ranks
+    from dynamo_megatron.policy.policy import Policy
+    from dynamo_megatron.resharding.push import WeightPusher
+
+    job = json.loads(job_file.read_text())
+    rank, out = int(os.environ["RANK"]), Path(job["out"])
+    config = Config(
+        model={"path": job["model"], "dtype": "bfloat16"},
+        data={"source": "unused"},
+        parallel=job["parallel"],
+        output_dir=job["out"],
+    )
+    store = connect_store(TIMEOUT)
+    coordinator = Coordinator(store, rank, StopFlag())
+    layout = join_ranks(config, dist.PrefixStore("groups", store))
+    policy = Policy(load_model_config(job["model"]), config, layout)
+    found, version = [], 0
+    for case in job["cases"]:
+        endpoint = Endpoint(**case["endpoint"])
+        fleet = _Fleet([endpoint]) if rank == 0 else None
+        sync = {"transport": case["transport"], "bucket_bytes": BUCKET_BYTES}
+        placement = "split" if case["transport"] == "nccl" else "colocated"
+        rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
+        policy.config = config.model_copy(update={"rollout": rollout})
+        pusher = WeightPusher(policy, fleet, _Keys(coordinator, f"{len(found)}-{version}-"))
+        source = torch.zeros(pusher.plan.nbytes, dtype=torch.uint8, device=layout.device)
+        target = torch.empty_like(source)
+        reports, copies = [], []
+        for push in range(-1, job["pushes"]):  # the first makes the links and is not counted
+            version += 1
+            report = pusher.push(version)
+            start = time.perf_counter()
+            target.copy_(source)
+            if layout.device.type == "cuda":
+                torch.cuda.synchronize()
+            if push >= 0:
+                reports.append(report)
+                copies.append(time.perf_counter() - start)
+            dist.barrier(group=layout.host)
+        pusher.close()
+        if rank == 0:
+            assert fleet.outcomes == {endpoint.name: None}, fleet.outcomes
+            seconds = [r.seconds - r.proof_seconds for r in reports]
+            found.append(
+                {
+                    "layout": job["layout"],
+                    "transport": case["transport"],
+                    "server tp": endpoint.tp,
+                    "bytes of the model": pusher.plan.nbytes,
+                    "bytes sent": reports[-1].bytes,
+                    "floor bytes": reports[-1].floor_bytes,
+                    "bytes to floor": reports[-1].bytes / reports[-1].floor_bytes,
+                    "seconds": statistics.median(seconds),
+                    "seconds min": min(seconds),
+                    "seconds max": max(seconds),
+                    "proof seconds": statistics.median(r.proof_seconds for r in reports),
+                    "copy seconds": statistics.median(copies),
+                    "ratio to a copy": statistics.median(s / c for s, c in zip(seconds, copies, strict=True)),
+                }
+            )
+    if rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    coordinator.close()
+    store.set(f"done{rank}", "")
+    if rank == 0:  # it serves the store
+        store.wait([f"done{r}" for r in range(layout.world_size)])
+
+
+class _Fleet:
+    """The fleet's door to servers that are given."""
+
+    def __init__(self, endpoints: list[Endpoint]):
+        self.endpoints, self.outcomes = endpoints, {}
+
+    def begin_push(self, version: int, on_poll: Any) -> list[Endpoint]:
+        return self.endpoints
+
+    def end_push(self, version: int, outcomes: dict[str, str | None], on_poll: Any) -> None:
+        self.outcomes = outcomes
+
+
+class _Keys:
+    """A coordinator whose keys have a prefix: several pushers in one job would use the same."""
+
+    def __init__(self, coordinator: Any, prefix: str):
+        self._coordinator, self._prefix = coordinator, prefix
+
+    def from_rank_0(self, key: str, *arguments: Any) -> Any:
+        return self._coordinator.from_rank_0(self._prefix + key, *arguments)
+
+
+def run_layout(name: str, cases: list[dict[str, Any]], model: Path, folder: Path, pushes: int) -> list[dict[str, Any]]:
+    ranks, parallel = LAYOUTS[name]
+    folder.mkdir()
+    job = {"layout": name, "parallel": parallel, "model": str(model), "out": str(folder), "pushes": pushes}
+    (folder / "job.json").write_text(json.dumps(job | {"cases": cases}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    processes = []
+    try:
+        for rank in range(ranks):
+            with open(folder / f"rank{rank}.log", "w") as log:
+                command = [sys.executable, "-P", __file__, "--rank-of", str(folder / "job.json")]
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(
+                    subprocess.Popen(command, env=environment | place, stdout=log, stderr=subprocess.STDOUT)
+                )
+        codes = [process.wait(TIMEOUT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = "\n".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(ranks))
+    assert codes == [0] * ranks, f"{name}: exit codes {codes}\n{said}"
+    return json.loads((folder / "found.json").read_text())
+
+
+def start_servers(model: Path, folder: Path, first_gpu: int | None) -> list[SGLangServer]:
+    """A server of every size of SERVER_TP, one after the other on the GPUs from `first_gpu` on (None: the CPU)."""
+    servers, gpu = [], first_gpu
+    for number, tp in enumerate(SERVER_TP):
+        arguments = []
+        if gpu is not None:
+            arguments, gpu = ["--base-gpu-id", str(gpu)], gpu + tp
+        config = RolloutConfig(tp=tp, memory_fraction=0.2, server_args=arguments, start_timeout=900)
+        log = folder / f"server-{number}.log"
+        place = {"name": f"server-{number}", "slot": number, "slots": len(SERVER_TP)}
+        servers.append(SGLangServer(config, ModelConfig(path=str(model), dtype="bfloat16"), log, **place))
+        servers[-1].start()
+
+    async def ready() -> None:
+        await asyncio.gather(*(server.wait_ready() for server in servers))
+
+    asyncio.run(ready())
+    return servers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--pushes", type=int, default=5, help="counted ones; one more comes first")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--small", action="store_true", help="a model of 1 MB: does it run?")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of is not None:
+        run_rank(arguments.rank_of)
+        os._exit(0)
+    gpus = torch.cuda.device_count()
+    found: list[dict[str, Any]] = []
+    described = machine(PACKAGES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = make_tiny_model(folder / "model", dtype="bfloat16", **(SMALL if arguments.small else MODEL))
+        groups = [(None, ("tensor", "gloo", "disk"), arguments.layouts)]
+        if gpus:  # of the layouts, those whose ranks and servers have a GPU each
+            fits = [name for name in arguments.layouts if LAYOUTS[name][0] >= sum(SERVER_TP)]
+            largest = max((LAYOUTS[name][0] for name in arguments.layouts), default=0)
+            groups = [(0, ("ipc",), [n for n in fits if LAYOUTS[n][0] <= gpus])]
+            if largest + sum(SERVER_TP) <= gpus:
+                groups.append((largest, ("nccl",), arguments.layouts))
+        for first_gpu, transports, layouts in groups:
+            servers = start_servers(model, folder, first_gpu)
+            try:
+                for name in layouts:
+                    cases = [
+                        {"transport": transport, "endpoint": dataclasses.asdict(server.endpoint)}
+                        for server in servers
+                        for transport in transports
+                    ]
+                    place = folder / f"{transports[0]}-{name.replace(' ', '')}"
+                    found += run_layout(name, cases, model, place, arguments.pushes)
+            finally:
+                for server in servers:
+                    server.stop()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {"machine": described, "bucket bytes": BUCKET_BYTES, "pushes": arguments.pushes, "found": found}
+    (arguments.out / "sync.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(table(found))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    head = ["layout", "transport", "server", "MB sent", "to the floor", "seconds", "x a copy", "proof, s"]
+    lines = [markdown_row(head), markdown_row(["---"] * len(head))]
+    for f in found:
+        lines.append(
+            markdown_row(
+                [
+                    f["layout"],
+                    f["transport"],
+                    f"tp{f['server tp']}",
+                    f"{f['bytes sent'] / 1e6:.1f}",
+                    f"{f['bytes to floor']:.3f}",
+                    f"{f['seconds']:.2f} ({f['seconds min']:.2f} to {f['seconds max']:.2f})",
+                    f"{f['ratio to a copy']:.0f}",
+                    f"{f['proof seconds']:.2f}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""An SGLang server's own parameters, fused and cut over its ranks, from Hugging Face tensors. Pure functions.
+
+All families here agree: q, k and v are one parameter, gate and up another, an MLP's experts two, and every fused
+parameter is its parts one after the other along the first dimension. (SGLang 0.5.23: layers/linear.py,
+layers/vocab_parallel_embedding.py, layers/quantization/unquant.py; experts cut by tensor parallelism alone.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dynamo_megatron.models.mapping import expert_number, huggingface_names, huggingface_shapes, parameter_names
+from dynamo_megatron.models.spec import ModelSpec
+
+# How a server's tensor-parallel ranks cut a Hugging Face tensor, by the module it belongs to; others are whole.
+CUTS = {
+    "q_proj": "column",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "k_proj": "kv",
+    "v_proj": "kv",
+    "o_proj": "row",
+    "down_proj": "row",
+    "embed_tokens": "vocab",
+    "lm_head": "vocab",
+}
+VOCAB_PADDING = 64
+CPU_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """The same on every rank of the server. A tied model's head is its embedding and has no entry."""
+
+    places: Mapping[str, tuple[str, int]]  # Hugging Face tensor -> (parameter, first element of its shard there)
+    sizes: Mapping[str, int]  # parameter -> elements of a rank's shard, padding included
+    unpadded: Mapping[str, int]  # Hugging Face tensor -> elements of a rank's shard where none of it is padding
+
+
+def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
+    """Of a server of `tp_size` ranks that divide the model (`check_server_parallel`)."""
+    shapes = huggingface_shapes(spec)
+    places, unpadded, sizes = {}, {}, {}
+    for name in parameter_names(spec):
+        parts = huggingface_names(spec, name)
+        fused = _fused_name(parts, expert_number(name) is not None)
+        for part in parts:
+            shard = server_shard(spec, part, torch.empty(shapes[part], device="meta"), 0, tp_size)
+            places[part] = fused, sizes.get(fused, 0)
+            unpadded[part] = shard.numel()
+            elements = server_vocab_rows(spec, tp_size) * shard.shape[1] if _cut(part) == "vocab" else shard.numel()
+            sizes[fused] = sizes.get(fused, 0) + elements
+    return ServerLayout(places, sizes, unpadded)
+
+
+def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
+    """Raises ValueError where SGLang cannot cut the model over `tp_size` ranks, or where on a CPU it would pad heads
+    and MLPs to sizes of its own (configs/update_config.py), which nothing here reproduces."""
+    heads, groups = spec.num_attention_heads, spec.num_query_groups
+    width = spec.moe_ffn_hidden_size or spec.ffn_hidden_size
+    on_cpu = device == "cpu"
+    kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu)
+    if heads % tp_size or not kv_fits or width % (tp_size * (CPU_WIDTH if on_cpu else 1)):
+        multiple = f"a multiple of {CPU_WIDTH} times it" if on_cpu else "a multiple of it"
+        raise ValueError(
+            f"rollout.tp: {tp_size} server ranks cannot be proved to hold a model of {heads} attention and {groups} "
+            f"key/value heads and an MLP width of {width}, which must be {multiple}; use another rollout.tp or set "
+            "rollout.proof.full_every=null"
+        )
+
+
+def server_vocab_rows(spec: ModelSpec, tp_size: int) -> int:
+    """Rows of the embedding on each rank, padding included."""
+    multiple = VOCAB_PADDING
+    if -(-spec.vocab_size // multiple) * multiple % tp_size:
+        multiple *= tp_size
+    return -(-spec.vocab_size // multiple) * multiple // tp_size
+
+
+def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """Rank `tp_rank`'s part of the whole Hugging Face tensor `name`, without padding; may share its memory."""
+    match _cut(name):
+        case "column":
+            return tensor.chunk(tp_size)[tp_rank]
+        case "kv":  # with more ranks than heads, neighbours hold the same head
+            cuts = min(tp_size, spec.num_query_groups)
+            return tensor.chunk(cuts)[tp_rank * cuts // tp_size]
+        case "row":
+            return tensor.chunk(tp_size, dim=1)[tp_rank]
+        case "vocab":
+            rows = server_vocab_rows(spec, tp_size)
+            return tensor[tp_rank * rows : (tp_rank + 1) * rows]
+    return tensor
+
+
+def server_parameters(
+    spec: ModelSpec, tensors: Mapping[str, torch.Tensor], tp_rank: int, tp_size: int
+) -> dict[str, torch.Tensor]:
+    """Server parameter -> rank `tp_rank`'s values, flat, in the tensors' dtype, of every parameter that `tensors`
+    touch. The vocabulary's padding is 0. Raises ValueError naming a tensor that a fused parameter lacks.
+    """
+    layout = server_layout(spec, tp_size)
+    touched = {layout.places[name][0] for name in tensors}
+    result: dict[str, torch.Tensor] = {}
+    for name, (parameter, start) in layout.places.items():
+        if parameter not in touched:
+            continue
+        if name not in tensors:
+            raise ValueError(f"{parameter}: made of {name} too, which is missing")
+        shard = server_shard(spec, name, tensors[name], tp_rank, tp_size)
+        whole = result.setdefault(parameter, shard.new_zeros(layout.sizes[parameter]))
+        whole[start : start + shard.numel()] = shard.flatten()
+    return result
+
+
+def _cut(name: str) -> str:
+    return CUTS.get(name.split(".")[-2], "whole")
+
+
+def _fused_name(parts: tuple[str, ...], expert: bool) -> str:
+    """What the server calls the parameter that these tensors, in this order, are (a part of)."""
+    first = parts[0]
+    if expert:
+        return first.partition(".experts.")[0] + (".experts.w13_weight" if len(parts) == 2 else ".experts.w2_weight")
+    if len(parts) == 3:
+        return first.replace(".q_proj.", ".qkv_proj.")
+    return first.replace(".gate_proj.", ".gate_up_proj.") if len(parts) == 2 else first

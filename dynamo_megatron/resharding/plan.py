@@ -1,0 +1,145 @@
+"""Which rank gathers and sends which weights: computed once from the training layout, the same on every rank.
+
+A *bucket* is a run of Megatron parameters of one pipeline stage (or, of experts, of one expert-parallel rank), at most
+`bucket_bytes` of Hugging Face tensors. A parameter is never cut: q, k and v, and gate and up, which a server fuses,
+travel together. In a *round* every sender has at most one bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dynamo_megatron.config import ParallelConfig
+from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    expert_number,
+    huggingface_names,
+    huggingface_shapes,
+    is_expert,
+    is_sharded,
+    parameter_names,
+)
+from dynamo_megatron.models.server_layout import server_shard
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one rank sends in one go."""
+
+    number: int  # in the whole plan
+    sender: int  # a global rank
+    parameters: tuple[str, ...]  # Megatron's, global
+    names: tuple[str, ...]  # the Hugging Face tensors they become, in order
+    nbytes: int  # of those
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The parameters that tensor-parallel ranks hold parts of, where they do."""
+        return tuple(name for name in self.parameters if is_sharded(name))
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: tuple[tuple[Bucket, ...], ...]
+    stage_ranks: int  # ranks of a pipeline stage
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        return (bucket for buckets in self.rounds for bucket in buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, once."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def bucket_of(self, rank: int, number: int) -> Bucket | None:
+        """What `rank` sends in round `number`."""
+        return next((bucket for bucket in self.rounds[number] if bucket.sender == rank), None)
+
+    def dense_bucket(self, stage: int, number: int) -> Bucket | None:
+        """What the tensor-parallel ranks of a stage gather together in round `number`."""
+        for bucket in self.rounds[number]:
+            if bucket.sender == stage * self.stage_ranks and not is_expert(bucket.parameters[0]):
+                return bucket
+        return None
+
+
+def make_plan(spec: ModelSpec, parallel: ParallelConfig, ranks: int, *, bucket_bytes: int, itemsize: int) -> Plan:
+    """The plan for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
+
+    `itemsize`: bytes of a value. A parameter larger than `bucket_bytes` is a bucket of its own.
+    """
+    stage_ranks = ranks // parallel.pp
+    queues: dict[int, list[tuple[str, ...]]] = {}  # sender -> the parameters of each of its buckets
+    sizes = _parameter_bytes(spec, itemsize)
+    for stage in range(parallel.pp):
+        parameters = list(stage_parameters(spec, parallel, stage))
+        first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
+        queues[first] = _cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
+        for ep in range(parallel.ep if spec.num_experts else 0):
+            own = [p for p in parameters if expert_number(p) in spec.experts_of(ep, parallel.ep)]
+            queues.setdefault(first + ep, []).extend(_cut(own, sizes, bucket_bytes))
+    rounds, number = [], 0
+    for turn in range(max(map(len, queues.values()))):
+        buckets = []
+        for sender in sorted(queues):
+            if turn < len(queues[sender]):
+                parameters = queues[sender][turn]
+                names = tuple(name for p in parameters for name in huggingface_names(spec, p))
+                buckets.append(Bucket(number, sender, parameters, names, sum(sizes[p] for p in parameters)))
+                number += 1
+        rounds.append(tuple(buckets))
+    return Plan(tuple(rounds), stage_ranks)
+
+
+def _parameter_bytes(spec: ModelSpec, itemsize: int) -> dict[str, int]:
+    """Of every parameter, as Hugging Face tensors: without the padding."""
+    shapes = huggingface_shapes(spec)
+    return {
+        parameter: sum(math.prod(shapes[name]) for name in huggingface_names(spec, parameter)) * itemsize
+        for parameter in parameter_names(spec)
+    }
+
+
+def _cut(parameters: list[str], sizes: dict[str, int], bucket_bytes: int) -> list[tuple[str, ...]]:
+    buckets: list[tuple[str, ...]] = []
+    held: list[str] = []
+    for parameter in parameters:
+        if held and sum(sizes[p] for p in (*held, parameter)) > bucket_bytes:
+            buckets.append(tuple(held))
+            held = []
+        held.append(parameter)
+    return [*buckets, tuple(held)] if held else buckets
+
+
+def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Iterator[str]:
+    """The parameters of a pipeline stage that are to be sent: a tied head is the embedding, which the first sends."""
+    depth = spec.num_layers // (parallel.pp * parallel.vpp)
+    if stage == 0:
+        yield EMBEDDING
+    for chunk in range(parallel.vpp):
+        first = (chunk * parallel.pp + stage) * depth
+        for layer in range(first, first + depth):
+            yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
+    if stage == parallel.pp - 1:
+        yield "decoder.final_layernorm.weight"
+        if not spec.tied:
+            yield OUTPUT_LAYER
+
+
+def floor_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
+    """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart.
+
+    Key and value heads fewer than ranks are held more than once, and so are norms and routers.
+    """
+    total = 0
+    for name, shape in huggingface_shapes(spec).items():
+        whole = torch.empty(shape, device="meta")
+        total += sum(server_shard(spec, name, whole, rank, tp).numel() for rank in range(tp))
+    return total * itemsize

@@ -1,0 +1,103 @@
+"""What a sending rank says to a server about weights: SGLang's HTTP calls, synchronous, each with a timeout."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from dynamo_megatron.rollout.endpoint import Endpoint
+
+CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
+TRANSFER_TIMEOUT = 300.0  # seconds, for one bucket
+CHECK_TIMEOUT = 600.0  # seconds, for a checksum of all weights
+
+
+class ServerError(RuntimeError):
+    """A server refused, failed or did not answer; the message names the call."""
+
+
+def call(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout: float) -> Any:
+    """POSTs `payload` (None: GETs), returns what the server says. Raises ServerError."""
+    status, reply = request(endpoint, path, payload, timeout)
+    if status != 200:
+        raise ServerError(f"{path} said {status}: {_message(reply)}")
+    return reply
+
+
+def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout: float) -> tuple[int, Any]:
+    """As `call`, with the status whatever it is. Raises ServerError where no reply comes within `timeout` seconds."""
+    headers = {"Content-Type": "application/json"}
+    if endpoint.api_key:
+        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    data = None if payload is None else json.dumps(payload).encode()
+    asked = urllib.request.Request(endpoint.url + path, data=data, headers=headers)
+    try:
+        with _opener.open(asked, timeout=timeout) as reply:
+            return reply.status, _body(reply.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, _body(error.read())
+    except TimeoutError:
+        raise ServerError(f"{path} had no answer within {timeout:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(getattr(error, "reason", None), TimeoutError):
+            raise ServerError(f"{path} had no answer within {timeout:g} s") from None
+        raise ServerError(f"{path}: no answer ({error or type(error).__name__})") from None
+
+
+def open_session(endpoint: Endpoint) -> bool:
+    """Opens the server's weight-update session; False where the server has none (SGLang before 0.5.23).
+
+    A session that an interrupted push left open is closed first.
+    """
+    for _ in range(2):
+        status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
+        if status == 200:
+            return True
+        if status == 404:
+            return False
+        if "already open" not in _message(reply):
+            break
+        call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
+    raise ServerError(f"/begin_weight_update said {status}: {_message(reply)}")
+
+
+def close_session(endpoint: Endpoint) -> None:
+    call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
+
+
+def set_version(endpoint: Endpoint, version: int) -> None:
+    """Drops cached prefixes, tells the server its weight version and hears it back."""
+    call(endpoint, f"/flush_cache?timeout={CONTROL_TIMEOUT / 2:g}", {}, CONTROL_TIMEOUT)
+    payload = {"new_version": str(version), "abort_all_requests": False}
+    call(endpoint, "/update_weight_version", payload, CONTROL_TIMEOUT)
+    check_version(endpoint, version)
+
+
+def check_version(endpoint: Endpoint, version: int) -> None:
+    reported = call(endpoint, "/model_info", None, CONTROL_TIMEOUT)["weight_version"]
+    if reported != str(version):
+        raise ServerError(f"/model_info says weight version {reported!r}, not {version}")
+
+
+# A proxy of the environment is for the world outside, not for the cluster's own servers.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _body(raw: bytes) -> Any:
+    text = raw.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _message(reply: Any) -> str:
+    """The server's own words in one line: error replies have several shapes."""
+    if isinstance(reply, dict):
+        error = reply.get("error")
+        reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
+    return " ".join(str(reply).split())[:300]

@@ -1,0 +1,134 @@
+"""`gloo` and `nccl`: a process group of one sender and one server's ranks, in which the sender broadcasts.
+
+A group a server, not one for all: what breaks with one server then breaks for it alone. It belongs to the server's
+incarnation and is not a group of the training ranks, so that no failure of a server reaches those. `nccl` has never
+run (docs/resharding.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+from dynamo_megatron.resharding.server_api import TRANSFER_TIMEOUT, ServerError, call, request
+from dynamo_megatron.resharding.threads import Call
+from dynamo_megatron.resharding.transports.base import Streamed
+from dynamo_megatron.resharding.transports.flat import FlatBuffer
+from dynamo_megatron.rollout.endpoint import Endpoint
+
+JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
+LEAVE_TIMEOUT = 5.0
+POLL_EVERY = 0.001  # seconds
+
+
+class GroupTransport(Streamed):
+    def __init__(self, backend: Literal["gloo", "nccl"], device: torch.device):
+        super().__init__()
+        self._backend, self._device = backend, device
+        self._buffer = FlatBuffer(self._allocate)
+        self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
+
+    def connect(self, endpoint: Endpoint) -> None:
+        known = self._groups.get(endpoint.name)
+        if known is not None and known[0] == endpoint:
+            return
+        self.forget(endpoint)
+        name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
+        size, address = 1 + endpoint.tp, _address_towards(endpoint.url)
+        timeout = datetime.timedelta(seconds=JOIN_TIMEOUT)
+        store = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        payload = {
+            "master_address": address,
+            "master_port": store.port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": name,
+            "backend": self._backend,
+        }
+        theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
+        group = self._join(store, name, size)
+        theirs.result()
+        self._groups[endpoint.name] = endpoint, name, group
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._buffer.fill(tensors)
+        return 0
+
+    def send(self, endpoint: Endpoint) -> int:
+        _, name, group = self._groups[endpoint.name]
+        payload: dict[str, Any] = {
+            **self._buffer.description(),
+            "group_name": name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # this thread has a current device of its own
+            torch.cuda.current_stream().synchronize()  # the buffer is filled
+        theirs = Call(call, endpoint, "/update_weights_from_distributed", payload, TRANSFER_TIMEOUT)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        ours = group.broadcast([self._buffer.used], options)
+        while not ours.is_completed():
+            if theirs.failed():
+                break  # the server will not take part: waiting would take as long as the group's timeout
+            time.sleep(POLL_EVERY)
+        else:
+            ours.wait()  # raises what went wrong
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        theirs.result()
+        return self._buffer.used.nbytes * endpoint.tp
+
+    def forget(self, endpoint: Endpoint) -> None:
+        known = self._groups.pop(endpoint.name, None)
+        if known is not None:
+            known[2].abort()
+            dist.destroy_process_group(known[2])
+
+    def end(self) -> None:
+        self._buffer = FlatBuffer(self._allocate)
+
+    def close(self) -> None:
+        for endpoint, name, group in self._groups.values():
+            with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
+                request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _join(self, store: dist.TCPStore, name: str, size: int) -> dist.ProcessGroup:
+        """As sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the same."""
+        group, _ = _new_process_group_helper(
+            size,
+            0,
+            [],
+            dist.Backend(self._backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
+        )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
+        return group
+
+
+def _address_towards(url: str) -> str:
+    """This host's address on the way to a server."""
+    parts = urlsplit(url)
+    host, port = parts.hostname, parts.port or 80
+    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # sends nothing
+        return probe.getsockname()[0]

@@ -1,0 +1,52 @@
+"""`tensor`: CPU tensors in shared memory, whose handle goes over HTTP. Servers on the sending rank's host only.
+
+A bucket is written once, for all servers; each server rank maps it and copies its own shard into its parameters.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing
+
+from dynamo_megatron.resharding.server_api import TRANSFER_TIMEOUT, call
+from dynamo_megatron.resharding.transports.base import Streamed
+from dynamo_megatron.resharding.transports.flat import FlatBuffer
+from dynamo_megatron.rollout.endpoint import Endpoint
+
+
+class TensorTransport(Streamed):
+    def __init__(self) -> None:
+        super().__init__()
+        # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
+        # scheduler dies of it.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        self._buffer = FlatBuffer(_shared)
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._buffer.fill(tensors)
+        return self._buffer.used.nbytes
+
+    def send(self, endpoint: Endpoint) -> int:
+        # A pickled handle counts as one reader of the shared memory: every server rank needs its own.
+        handles = [self._handle() for _ in range(endpoint.tp)]
+        payload = {"serialized_named_tensors": handles, "load_format": "flattened_bucket", "flush_cache": False}
+        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        return sum(map(len, handles))
+
+    def end(self) -> None:
+        self._buffer = FlatBuffer(_shared)
+
+    def _handle(self) -> str:
+        raw = io.BytesIO()
+        # SGLang reads the attributes of whatever stands for its FlattenedTensorMetadata, which is not importable here.
+        ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
+        return base64.b64encode(raw.getvalue()).decode()
+
+
+def _shared(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8).share_memory_()

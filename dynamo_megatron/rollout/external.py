@@ -1,0 +1,60 @@
+"""Servers that run already, wherever they are, and that are used as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.supervisor import FAILED_STARTS, FIRST_PAUSE, LONGEST_PAUSE, Listener
+
+
+class External:
+    """Tells `listener` of the servers at `urls` (by name) when they answer. One that failed may come back.
+
+    Raises ValueError where `rollout.api_key_env` names no variable.
+    """
+
+    def __init__(self, config: Config, urls: Mapping[str, str], listener: Listener):
+        self._config, self._urls, self._listener = config, urls, listener
+        variable = config.rollout.api_key_env
+        if variable is not None and not os.environ.get(variable):
+            raise ValueError(f"rollout.api_key_env: the environment variable {variable} is not set")
+        self._key = os.environ[variable] if variable is not None else ""
+        self._condemned = {name: asyncio.Event() for name in urls}
+
+    def condemn(self, name: str, incarnation: int, why: str) -> None:
+        self._condemned[name].set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name in self._urls:
+                group.create_task(self._keep(name))
+
+    async def _keep(self, name: str) -> None:
+        incarnation, failures = 1, 0
+        condemned = self._condemned[name]
+        rollout = self._config.rollout
+        async with open_session() as session:
+            while True:
+                endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key)
+                try:
+                    client = SGLangClient(session, endpoint, rollout, [])
+                    await client.model_info()
+                except RolloutError as error:
+                    failures += 1
+                    final = failures >= FAILED_STARTS
+                    self._listener.down(name, str(error), final)
+                    if final:
+                        return
+                else:
+                    failures = 0
+                    condemned.clear()
+                    self._listener.up(endpoint)
+                    await condemned.wait()
+                    incarnation += 1
+                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, failures - 1)))

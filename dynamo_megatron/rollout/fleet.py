@@ -1,0 +1,281 @@
+"""The servers of a run as rank 0's rollout process knows them: who may answer, with which weights, and who is out.
+
+A server is stale (healthy, other weights than the policy's), serving, or being pushed to; it is out while it starts.
+Until the first push all have the weights of model.path, version 0, and serve those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.announcements import Announced
+from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.dispatch import Load
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.external import External
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.supervisor import Supervisor
+
+HEALTH_EVERY = 2.0  # seconds
+REFUSALS = 16  # requests in a row that a server does not take until it is restarted
+
+
+class Source(Protocol):
+    """Where servers come from; it tells the fleet by `up` and `down`."""
+
+    def condemn(self, name: str, incarnation: int, why: str) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Member:
+    """A server that is up. `version`: its weights, None if they are not the policy's. `gone`: set when it is out."""
+
+    endpoint: Endpoint
+    client: SGLangClient
+    source: Source
+    version: int | None
+    gone: asyncio.Future
+    load: Load = field(default_factory=Load)
+    refusals: int = 0  # in a row
+    kv_cache: float = 0.0  # the largest share in use that was seen since the last report
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+
+class Fleet:
+    """`on_change` is called when a server comes or goes. Use `open` within `session`'s life, and cancel nothing."""
+
+    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int]):
+        self._config, self._session, self._eos_token_ids = config, session, eos_token_ids
+        self._members: dict[str, Member] = {}
+        self._missing: dict[str, str] = {}  # name -> why it was last out, of those that were up or tried to be
+        self._final: set[str] = set()  # names of those that will not come again
+        self._changed = asyncio.Event()
+        self.version: int | None = None  # the policy's; None before the first push
+        self.on_change: Callable[[], None] | None = None
+        self.restarts: Counter[str] = Counter()  # since the last report
+        self.notes: list[str] = []  # since the last report
+        self._names, self._sources = self._arrange()
+
+    def _arrange(self) -> tuple[list[str], dict[str, Source]]:
+        rollout = self._config.rollout
+        if rollout.placement == "external":
+            urls = dict(zip(server_names(len(rollout.urls), 1, 0), rollout.urls, strict=True))
+            return list(urls), dict.fromkeys(urls, External(self._config, urls, self))
+        nodes = training_nodes() if rollout.placement == "colocated" else 0
+        here = server_names(rollout.servers, nodes, 0) if nodes else []
+        others = [n for n in server_names(rollout.servers, 1, 0) if n not in here]
+        sources: dict[str, Source] = {}
+        if here:
+            sources |= dict.fromkeys(here, Supervisor(self._config, here, self))
+        if others:
+            sources |= dict.fromkeys(others, Announced(self._config.output_dir, others, self))
+        return here + others, sources
+
+    async def run(self) -> None:
+        """Starts the servers and keeps them running, for ever; cancelled, it ends them."""
+        async with asyncio.TaskGroup() as group:
+            for source in set(self._sources.values()):
+                group.create_task(source.run())
+
+    # -- what sources tell -----------------------------------------------------------------------------------------
+    def up(self, endpoint: Endpoint) -> None:
+        if endpoint.name in self._members:
+            self._leave(endpoint.name, "it was restarted")
+        client = SGLangClient(self._session, endpoint, self._config.rollout, self._eos_token_ids)
+        version = 0 if self.version is None else None
+        gone = asyncio.get_running_loop().create_future()
+        self._members[endpoint.name] = Member(endpoint, client, self._sources[endpoint.name], version, gone)
+        if self._missing.pop(endpoint.name, None) is not None:
+            self.restarts[endpoint.name] += 1
+        self._announce()
+
+    def down(self, name: str, why: str, final: bool) -> None:
+        self._leave(name, why)
+        if final:
+            self._final.add(name)
+            self.notes.append(f"{name} is not started again: {why}")
+        self._announce()
+
+    def condemn(self, member: Member, why: str) -> None:
+        """Takes the server out of the rotation and has it restarted."""
+        if self._members.get(member.name) is member:
+            self._leave(member.name, why)
+            member.source.condemn(member.name, member.endpoint.incarnation, why)
+            self._announce()
+
+    def _leave(self, name: str, why: str) -> None:
+        member = self._members.pop(name, None)
+        if member is not None:
+            member.gone.set_result(why)
+            self.notes.append(f"{name} left the rotation: {why}")
+        self._missing[name] = why
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self.on_change is not None:
+            self.on_change()
+
+    # -- who may answer --------------------------------------------------------------------------------------------
+    def serving(self) -> dict[str, Member]:
+        """Those that have the policy's weights, by name."""
+        version = 0 if self.version is None else self.version
+        return {name: m for name, m in sorted(self._members.items()) if m.version == version}
+
+    async def wait_started(self) -> None:
+        """Until each server is up or has failed to start. Raises RolloutError where none is up."""
+        deadline = time.monotonic() + self._config.rollout.start_timeout
+        while not self._members.keys() | self._missing.keys() >= set(self._names):
+            if not await self._change(deadline):
+                break
+        if not self._members:
+            raise RolloutError(self._why_none())
+
+    async def wait_serving(self) -> None:
+        """Until a server may answer. Raises PushNeeded where that takes a push, RolloutError where none comes up."""
+        deadline = time.monotonic() + self._config.rollout.start_timeout
+        while not self.serving():
+            if self.version is not None:
+                raise PushNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
+            if self._final >= set(self._names) or not await self._change(deadline):
+                raise RolloutError(self._why_none())
+
+    async def begin_push(self, version: int) -> list[Endpoint]:
+        """As RolloutWorker.begin_push."""
+        self.version = version
+        deadline = time.monotonic() + self._config.rollout.start_timeout
+        while True:
+            members = list(self._members.values())
+            for member in members:
+                member.version = None
+            await asyncio.gather(*(self._rest(m) for m in members))
+            if ready := [m.endpoint for m in members if self._members.get(m.name) is m]:
+                return sorted(ready, key=lambda e: e.name)
+            if self._final >= set(self._names) or not await self._change(deadline):
+                raise RolloutError(self._why_none())
+
+    async def end_push(self, version: int, outcomes: Mapping[str, str | None]) -> None:
+        """As RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
+        for name, failure in outcomes.items():
+            member = self._members.get(name)
+            if member is None:
+                continue
+            if failure is None:
+                member.version = version
+            else:
+                self.condemn(member, f"weight version {version} did not arrive: {failure}")
+        if not self.serving():
+            raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
+
+    async def _rest(self, member: Member) -> None:
+        try:
+            await member.client.rest()
+        except RolloutError as error:
+            self.condemn(member, str(error))
+
+    # -- watching --------------------------------------------------------------------------------------------------
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Meanwhile servers are asked for their health, which an idle one generates a token for: neither a push nor
+        released memory would stand that."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _watch(self) -> None:
+        tasks: dict[Member, asyncio.Task] = {}
+        try:
+            while True:
+                for member in self._members.values():
+                    if member not in tasks:
+                        tasks[member] = asyncio.create_task(self._watch_one(member))
+                await asyncio.sleep(HEALTH_EVERY)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _watch_one(self, member: Member) -> None:
+        limit = self._config.rollout.health_timeout
+        heard = time.monotonic()
+        while not member.gone.done():
+            if await member.client.healthy(max(0.1, heard + limit - time.monotonic())):
+                heard = time.monotonic()
+                with contextlib.suppress(RolloutError):
+                    member.kv_cache = max(member.kv_cache, await member.client.kv_cache_share())
+            elif time.monotonic() - heard >= limit:
+                self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))
+
+    async def doubt(self, member: Member, error: str) -> None:
+        """A request was lost there: is the server, too?"""
+        member.refusals += 1
+        if member.refusals >= REFUSALS:
+            self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
+        elif not await member.client.healthy(self._config.rollout.health_timeout):
+            self.condemn(member, error)
+
+    def report(self) -> tuple[dict[str, ServerUse], list[str]]:
+        """What happened since the last report: by server, and in words."""
+        uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
+        for name, member in self._members.items():
+            uses.setdefault(name, ServerUse()).kv_cache = member.kv_cache
+            member.kv_cache = 0.0
+        notes, self.notes = self.notes, []
+        self.restarts.clear()
+        return uses, notes
+
+    # -- words -----------------------------------------------------------------------------------------------------
+    async def _change(self, deadline: float) -> bool:
+        """Waits for a server to come or go; False at the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._changed.wait()
+                return True
+        return False
+
+    def _causes(self) -> str:
+        stale = sorted(self._members)
+        causes = [f"{name}: {why}" for name, why in sorted(self._missing.items())]
+        causes += [f"{', '.join(stale)} up and waiting for weights"] if stale else []
+        return "; ".join(causes) or "none has come up yet"
+
+    def _why_none(self) -> str:
+        return (
+            f"no rollout server came up within rollout.start_timeout ({self._config.rollout.start_timeout:g} s)"
+            if not self._missing
+            else f"no rollout server is up; {self._causes()}"
+        )
+
+
+def server_names(servers: int, nodes: int, node: int) -> list[str]:
+    """Of the servers on node `node`, an equal share. Raises ValueError where there is none."""
+    if servers % nodes:
+        raise ValueError(f"rollout.servers: {servers} servers are not an equal share for each of {nodes} nodes")
+    share = servers // nodes
+    return [f"server-{i}" for i in range(node * share, (node + 1) * share)]
+
+
+def training_nodes() -> int:
+    """Nodes of this run, by what its launcher says; one without a launcher."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return world // int(os.environ.get("LOCAL_WORLD_SIZE", world))

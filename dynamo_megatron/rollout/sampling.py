@@ -1,0 +1,184 @@
+"""Many requests to the fleet: each gets exactly one outcome, whatever becomes of the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.rollout.client import Response, ServerLost
+from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
+from dynamo_megatron.rollout.fleet import Fleet, Member
+from dynamo_megatron.rollout.result import ServerUse
+
+ATTEMPTS = 4  # servers that a request may be lost with
+
+
+@dataclass(eq=False)
+class Request:
+    """`expected`: tokens. temperature and max_new_tokens: None for the config's. The rest is what has become of it."""
+
+    name: str
+    group: str
+    prompt_id: str
+    prompt_tokens: Sequence[int]
+    expected: float
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    lost: list[str] = field(default_factory=list)  # servers that it was lost with
+    refused: list[str] = field(default_factory=list)  # servers that refused it
+    limit: float | None = None  # monotonic seconds: the rollout has taken too long; from its first dispatch on
+
+
+class Sampling:
+    """Asks `fleet` for a response to each of `requests`.
+
+    Once `run` is over, `uses` (by server) and `finished` (monotonic seconds of each response) say how it went.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RolloutConfig,
+        requests: Sequence[Request],
+        take: Callable[[Request, Response, str], Awaitable[None]],
+        deadline: float | None = None,
+    ):
+        """`take(request, response, server)` is called once for each request as its response arrives. Requests without
+        an outcome at `deadline` (monotonic seconds) are aborted.
+        """
+        self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
+        order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
+        self._pending = deque(requests[i] for i in order)
+        self._group_tokens: dict[str, float] = defaultdict(float)
+        for request in requests:
+            self._group_tokens[request.group] += request.expected
+        self._home: dict[str, str] = {}  # group -> the server that it is on
+        self._under_way = 0
+        self._wake = asyncio.Event()
+        self._busy_since: dict[Member, float] = {}
+        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
+        self.finished: list[float] = []
+
+    async def run(self) -> None:
+        """Raises PushNeeded, once all that came has been taken, where no server is left to ask, RolloutError where
+        none comes up, and what `take` raises at once."""
+        self._fleet.on_change = self._wake.set
+        try:
+            while self._pending:
+                await self._fleet.wait_serving()
+                async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
+                    await self._ask_all(tasks)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self._fleet.on_change = None
+
+    async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
+        """Returns when nothing is under way and nothing can be: all have been asked, or no server is left."""
+        while True:
+            self._wake.clear()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                while self._pending:
+                    tasks.create_task(self._done(self._pending.popleft(), self._late(), ""))
+            servers = self._fleet.serving()
+            while self._pending and (member := self._choose(self._pending[0], servers)) is not None:
+                request = self._pending.popleft()
+                self._enter(request, member)
+                tasks.create_task(self._one(request, member))
+            if not self._under_way:
+                return
+            with contextlib.suppress(TimeoutError):
+                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                async with asyncio.timeout(left if self._pending else None):
+                    await self._wake.wait()
+
+    def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
+        allowed = {name: m for name, m in servers.items() if name not in request.refused} or servers
+        loads = {name: m.load for name, m in allowed.items()}
+        home, group_tokens = self._home.get(request.group), self._group_tokens[request.group]
+        name = choose_server(loads, self._config.concurrency, home, group_tokens)
+        return None if name is None else servers[name]
+
+    def _enter(self, request: Request, member: Member) -> None:
+        self._under_way += 1
+        self._home[request.group] = member.name
+        if not member.load.requests:
+            self._busy_since[member] = time.monotonic()
+        member.load.requests += 1
+        member.load.tokens += request.expected
+
+    def _leave(self, request: Request, member: Member) -> None:
+        self._under_way -= 1
+        member.load.requests -= 1
+        member.load.tokens -= request.expected
+        if not member.load.requests:
+            self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
+        self._wake.set()
+
+    async def _one(self, request: Request, member: Member) -> None:
+        """Asks one server; what it does not answer is pending again."""
+        try:
+            response = await self._ask(request, member)
+        except ServerLost as error:
+            request.lost.append(member.name)
+            self.uses[member.name].retries += 1
+            if not member.gone.done():
+                await self._fleet.doubt(member, str(error))
+            if len(request.lost) < ATTEMPTS:
+                self._pending.appendleft(request)
+                return
+            response = Response(error=f"{request.name}: lost with {', '.join(request.lost)}; the last: {error}")
+        finally:
+            self._leave(request, member)
+        member.refusals = 0
+        if response.finish_reason == "error" and not request.refused and len(self._fleet.serving()) > 1:
+            request.refused.append(member.name)  # it may be that server's fault: another one is asked
+            self._pending.appendleft(request)
+            return
+        await self._done(request, response, member.name)
+
+    async def _ask(self, request: Request, member: Member) -> Response:
+        """Raises ServerLost also where the server leaves the rotation meanwhile."""
+        now = time.monotonic()
+        request.limit = request.limit or now + self._config.timeout
+        until = min(request.limit, self._deadline or request.limit)
+        attempts = len(request.lost) + len(request.refused)
+        asked = asyncio.create_task(
+            member.client.generate(
+                f"{request.name}-{attempts}" if attempts else request.name,
+                request.prompt_tokens,
+                timeout=max(0.0, until - now),
+                temperature=request.temperature,
+                max_new_tokens=request.max_new_tokens,
+            )
+        )
+        try:
+            await asyncio.wait({asked, member.gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise ServerLost(f"{member.name} left the rotation: {member.gone.result()}")
+            response = asked.result()
+        finally:
+            asked.cancel()
+        late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() >= until
+        return self._late() if late else response
+
+    def _late(self) -> Response:
+        return Response(
+            finish_reason="abort", error=f"no response at rollout.step_deadline ({self._config.step_deadline:g} s)"
+        )
+
+    async def _done(self, request: Request, response: Response, server: str) -> None:
+        self.finished.append(time.monotonic())
+        self.uses[server].tokens += len(response.tokens)
+        await self._take(request, response, server)
+
+
+def tail_seconds(finished: Sequence[float]) -> float:
+    """Time from when 90 % of the responses were there to the last one."""
+    times = sorted(finished)
+    return times[-1] - times[max(0, -(-9 * len(times) // 10) - 1)] if times else 0.0

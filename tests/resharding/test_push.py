@@ -1,0 +1,120 @@
+"""Pushes to real servers: after each, checksums and greedy outputs are those of the policy's weights."""
+
+import dataclasses
+import json
+import threading
+import time
+
+import psutil
+import pytest
+
+TRANSPORTS = ("tensor", "gloo", "disk")
+LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2})}
+MIXTURES = {
+    "ep2": (2, {"ep": 2}),
+    "tp2-ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+}
+
+
+def proved(push, *names):
+    """Proved by the push itself, and against weights that were computed apart from it."""
+    for name in names:
+        assert push["outcomes"][name] is None, push
+        assert push["servers"][name] == {"checksum": None, "greedy": None, "version": str(push["version"])}, push
+
+
+def check(seen, transports, pushes, servers):
+    endpoints = [server.endpoint for server in servers]
+    assert [push["transport"] for push in seen] == [t for t in transports for _ in range(pushes)]
+    for push in seen:
+        proved(push, *(e.name for e in endpoints))
+        assert 0 < push["pause_seconds"] <= push["seconds"]
+        assert push["buckets"] > 3
+        if push["transport"] != "gloo" or all(e.tp == 1 for e in endpoints):  # docs/resharding.md
+            assert push["bytes"] <= 1.05 * push["floor_bytes"]
+
+
+def test_two_servers_of_a_tp2_pp2_policy(tiny_model, start_servers, run_pushes, tmp_path):
+    servers = start_servers(tiny_model, "float32", (1, 1), tmp_path)
+    layouts = {"tp2-pp2": LAYOUTS["tp2-pp2"]}
+    job = {"model": tiny_model, "dtype": "float32", "servers": servers, "layouts": layouts}
+    seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=2, **job)
+    check(seen["tp2-pp2"], TRANSPORTS, 2, servers)
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    [("qwen2", "float32", False), ("llama", "bfloat16", True), ("qwen3", "bfloat16", False)],
+)
+def test_servers_of_one_and_of_two_ranks(make_tiny_model, start_servers, run_pushes, tmp_path, family, dtype, tied):
+    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, tied=tied, vocab=131)
+    servers = start_servers(model, dtype, (1, 2), tmp_path)
+    job = {"model": model, "dtype": dtype, "servers": servers, "layouts": LAYOUTS}
+    seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=5, **job)
+    for name in LAYOUTS:
+        check(seen[name], TRANSPORTS, 5, servers)
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
+def test_experts_of_several_ranks(make_tiny_model, start_servers, run_pushes, tmp_path):
+    model = make_tiny_model(tmp_path / "model", family="qwen3_moe", dtype="float32")
+    servers = start_servers(model, "float32", (1, 2), tmp_path)
+    job = {"model": model, "dtype": "float32", "servers": servers, "layouts": MIXTURES}
+    seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=3, **job)
+    for name in MIXTURES:
+        check(seen[name], TRANSPORTS, 3, servers)
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+def test_a_server_killed_in_the_middle_of_a_push(tiny_model, start_servers, run_pushes, tmp_path, transport):
+    servers = start_servers(tiny_model, "float32", (1, 1), tmp_path)
+    folder = tmp_path / "job"
+
+    def bring_back():
+        while not (folder / "killed").exists():
+            time.sleep(0.2)
+        servers.extend(start_servers(tiny_model, "float32", (1,), tmp_path, name="server-1", incarnation=2))
+        (folder / "back.part").write_text(json.dumps(dataclasses.asdict(servers[-1].endpoint)))
+        (folder / "back.part").rename(folder / "back.json")
+
+    threading.Thread(target=bring_back, daemon=True).start()
+    job = {
+        "model": tiny_model,
+        "dtype": "float32",
+        "servers": servers,
+        "layouts": {"tp2-pp2": LAYOUTS["tp2-pp2"]},
+    }
+    guard = psutil.Process(servers[1]._process.pid)
+    kill = [process.pid for process in guard.children(recursive=True)]
+    seen = run_pushes(folder, run="kill", transports=(transport,), kill=kill, **job)["tp2-pp2"]
+    proved(seen[0], "server-0", "server-1")
+    proved(seen[1], "server-0")
+    assert "no answer" in seen[1]["outcomes"]["server-1"]
+    proved(seen[2], "server-0")
+    proved(seen[3], "server-0", "server-1")
+    assert all(push["seconds"] < 100 for push in seen)
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
+def test_a_withheld_tensor_is_caught(tiny_model, start_servers, run_pushes, tmp_path):
+    servers = start_servers(tiny_model, "float32", (1,), tmp_path)
+    job = {"model": tiny_model, "dtype": "float32", "servers": servers, "layouts": {"tp2": LAYOUTS["tp2"]}}
+    withheld = "model.layers.1.self_attn.k_proj.weight"
+    first, second = run_pushes(tmp_path / "job", run="withheld", transports=("tensor",), withheld=withheld, **job)[
+        "tp2"
+    ]
+    assert "model.layers.1.self_attn.qkv_proj.weight" in first["outcomes"]["server-0"]
+    proved(second, "server-0")
+    for server in servers:
+        server.stop()
