@@ -12,7 +12,11 @@ setup(
         "dynamo_megatron.launcher",
     ],
     package_dir={"dynamo_megatron.kernels": "kernels", "dynamo_megatron.launcher": "launcher"},
-    package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"], "dynamo_megatron.launcher": ["*.sh"]},
+    package_data={
+        "dynamo_megatron.launcher": ["*.sh"],
+        "dynamo_megatron.models": ["published.json"],
+        "dynamo_megatron.rollout": ["sglang_cpu/**/*.py"],
+    },
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[
         "torch>=2.10",

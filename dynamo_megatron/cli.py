@@ -1,4 +1,4 @@
-"""The command line: `dynamo-megatron train | sft | preflight | plan | serve | eval | convert | launch | report | replay`."""
+"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, replay; `--help` tells of each."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ EXAMPLES = {
     "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first --ranks 16 --address auto",
     "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first --executor slurm --nodes 4 "
     "--gpus-per-node 8 --tasks convert,train,eval",
+    "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
@@ -123,6 +124,15 @@ def parser() -> argparse.ArgumentParser:
         JobOptions.add_arguments(sub)
         if name == "launch nemo":
             add_nemo_arguments(sub)
+    sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
+    sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
+    sub.add_argument("--gpus-per-node", type=_positive, default=8, help="default: 8")
+    sub.add_argument(
+        "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
+    )
+    sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
@@ -277,6 +287,19 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
+def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.planning.command import plan
+
+    return plan(
+        *_files_and_keys(options.config + rest),
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        response_tokens=options.response_tokens,
+        search=options.search,
+    )
+
+
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
     from dynamo_megatron.tracking.report import write_report
@@ -308,6 +331,7 @@ _COMMANDS = {
     "eval": _eval,
     "convert": _convert,
     "launch": _launch,
+    "plan": _plan,
     "report": _report,
     "replay": _replay,
 }

@@ -85,6 +85,18 @@ class Job:
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises ConfigError where model, layout and the number of ranks do not fit."""
+    try:
+        spec = load_model_config(config.model.path, config.model.family)
+        if config.algorithm.kl.reference is not None:
+            check_reference(spec, config.algorithm.kl.reference)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_ranks(config, spec, world_size)
+    return spec
+
+
+def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
+    """Raises ConfigError where the layout fits neither the model nor so many ranks."""
     p = config.parallel
     if world_size % p.model_ranks:
         raise ConfigError(
@@ -97,17 +109,13 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
             f"({world_size} ranks, pp {p.pp})"
         )
     try:
-        spec = load_model_config(config.model.path, config.model.family)
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
-        if config.algorithm.kl.reference is not None:
-            check_reference(spec, config.algorithm.kl.reference)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
         )
-    return spec
 
 
 def check_reference(spec: ModelSpec, folder: str) -> None:
