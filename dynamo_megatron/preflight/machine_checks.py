@@ -18,15 +18,14 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.planning import formulas
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
-from dynamo_megatron.preflight.model_checks import parameters
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.server import listening_address
 
-WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}  # a parameter, as it is trained, pushed and exported
-STATE_BYTES = 12  # a parameter's float32 master copy and Adam's two moments, in a checkpoint
+STATE_BYTES = 12  # a parameter's float32 master copy and Adam's two moments
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
 SLOW_CHECKPOINT = 600.0  # seconds
 ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
@@ -60,21 +59,16 @@ def check_ports(config: Config) -> None:
                 raise ValueError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
 
 
-def checkpoint_bytes(spec: ModelSpec, dtype: str) -> int:
-    """A checkpoint on disk: the weights, their float32 masters and Adam's moments, however they are spread."""
-    return parameters(spec) * (WEIGHT_BYTES[dtype] + STATE_BYTES)
-
-
 def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
     """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, and the
     weights being pushed."""
-    weights = parameters(spec) * WEIGHT_BYTES[config.model.dtype]
+    weights = formulas.weight_bytes(spec, config.model.dtype)
     exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
     if config.checkpoint.export_hf == "every":
         exports = -(-config.trainer.steps // (config.checkpoint.every or config.trainer.steps))
     checkpoints = config.checkpoint.keep_last + 1
     return {
-        f"{checkpoints} checkpoints": checkpoints * checkpoint_bytes(spec, config.model.dtype),
+        f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
         f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
         "the weights pushed": weights,
     }
@@ -106,7 +100,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
         speed = _write_speed(folder)
     except OSError as error:
         raise ValueError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
-    seconds = checkpoint_bytes(subject.spec, subject.config.model.dtype) / speed
+    seconds = formulas.checkpoint_bytes(subject.spec, subject.config.model.dtype) / speed
     yield ok(f"{told}; this node writes {_size(speed)}/s, a checkpoint would take it {seconds:.1f} s")
     if seconds > SLOW_CHECKPOINT:
         yield note("checkpoints are slow here: name a faster disk in output_dir, or set checkpoint.async: true")
@@ -127,16 +121,19 @@ def _write_speed(folder: Path) -> float:
 def host_memory(subject: Subject) -> Iterator[Finding]:
     """What the ranks here keep in host memory against what is available, the job's own limit included."""
     config, ranks = subject.config, subject.ranks_here
-    size = parameters(subject.spec) / (config.parallel.tp * config.parallel.pp)
-    needed = {f"{ranks} processes": ranks * PROCESS_BYTES}
+    shard = formulas.model_elements(subject.spec) // (config.parallel.tp * config.parallel.pp)
+    needed = {
+        f"{ranks} processes": ranks * PROCESS_BYTES,
+        "loading a checkpoint": ranks * formulas.load_staging(shard),
+    }
     if not torch.cuda.is_available():
-        weight = WEIGHT_BYTES[config.model.dtype]
-        needed["weights, gradients and optimizer"] = int(ranks * size * (weight + 4 + STATE_BYTES))
+        width = formulas.WIDTH[config.model.dtype] + formulas.GRADIENT + STATE_BYTES
+        needed["weights, gradients and optimizer"] = ranks * shard * width
         if config.rollout.engine == "sglang":
-            needed["the server"] = parameters(subject.spec) * weight + PROCESS_BYTES
+            needed["the server"] = formulas.weight_bytes(subject.spec, config.model.dtype) + PROCESS_BYTES
     if config.checkpoint.async_save:
         data_parallel = max(1, subject.ranks // config.parallel.model_ranks)
-        needed["checkpoint.async's copy"] = int(ranks * size * (2 + STATE_BYTES) / data_parallel)
+        needed["checkpoint.async's copy"] = ranks * shard * (2 + STATE_BYTES) // data_parallel
     available = min(psutil.virtual_memory().available, _cgroup_room())
     told = ", ".join(f"{what} {_size(value)}" for what, value in needed.items())
     if sum(needed.values()) > available:

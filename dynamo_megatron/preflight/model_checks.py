@@ -14,6 +14,7 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, open_weights
 from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
+from dynamo_megatron.planning.formulas import model_elements
 from dynamo_megatron.preflight.findings import Finding, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 
@@ -21,18 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def parameters(spec: ModelSpec) -> int:
-    """Trained numbers of the model, a tied head once."""
-    from dynamo_megatron.models.mapping import huggingface_shapes
-
-    return sum(torch.Size(shape).numel() for shape in huggingface_shapes(spec).values())
-
-
 def model_config(subject: Subject) -> Iterator[Finding]:
     """config.json against what Megatron will build."""
     spec, path = subject.spec, Path(subject.config.model.path)
     check_config(path, spec)
-    yield ok(f"{spec.family}, {spec.num_layers} layers, {parameters(spec):,} parameters; Megatron builds the same")
+    yield ok(f"{spec.family}, {spec.num_layers} layers, {model_elements(spec):,} parameters; Megatron builds the same")
 
 
 def weights(subject: Subject) -> Iterator[Finding]:
