@@ -1,4 +1,4 @@
-"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, replay; `--help` tells of each."""
+"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, replay."""
 
 from __future__ import annotations
 
