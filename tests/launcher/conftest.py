@@ -164,7 +164,12 @@ def run_folder(tiny_model, tmp_path_factory) -> Path:
         "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 256},
         "data": data,
         "parallel": {"pp": 2},
-        "rollout": {"engine": "recorded", "recorded": str(folder / "recording"), "max_new_tokens": 16},
+        "rollout": {
+            "engine": "recorded",
+            "recorded": str(folder / "recording"),
+            "max_new_tokens": 16,
+            "proof": {"max_mean_gap": None},  # no policy has sampled them
+        },
         "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 12}},
         "optimizer": {"lr": 3e-3, "warmup_steps": 0},
         "trainer": {"steps": STEPS, "micro_batch_tokens": 256},
