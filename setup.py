@@ -12,7 +12,11 @@ setup(
         "dynamo_megatron.launcher",
     ],
     package_dir={"dynamo_megatron.kernels": "kernels", "dynamo_megatron.launcher": "launcher"},
-    package_data={"dynamo_megatron.rollout": ["sglang_cpu/**/*.py"], "dynamo_megatron.launcher": ["*.sh"]},
+    package_data={
+        "dynamo_megatron.launcher": ["*.sh"],
+        "dynamo_megatron.models": ["published.json"],
+        "dynamo_megatron.rollout": ["sglang_cpu/**/*.py"],
+    },
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[
         "torch>=2.10",
@@ -38,6 +42,16 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],
         "data": ["pyarrow", "datasets"],
-        "test": ["hypothesis", "pytest", "pytest-timeout", "ruff", "tensorboard", "pyarrow", "datasets", "triton"],
+        "test": [
+            "hypothesis",
+            "pytest",
+            "pytest-timeout",
+            "ray>=2.60",
+            "ruff",
+            "tensorboard",
+            "pyarrow",
+            "datasets",
+            "triton",
+        ],
     },
 )

@@ -4,7 +4,8 @@
     python -P benchmarks/gpu_check.py --tiny     # without a GPU: that the command works, no figures about speed
 
 tests: the kernels' tests with the compiled kernels; head: benchmarks/head.py on two shapes; training: three steps of
-`dynamo-megatron train` with a random model of Qwen2.5-1.5B's shape through the Triton head, from recorded rollouts.
+`dynamo-megatron train` with a random model of Qwen2.5-1.5B's shape through the Triton head, from recorded rollouts;
+the peak of its tensors is held to what `dynamo-megatron plan` says of it.
 Writes gpu_check.json after each part; `--part` runs one and leaves what the file says of the others. A part is ended
 after ten minutes. Exits 1 where a part fails, 2 where something that it needs is missing.
 """
@@ -43,6 +44,7 @@ HEAD_CASES = "14B/8192/tp[18]"
 GPU_TESTS = "test_gpu"  # these must run: they show what nothing else does
 KERNEL_TESTS = tuple(f"tests/kernels/test_{name}.py" for name in ("gpu", "triton", "head"))
 TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
+PLAN_BAR = 0.1  # how far the peak of a step's tensors may be from what `plan` says
 TIMEOUT = 570.0  # seconds a part, so that each fits a machine that is lent for ten minutes a command
 VERSIONS = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "transformers", "numpy")
 
@@ -104,7 +106,9 @@ def training(tiny: bool, scratch: Path) -> dict[str, Any]:
     backend = "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
     work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
     result = training_steps.run(work, scratch / "training", backend, TIMEOUT)
-    return {**result, "passed": len(result.get("steps", [])) == work.steps}
+    ratio = result.get("peak over plan")
+    as_planned = ratio is None or abs(ratio - 1) <= PLAN_BAR
+    return {**result, "passed": len(result.get("steps", [])) == work.steps and as_planned}
 
 
 def run_part(part: str, tiny: bool, scratch: Path) -> dict[str, Any]:
@@ -143,7 +147,8 @@ def said(part: str, result: dict[str, Any]) -> str:
         lines.append(
             f"training, step {last['step']}: {last['seconds']:.2f} s (update {last['update seconds']:.2f} s, "
             f"MFU {'unknown' if mfu is None else format(mfu, '.3f')}), peak memory "
-            f"{'unknown' if memory is None else format(memory / 1e9, '.1f') + ' GB'}"
+            f"{'unknown' if memory is None else format(memory / 1e9, '.1f') + ' GB'}, "
+            f"planned {result['planned peak GPU bytes'] / 1e9:.1f} GB"
         )
     return "\n".join([*lines, *result.get("log", [])])
 

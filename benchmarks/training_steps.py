@@ -23,8 +23,12 @@ import yaml
 from measure import run_logged
 
 from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.config_files import compose
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.models import load_model_config
+from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.plan import make_plan, workload
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
@@ -198,6 +202,14 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * value for name, value in PEAK_TFLOPS.items() if name in device_name), None)
 
 
+def planned_bytes(config_file: Path) -> float:
+    """What `dynamo-megatron plan` says that one rank has at the peak of an update; no GPU's size is in it."""
+    config, _ = compose([str(config_file)], [])
+    spec = load_model_config(config.model.path)
+    plan = make_plan(config, spec, Cluster(GPUS["h100-80"], 1, 1), workload(config, spec, None))
+    return sum(plan.stages[0].training.values())
+
+
 def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[str, Any]:
     """One line of metrics.jsonl: seconds, and the share of the device's peak that model FLOPs took (null: unknown).
 
@@ -230,12 +242,14 @@ def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend)
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
+    planned = planned_bytes(config)
     ended = run_logged(command, folder / "train.log", timeout, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
+        "planned peak GPU bytes": planned,
         **ended,
     }
     if ended["exit code"] != 0:
@@ -245,4 +259,5 @@ def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any
     steps = [step_figures(work, json.loads(line), peak_flops(name)) for line in lines]
     for heavy in ("model", "run", "recorded"):
         shutil.rmtree(folder / heavy)
-    return {**result, "steps": steps, "headline": steps[-1]}
+    measured = steps[-1]["peak GPU bytes"]
+    return {**result, "steps": steps, "headline": steps[-1], "peak over plan": measured / planned if measured else None}

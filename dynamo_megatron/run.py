@@ -18,6 +18,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.tracking.journal import Journal
@@ -40,9 +41,17 @@ class Job:
     def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. Raises ConfigError."""
+        if bad := [finding.text for finding in trainer_faults() if finding.level == "FAILED"]:
+            raise ConfigError(bad[0])
+        spec = check_layout(self.config, ranks)
+        derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-        return describe_layout(self.config, check_layout(self.config, ranks), ranks)
+            try:
+                derived["disk"] = check_room(self.config, spec)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        return derived
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
@@ -76,6 +85,18 @@ class Job:
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises ConfigError where model, layout and the number of ranks do not fit."""
+    try:
+        spec = load_model_config(config.model.path, config.model.family)
+        if config.algorithm.kl.reference is not None:
+            check_reference(spec, config.algorithm.kl.reference)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_ranks(config, spec, world_size)
+    return spec
+
+
+def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
+    """Raises ConfigError where the layout fits neither the model nor so many ranks."""
     p = config.parallel
     if world_size % p.model_ranks:
         raise ConfigError(
@@ -88,17 +109,13 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
             f"({world_size} ranks, pp {p.pp})"
         )
     try:
-        spec = load_model_config(config.model.path, config.model.family)
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
-        if config.algorithm.kl.reference is not None:
-            check_reference(spec, config.algorithm.kl.reference)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
         )
-    return spec
 
 
 def check_reference(spec: ModelSpec, folder: str) -> None:

@@ -20,6 +20,8 @@ from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.preflight.machine_checks import check_ports
+from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
@@ -38,6 +40,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
+            check_ports(config)
             # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
             transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
             if transport == "ipc":
@@ -57,6 +60,7 @@ class TrainJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path)
+        check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)

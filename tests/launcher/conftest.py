@@ -168,7 +168,7 @@ def run_folder(tiny_model, tmp_path_factory) -> Path:
             "engine": "recorded",
             "recorded": str(folder / "recording"),
             "max_new_tokens": 16,
-            "proof": {"max_mean_gap": None},  # the recording's logprobs are nobody's
+            "proof": {"max_mean_gap": None},  # no policy has sampled them
         },
         "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 12}},
         "optimizer": {"lr": 3e-3, "warmup_steps": 0},

@@ -15,9 +15,9 @@ import torch
 from dynamo_megatron.convert import compare_weights
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.safetensors_writer import write_safetensors
 
-PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 LIMIT = 1.0e9  # bytes of anonymous memory above an interpreter with torch
 
 

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.published import PUBLISHED
 
-# name: config.json's fields as published, and the size that the model's card gives
-PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 LAYOUTS = {
     "Qwen2.5-1.5B": [{"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 7}],
     "Qwen2.5-7B": [{"tp": 4, "pp": 2}, {"tp": 4, "pp": 4, "vpp": 7}],

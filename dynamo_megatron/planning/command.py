@@ -1,0 +1,60 @@
+"""`dynamo-megatron plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
+from dynamo_megatron.models.published import PUBLISHED, published_config
+from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.plan import make_plan, workload
+from dynamo_megatron.planning.report import describe
+from dynamo_megatron.planning.search import ranked, search_table
+from dynamo_megatron.run import check_ranks
+
+# Keys that training needs and a plan does not.
+UNNEEDED = {"data": {"source": "none"}, "output_dir": "none"}
+
+
+def model_spec(config: Config) -> tuple[ModelSpec, str]:
+    """The model's shape and where it is from. Raises ConfigError."""
+    path, family = config.model.path, config.model.family
+    shape = published_config(path)
+    if Path(path).is_dir() or shape is None:
+        try:
+            return load_model_config(path, family), f"{path}/config.json"
+        except ValueError as error:
+            known = "" if Path(path).is_dir() else f"; shapes known without a folder: {', '.join(PUBLISHED)}"
+            raise ConfigError(f"{error}{known}") from None
+    return FAMILIES[shape["model_type"]](shape), f"as published; there is no folder {path}"
+
+
+def plan(
+    files: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    gpu: str,
+    gpus: int,
+    gpus_per_node: int,
+    response_tokens: int | None,
+    search: bool,
+) -> int:
+    """Prints the plan, or the ranked layouts; returns 0 where the run (or one of the layouts) fits, else 1. Raises
+    ConfigError."""
+    config, _ = compose(files, overrides, UNNEEDED)
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
+    cluster = Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
+    spec, origin = model_spec(config)
+    work = workload(config, spec, response_tokens)
+    if search:
+        found = ranked(config, spec, cluster, work)
+        print(search_table(found, spec, cluster, origin))
+        return 0 if found and found[0].fits else 1
+    check_ranks(config, spec, gpus)
+    made = make_plan(config, spec, cluster, work)
+    print(describe(made, origin))
+    return 0 if made.fits else 1

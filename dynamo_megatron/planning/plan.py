@@ -1,0 +1,301 @@
+"""A config's layout on a cluster: memory of every rank, servers, host and disk, floor times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.formulas import Static
+from dynamo_megatron.planning.hardware import GIB, Cluster
+
+# CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never measured.
+RESERVED = 4 * GIB
+PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step is reckoned with: tokens of the mean prompt and response, and of the longest sequence."""
+
+    prompt: float
+    response: float
+    longest: int
+
+    @property
+    def mean(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of a pipeline stage. `training` names what is there at the peak of an update, `generation`
+    while the servers generate."""
+
+    stage: int
+    dense: int  # parameters, elements
+    experts: int
+    static: Static
+    training: Mapping[str, float]
+    generation: Mapping[str, float]
+
+    @property
+    def peak(self) -> float:
+        return max(sum(self.training.values()), sum(self.generation.values()))
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Of each server rank bytes; of each server tokens and sequences."""
+
+    count: int
+    tp: int
+    weights: float
+    pool: float
+    kv_bytes_a_token: float
+    tokens: float  # that the pool holds
+    longest_sequences: float  # of the full context that it holds
+    running: float  # sequences at once, of the mean length
+
+    @property
+    def gpus(self) -> int:
+        return self.count * self.tp
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step, each at the hardware's stated rates: nothing is faster."""
+
+    generate: float
+    logprobs: float
+    update: float
+    push: float
+    communication: float  # of logprobs and update
+    bubble: float  # of logprobs and update
+
+    @property
+    def training(self) -> float:
+        return self.logprobs + self.update + self.push
+
+    @property
+    def step(self) -> float:
+        return self.generate + self.training
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes of the node that needs most."""
+
+    save: float
+    load: float
+    rollouts: float
+    reference: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    spec: ModelSpec
+    cluster: Cluster
+    work: Workload
+    dp: int
+    micro_batches: int  # of an update, on each rank
+    stages: list[StageMemory]
+    servers: Servers | None
+    times: Times
+    host: Host
+    checkpoint: int
+    pushed: int  # bytes of one copy of the weights
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> float:
+        return max(stage.peak for stage in self.stages) + RESERVED
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.cluster.gpu.memory and not self._server_short
+
+    @property
+    def _server_short(self) -> bool:
+        return self.servers is not None and self.servers.longest_sequences < 1
+
+
+def workload(config: Config, spec: ModelSpec, response: int | None) -> Workload:
+    """Raises ConfigError where prompt and response do not fit the model, or the mean response not its limit."""
+    try:
+        limit = max_prompt_length(config, spec)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    most = config.rollout.max_new_tokens
+    if response is not None and response > most:
+        raise ConfigError(f"--response-tokens: {response} is above rollout.max_new_tokens {most}")
+    return Workload(min(PROMPT_TOKENS, limit), response or most / 2, limit + most)
+
+
+def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Plan:
+    """The layout must fit model and cluster (`run.check_layout`). Raises ConfigError where the servers do not."""
+    p, t, dtype = config.parallel, config.trainer, config.model.dtype
+    dp = cluster.gpus // p.model_ranks
+    dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
+    tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
+    updates = min(config.algorithm.loss.mini_batches, config.data.batch_prompts)
+    of_update = config.rollout_budget * work.mean / updates
+    micro_batches = max(1, -(-int(of_update) // (dp * t.micro_batch_tokens)))
+    if p.vpp > 1:
+        micro_batches = -(-micro_batches // p.pp) * p.pp
+    servers = _servers(config, spec, cluster, work)
+    stages = []
+    for stage in range(p.pp):
+        chunks = formulas.stage_parameters(spec, p, stage)
+        static = formulas.static_memory(chunks, dtype, dp_cp, expert_dp)
+        layers, batches = formulas.in_flight(p, spec.num_layers, stage, micro_batches)
+        saved = formulas.saved_activations(spec, p, dtype, t.recompute, tokens, layers, batches)
+        passing = formulas.backward_memory(spec, p, dtype, tokens)
+        if stage == p.pp - 1:
+            head = formulas.head_memory(spec, p, dtype, tokens, config.kernels.chunk_tokens, config.kernels.backend)
+            passing = max(passing, head)
+        # Adam's temporaries, one float32 value for each of its elements where it is torch's, come after the backward.
+        working = max(saved + passing, 4 * static.optimizer_elements)
+        training = {
+            "parameters": static.parameters,
+            "gradients": static.gradients,
+            "optimizer": static.optimizer,
+            "activations": min(saved, working),
+            "head, backward": working - min(saved, working),
+        }
+        generation: dict[str, float] = {}
+        if servers is not None and config.rollout.placement == "colocated":
+            held = servers.weights + servers.pool
+            training["server"] = held
+            generation = {"trainer": static.total, "server": held}
+        dense, experts = (sum(map(sum, parts)) for parts in zip(*((c.dense, c.experts) for c in chunks), strict=True))
+        stages.append(StageMemory(stage, dense, experts, static, training, generation))
+    times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates, dp_cp)
+    return Plan(
+        config=config,
+        spec=spec,
+        cluster=cluster,
+        work=work,
+        dp=dp,
+        micro_batches=micro_batches,
+        stages=stages,
+        servers=servers,
+        times=times,
+        host=_host(config, cluster, work, stages),
+        checkpoint=formulas.checkpoint_bytes(spec, dtype),
+        pushed=formulas.weight_bytes(spec, dtype),
+    )
+
+
+def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Servers | None:
+    """None where no server of ours runs on a GPU that is known."""
+    rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
+    if rollout.engine != "sglang" or rollout.placement == "external":
+        return None
+    heads, groups = spec.num_attention_heads, spec.num_query_groups
+    if heads % rollout.tp or (groups % rollout.tp and rollout.tp % groups):
+        raise ConfigError(
+            f"rollout.tp: {rollout.tp} ranks of a server can't share {heads} attention and {groups} key/value heads"
+        )
+    if rollout.tp > cluster.gpus_per_node:
+        raise ConfigError(f"rollout.tp: {rollout.tp} is more than the {cluster.gpus_per_node} GPUs of a node")
+    if rollout.placement == "colocated" and rollout.servers * rollout.tp > cluster.gpus:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on {cluster.gpus} GPUs"
+        )
+    weights = formulas.server_elements(spec, rollout.tp) * formulas.WIDTH[dtype]
+    pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)
+    a_token = formulas.kv_bytes_a_token(spec, rollout.tp, dtype)
+    share = config.rollout_budget / rollout.servers
+    mean_held = work.prompt + work.response / 2
+    running = min(share, rollout.concurrency, pool / a_token / mean_held)
+    return Servers(
+        rollout.servers,
+        rollout.tp,
+        weights,
+        pool,
+        a_token,
+        pool / a_token,
+        pool / a_token / work.longest,
+        running,
+    )
+
+
+def _times(
+    config: Config,
+    spec: ModelSpec,
+    cluster: Cluster,
+    work: Workload,
+    stages: list[StageMemory],
+    servers: Servers | None,
+    micro_batches: int,
+    updates: int,
+    dp_cp: int,
+) -> Times:
+    p, gpu, dtype, recompute = config.parallel, cluster.gpu, config.model.dtype, config.trainer.recompute
+    budget, dp = config.rollout_budget, cluster.gpus // p.model_ranks
+    forward = formulas.forward_flops(spec, [(budget, work.mean)]) / (cluster.gpus * gpu.flops)
+    own_tokens = budget * work.mean / dp
+    exchange = formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
+    exchange += formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
+    exchange += formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
+    reduce = max(formulas.data_parallel_bytes(s.static, dp_cp) for s in stages) / cluster.link(dp_cp, p.tp)
+    idle = formulas.bubble(p, micro_batches)
+    logprobs, update = (formulas.pass_factor(kind, recompute) for kind in ("logprobs", "update"))
+    once, often = logprobs * (forward + exchange), update * (forward + exchange)
+    # The forward passes of the statistics run through all mini-batches one after another.
+    idle_once = idle / updates
+    generate = push = 0.0
+    if servers is not None:
+        link = gpu.network if config.rollout.placement == "split" else gpu.nvlink
+        push = servers.weights / link
+        generate = _generation(config, spec, cluster, work, servers)
+    return Times(
+        generate=generate,
+        logprobs=once * (1 + idle_once),
+        update=often * (1 + idle) + updates * reduce,
+        push=push,
+        communication=(logprobs + update) * exchange + updates * reduce,
+        bubble=once * idle_once + often * idle,
+    )
+
+
+def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, servers: Servers) -> float:
+    """Seconds: all tokens of a server's share with as many sequences as run at once, or its longest response alone."""
+    gpu, dtype = cluster.gpu, config.model.dtype
+
+    def decode(sequences: float, context: float) -> float:
+        return formulas.decode_seconds(spec, dtype, servers.tp, sequences, context, gpu.flops, gpu.memory_bandwidth)
+
+    share = config.rollout_budget / servers.count
+    running = max(1.0, servers.running)
+    prefill = formulas.forward_flops(spec, [(config.data.batch_prompts / servers.count, work.prompt)])
+    prefill /= servers.tp * gpu.flops
+    together = share * work.response / running * decode(running, work.prompt + work.response / 2)
+    alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)
+    return prefill + max(together, alone)
+
+
+def _host(config: Config, cluster: Cluster, work: Workload, stages: list[StageMemory]) -> Host:
+    """Of the node that needs most; ranks are numbered tp, cp, dp, pp, the first fastest (policy/layout.py)."""
+    p, per_stage = config.parallel, cluster.gpus // config.parallel.pp
+    saves, loads, references = [], [], []
+    for first in range(0, cluster.gpus, cluster.gpus_per_node):
+        save = load = reference = 0
+        for rank in range(first, min(first + cluster.gpus_per_node, cluster.gpus)):
+            stage = stages[rank // per_stage]
+            # The first of the ranks that hold the same parameters gathers their state.
+            gathered = (rank % per_stage < p.tp) * stage.dense + (rank % per_stage < p.ep) * stage.experts
+            save += formulas.save_staging(gathered, stage.static.optimizer_elements)
+            load += formulas.load_staging(stage.dense + stage.experts)
+            reference += stage.static.parameters if config.algorithm.kl.coef else 0
+        saves.append(save)
+        loads.append(load)
+        references.append(reference)
+    rollouts = config.rollout_budget * work.mean * formulas.ROLLOUT_TOKEN
+    return Host(max(saves), max(loads), 2 * rollouts, max(references))

@@ -1,0 +1,135 @@
+"""The plan as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.hardware import GIB
+from dynamo_megatron.planning.plan import RESERVED, Plan, StageMemory
+
+
+def layout(config: Config, dp: int) -> str:
+    """Such as "tp 4 x pp 2 x dp 2, sequence-parallel, recompute full"."""
+    p = config.parallel
+    text = " x ".join(f"{name} {n}" for name, n in (("tp", p.tp), ("pp", p.pp), ("cp", p.cp), ("dp", dp)) if n > 1)
+    extra = [f"{name} {n}" for name, n in (("vpp", p.vpp), ("ep", p.ep)) if n > 1]
+    extra += ["sequence-parallel"] if p.sequence_parallel else []
+    extra += [f"recompute {config.trainer.recompute}"]
+    return ", ".join([text or "one rank", *extra])
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns, the first row their titles; all but the first column to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = ([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
+
+
+def describe(plan: Plan, origin: str) -> str:
+    """The whole report; `origin` says where the model's shape is from."""
+    return "\n".join([*_head(plan, origin), "", *_memory(plan), "", *_servers(plan), *_rest(plan), "", verdict(plan)])
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f}"
+
+
+def _head(plan: Plan, origin: str) -> list[str]:
+    spec, c, work, config = plan.spec, plan.cluster, plan.work, plan.config
+    active = formulas.active_elements(spec)
+    total = formulas.model_elements(spec)
+    mixture = f", {active / 1e9:.2f} billion of them for a token" if active != total else ""
+    return [
+        f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",
+        f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
+        f"layout: {layout(config, plan.dp)}; micro-batches of {config.trainer.micro_batch_tokens} tokens, "
+        f"{plan.micro_batches} an update on each rank",
+        f"a step: {config.data.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
+        f"{work.response:g} tokens in the mean, {config.algorithm.loss.mini_batches} updates",
+    ]
+
+
+def _alike(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
+    """Neighbouring stages of the same needs as one: ("0", s), ("1-2", s)..."""
+    groups: list[list[StageMemory]] = []
+    for stage in stages:
+        if groups and (groups[-1][0].training, groups[-1][0].generation) == (stage.training, stage.generation):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return [(f"{g[0].stage}-{g[-1].stage}" if len(g) > 1 else f"{g[0].stage}", g[0]) for g in groups]
+
+
+def _memory(plan: Plan) -> list[str]:
+    names = list(plan.stages[0].training)
+    alike, per_stage = _alike(plan.stages), plan.cluster.gpus // plan.config.parallel.pp
+    rows = [["stage (ranks)", *names, "reserved", "training", "generation", "verdict"]]
+    for name, stage in alike:
+        first, last = (int(n) for n in (name.split("-")[0], name.split("-")[-1]))
+        ranks = f"{first * per_stage}-{(last + 1) * per_stage - 1}"
+        sums = [sum(phase.values()) + RESERVED if phase else 0 for phase in (stage.training, stage.generation)]
+        spare = plan.cluster.gpu.memory - max(sums)
+        told = f"fits, {_gib(spare)} left" if spare >= 0 else f"{_gib(-spare)} too much"
+        cells = [*(stage.training[n] for n in names), RESERVED, *sums]
+        rows.append([f"{name} ({ranks})", *(_gib(v) if v else "-" for v in cells), told])
+    return ["memory of a rank at the peak, GiB:", *table(rows)]
+
+
+def _servers(plan: Plan) -> list[str]:
+    s = plan.servers
+    if s is None:
+        return ["servers: none of this run's own"]
+    where = "on the training's GPUs" if plan.config.rollout.placement == "colocated" else f"on {s.gpus} GPUs more"
+    return [
+        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB weights, {_gib(s.pool)} GiB KV "
+        f"cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token)",
+        f"  a server holds {s.tokens:,.0f} tokens: {s.longest_sequences:,.1f} sequences of {plan.work.longest}; "
+        f"{s.running:,.0f} run at once",
+    ]
+
+
+def _rest(plan: Plan) -> list[str]:
+    t, host, budget = plan.times, plan.host, plan.config.rollout_budget
+    lines = [
+        f"host memory of the fullest node: {_gib(host.load)} GiB to load a checkpoint, {_gib(host.save)} to save one, "
+        f"{_gib(host.rollouts)} for a step's rollouts"
+        + (f", {_gib(host.reference)} for the reference policy" if host.reference else ""),
+        f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
+        f"a copy of the weights {_gib(plan.pushed)} GiB",
+        "",
+        "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
+        f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
+        f"together {t.step:.1f}",
+        f"  of log-probs and update: pipeline bubble {t.bubble:.1f}, communication {t.communication:.1f}",
+    ]
+    if plan.servers is not None:
+        s = plan.servers
+        lines += [
+            f"  a push brings each server rank {_gib(s.weights)} GiB, {_gib(s.weights * s.gpus)} GiB in all",
+            f"  the servers make at most {budget / t.generate:.1f} rollouts a second; to keep up with training beside "
+            f"them it would take {budget / t.training:.1f}",
+        ]
+    shares = {"generation": t.generate, "log-probs": t.logprobs, "update": t.update, "the weights' push": t.push}
+    longest = max(shares, key=lambda name: shares[name])
+    fullest = max(plan.stages, key=lambda stage: stage.peak)
+    phase = max((fullest.training, fullest.generation), key=lambda phase: sum(phase.values()))
+    item = max(phase, key=lambda name: phase[name])
+    lines.append(
+        f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; {item} has "
+        f"{_gib(phase[item])} of the {_gib(plan.peak)} GiB of the fullest rank (stage {fullest.stage})"
+    )
+    return lines
+
+
+def verdict(plan: Plan) -> str:
+    spare = plan.cluster.gpu.memory - plan.peak
+    if spare < 0:
+        return f"does not fit: {_gib(-spare)} GiB too much on the fullest rank"
+    if not plan.fits:
+        return (
+            f"does not fit: a server's KV cache holds {plan.servers.tokens:,.0f} tokens, a sequence may have "
+            f"{plan.work.longest}; raise rollout.tp or rollout.memory_fraction"
+        )
+    return f"fits: {_gib(spare)} GiB left on the fullest rank"

@@ -1,0 +1,108 @@
+"""Layouts of a model on a cluster, ranked by the floor of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from dynamo_megatron.config import Config, ParallelConfig
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.plan import Plan, Workload, make_plan
+from dynamo_megatron.planning.report import table
+from dynamo_megatron.run import check_ranks
+
+SHOWN = 20
+CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
+# Not `selective`: it saves nothing where attention keeps no scores (formulas.saved_activations).
+RECOMPUTE = ("none", "full")
+
+
+def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
+    """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
+    the shortest step first (within 5 % the simpler one), then those that do not, the least too much first. Colocated
+    servers are spread over all GPUs."""
+    plans = []
+    for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
+        options = []
+        for server_tp in _powers(cluster.gpus_per_node):
+            changes = {"tp": server_tp}
+            if config.rollout.placement == "colocated":
+                changes["servers"] = cluster.gpus // server_tp
+            candidate = config.model_copy(
+                update={
+                    "parallel": parallel,
+                    "rollout": config.rollout.model_copy(update=changes),
+                    "trainer": config.trainer.model_copy(update={"recompute": recompute}),
+                }
+            )
+            try:
+                options.append(make_plan(candidate, spec, cluster, work))
+            except ConfigError:
+                continue  # the model's heads do not let a server have so many ranks
+        plans.append(min(options, key=_order))
+    return sorted(plans, key=_order)
+
+
+def _order(plan: Plan) -> tuple[float, ...]:
+    if not plan.fits:
+        return (1, plan.peak)
+    p, step = plan.config.parallel, plan.times.step
+    return (0, round(math.log(step, 1.05)), p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[ParallelConfig]:
+    """Layouts that model, method and cluster allow; tensor parallelism, always sequence-parallel, within a node."""
+    modulation = config.algorithm.modulation
+    whole = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
+    experts = [e for e in _powers(cluster.gpus) if spec.num_experts and spec.num_experts % e == 0] or [1]
+    sizes = _powers(cluster.gpus_per_node)
+    for tp, cp, pp, vpp, ep in itertools.product(
+        sizes, [1] if whole else sizes, _powers(cluster.gpus), CHUNKS, experts
+    ):
+        if vpp > 1 and pp == 1:
+            continue
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
+        try:
+            check_ranks(config.model_copy(update={"parallel": parallel}), spec, cluster.gpus)
+        except ConfigError:
+            continue
+        yield parallel
+
+
+def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
+    """The best SHOWN of them, and what to write into a config for the first."""
+    fitting = sum(plan.fits for plan in plans)
+    rows = [["rank", "tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "server tp", "GiB", "step s", "train s", "fits"]]
+    for number, plan in enumerate(plans[:SHOWN], 1):
+        p = plan.config.parallel
+        sizes = [p.tp, p.pp, p.vpp, p.cp, p.ep, plan.dp]
+        rows.append(
+            [
+                str(number),
+                *map(str, sizes),
+                plan.config.trainer.recompute,
+                str(plan.config.rollout.tp),
+                f"{plan.peak / GIB:.1f}",
+                f"{plan.times.step:.1f}",
+                f"{plan.times.training:.1f}",
+                "yes" if plan.fits else f"{(plan.peak - cluster.gpu.memory) / GIB:.1f} too much",
+            ]
+        )
+    lines = [
+        f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
+        "GiB: of the fullest rank; step s, train s: floors, of a whole step and without generation",
+        *table(rows),
+    ]
+    if fitting:
+        best, p = plans[0].config, plans[0].config.parallel
+        words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
+        words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
+        lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""The table and the lines of docs/clusters.md, from the configs and the planner:
+
+python -P tests/planning/clusters_table.py       # rewrites them
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dynamo_megatron.config_files import compose
+from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.planning.command import UNNEEDED, model_spec
+from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
+from dynamo_megatron.planning.plan import RESERVED, Plan, make_plan, workload
+from dynamo_megatron.planning.report import layout
+from dynamo_megatron.run import check_ranks
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+DOCUMENT = ROOT / "docs" / "clusters.md"
+PAPER = CONFIGS / "paper.yaml"
+ORDER = [name.lower() for name in PUBLISHED]
+ON_HARDWARE = sorted(CONFIGS.glob("hardware/*/*.yaml"), key=lambda file: (ORDER.index(file.stem), file.parent.name))
+TITLES = ["model", "GPUs", "layout", "state", "activations, head", "server", "peak", "of", "sequences", "step"]
+
+
+def planned(hardware: Path, method: str) -> Plan:
+    """The plan of `configs/hardware/KINDxN/MODEL.yaml` with a method at the paper's sizes."""
+    files = [CONFIGS / "models" / hardware.name, hardware, CONFIGS / "methods" / f"{method}.yaml", PAPER]
+    config, _ = compose([str(file) for file in files], [], UNNEEDED)
+    kind, gpus = hardware.parent.name.split("x")
+    (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
+    spec, _ = model_spec(config)
+    cluster = Cluster(gpu, int(gpus), 8)
+    check_ranks(config, spec, cluster.gpus)
+    return make_plan(config, spec, cluster, workload(config, spec, None))
+
+
+def generated() -> str:
+    rows, lines = [TITLES, ["---"] * len(TITLES)], []
+    for file in ON_HARDWARE:
+        plan = planned(file, "dynamo")
+        fullest = max(plan.stages, key=lambda stage: stage.peak)
+        working = fullest.training["activations"] + fullest.training["head, backward"]
+        figures = [fullest.static.total, working, fullest.training["server"], fullest.peak + RESERVED]
+        rows.append(
+            [
+                file.stem,
+                f"{plan.cluster.gpus} {plan.cluster.gpu.name}",
+                layout(plan.config, plan.dp),
+                *(f"{value / GIB:.1f}" for value in (*figures, plan.cluster.gpu.memory)),
+                f"{plan.servers.count} x {plan.servers.longest_sequences:.0f}",
+                f"{plan.times.step:.0f}",
+            ]
+        )
+        configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/methods/dynamo.yaml configs/paper.yaml"
+        keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
+        words = f"{configs} {keys} output_dir=/runs/{file.stem}"
+        job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
+        lines += [
+            f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",
+            f"dynamo-megatron launch slurm {words} {job}",
+            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} --executor slurm --venv .venv",
+            "",
+        ]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"{table}\n\n## The lines\n\n```\n" + "\n".join(lines).rstrip() + "\n```\n"
+
+
+def document(text: str) -> str:
+    """The page with its generated part as it is now."""
+    found = re.compile(r"(<!-- generated -->\n).*?(<!-- /generated -->)", re.DOTALL)
+    assert found.search(text)
+    return found.sub(lambda marks: f"{marks[1]}{generated()}{marks[2]}", text)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

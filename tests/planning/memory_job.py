@@ -1,0 +1,142 @@
+"""Run by test_memory.py: the tensors of a policy after an update, counted on every rank, beside the planner's."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "policy")]
+from forked_ranks import fork_ranks, wait_for  # noqa: E402
+
+from dynamo_megatron.policy import backend  # noqa: E402
+
+backend.enable_cpu()
+backend.define_router_gemm()
+backend.fix_torch_adam_checkpoints()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from dynamo_megatron.config import Config  # noqa: E402
+from dynamo_megatron.coordination import connect_store  # noqa: E402
+from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.planning import formulas  # noqa: E402
+from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
+from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
+from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.records import Sequences  # noqa: E402
+
+
+def train(policy: Policy) -> None:
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(6, 30, 12)
+    sequences = Sequences(
+        prompt_ids=[str(i) for i in range(12)],
+        tokens=generator.integers(0, policy.spec.vocab_size, int(lengths.sum())),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_lengths=generator.integers(1, 6, 12),
+    )
+    policy.fit(sequences, np.full(12, 1 / sequences.response_lengths.sum()), 1e-3)
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process, storages that they share once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def counted(policy: Policy) -> dict[str, int]:
+    buffers = [b for ddp in policy.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    found = {
+        "parameters": sum(b.param_data.nbytes for b in buffers),
+        "gradients": sum(b.grad_data.nbytes for b in buffers),
+        "optimizer": 0,
+    }
+    inner = {p for chunk in policy.chunks for p in chunk.parameters()}
+    addresses = {p.untyped_storage().data_ptr() for p in inner}
+    for group in (g for o in policy.optimizer.chained_optimizers for g in o.optimizer.param_groups):
+        for main in group["params"]:
+            if main.untyped_storage().data_ptr() not in addresses:  # float32 parameters are their own main ones
+                found["optimizer"] += main.nbytes
+    for o in policy.optimizer.chained_optimizers:
+        for state in o.optimizer.state.values():
+            found["optimizer"] += sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
+    return found
+
+
+def saved_bytes(policy: Policy, tokens: int = 256) -> int:
+    """What autograd keeps of the layers (not of embedding and last norm) for `tokens` packed tokens of this rank, as
+    much on every machine: a CPU without bfloat16 arithmetic multiplies in float32 here."""
+    (chunk,), cp = policy.chunks, policy.layout.cp.size()
+    collecting, storages = [False], {}
+    parameters = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    chunk.decoder.register_forward_pre_hook(lambda *_: collecting.__setitem__(0, True))
+    chunk.decoder.final_layernorm.register_forward_pre_hook(lambda *_: collecting.__setitem__(0, False))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if collecting[0] and storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, or its address could be another's
+        return tensor
+
+    places = torch.arange(tokens * cp // 4).view(2 * cp, -1).repeat(4, 1, 1)
+    here = torch.cat([places[:, policy.layout.cp.rank()], places[:, -1 - policy.layout.cp.rank()]], 1).view(1, -1)
+    none = torch.zeros(0, dtype=torch.int64)
+    bounds = torch.arange(0, tokens * cp + 1, tokens * cp // 4, dtype=torch.int32)
+    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, none, [])
+    backend._mode._slow_bfloat16 = False
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunk.forward_packed(batch)
+    return sum(size for size, _ in storages.values())
+
+
+def run(case: dict, number: int, store: dist.Store) -> None:
+    config = Config.model_validate(case["config"])
+    before = live_bytes()
+    layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
+    spec = load_model_config(config.model.path)
+    policy = Policy(spec, config, layout)
+    train(policy)
+    chunks = formulas.stage_parameters(spec, config.parallel, layout.pp.rank())
+    planned = formulas.static_memory(chunks, config.model.dtype, layout.dp_cp.size(), layout.expert_dp.size())
+    row = {
+        "live": live_bytes() - before,
+        "counted": counted(policy),
+        "planned": {name: getattr(planned, name) for name in ("parameters", "gradients", "optimizer")},
+    }
+    row["exact parameters"] = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) == sum(
+        sum(c.dense) + sum(c.experts) for c in chunks
+    )
+    if config.parallel.pp == 1:
+        recompute = config.trainer.recompute
+        kept = formulas.kept_activations(spec, config.parallel, config.model.dtype, recompute, norm_copies=2)
+        angles = 2 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
+        row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
+    Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def main(cases_file: str) -> None:
+    cases = json.loads(Path(cases_file).read_text())
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        store = connect_store(60)
+        for number, case in enumerate(cases):
+            run(case, number, store)
+
+    logs = Path(cases_file).parent
+    wait_for(fork_ranks(2, body, logs), logs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

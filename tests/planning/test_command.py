@@ -1,0 +1,74 @@
+"""`dynamo-megatron plan` as users call it: exit codes, one line for bad input, the search's table."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.models.published import PUBLISHED
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL_14B = str(CONFIGS / "models" / "qwen2.5-14b.yaml")
+ON_16 = [MODEL_14B, str(CONFIGS / "hardware" / "h100x16" / "qwen2.5-14b.yaml"), str(CONFIGS / "paper.yaml")]
+GPUS = ["--gpus", "16", "--gpu", "h100-80"]
+
+
+def test_a_layout_that_fits(capsys):
+    assert main(["plan", *ON_16, *GPUS]) == 0
+    said = capsys.readouterr().out
+    assert "14,770,033,664 parameters (as published" in said
+    assert "layout: tp 4 x dp 4, sequence-parallel, recompute full" in said
+    assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
+
+
+def test_one_that_does_not(capsys):
+    assert main(["plan", *ON_16, *GPUS, "trainer.recompute=none"]) == 1
+    assert "too much" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_server_too_small_for_a_sequence(capsys):
+    assert main(["plan", *ON_16, *GPUS, "rollout.memory_fraction=0.18"]) == 1
+    assert "a server's KV cache holds" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-32B"]["config"]))
+    assert main(["plan", *ON_16, f"model.path={tmp_path}", *GPUS]) == 1
+    said = capsys.readouterr().out
+    assert "qwen3, 64 layers, 32,762,123,264 parameters" in said and str(tmp_path) in said
+
+
+def test_the_search_ranks_layouts_within_seconds(capsys):
+    started = time.monotonic()
+    assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, "--search"]) == 0
+    assert time.monotonic() - started < 10
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines[3:-1]]
+    assert [row[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)] and len(rows) == 20
+    assert all(row[-1] == "yes" for row in rows)
+    # What is said of the first layout is what the plan says of it.
+    keys = lines[-1].removeprefix("the first: ").split()
+    assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, *keys]) == 0
+    assert f"together {rows[0][10]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["parallel.tp=3"], "parallel: 16 ranks can't be cut into tp 3"),
+        (["parallel.tp=16"], "parallel.tp: 16 does not divide the 40 (attention heads)"),
+        (["paralel.tp=2"], "unknown key paralel; did you mean parallel?"),
+        (["rollout.tp=3", "rollout.servers=1"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
+        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on 16"),
+        (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
+        (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
+        (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),
+        (["model.path=/no/model"], "shapes known without a folder: Qwen2.5-1.5B"),
+    ],
+)
+def test_bad_input_is_one_line(words, says, capsys):
+    assert main(["plan", *ON_16, *GPUS, *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and says in said.err and not said.out

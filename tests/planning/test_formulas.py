@@ -1,0 +1,123 @@
+"""The planner's figures of two large models, by hand: every number below is arithmetic written out."""
+
+import pytest
+
+from dynamo_megatron.config import Config, ParallelConfig
+from dynamo_megatron.models import FAMILIES
+from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
+from dynamo_megatron.planning.plan import RESERVED, make_plan, workload
+
+
+def spec_of(name):
+    config = PUBLISHED[name]["config"]
+    return FAMILIES[config["model_type"]](config)
+
+
+def test_72b_by_hand():
+    """Qwen2.5-72B, tp 8 x pp 4 x dp 2 on 64 H100."""
+    spec = spec_of("Qwen2.5-72B")
+    qkv = 8192 * (64 + 8 + 8) * 128 + (64 + 8 + 8) * 128  # 64 heads and 8 key/value heads of 128, with biases
+    layer = qkv + 64 * 128 * 8192 + 3 * 8192 * 29568 + 2 * 8192
+    assert formulas.model_elements(spec) == 80 * layer + 2 * 152064 * 8192 + 8192 == 72_706_203_648
+    p = ParallelConfig(tp=8, pp=4, sequence_parallel=True)
+    on_rank = (layer - 2 * 8192) // 8 + 2 * 8192  # norms are whole on every rank
+    vocabulary = 152064 // 8 * 8192
+    ranks = [20 * on_rank + extra for extra in (vocabulary, 0, 0, vocabulary + 8192)]
+    chunks = [formulas.stage_parameters(spec, p, stage) for stage in range(4)]
+    assert [sum(c[0].dense) for c in chunks] == ranks == [2_350_212_096, 2_194_498_560, 2_194_498_560, 2_350_220_288]
+    static = formulas.static_memory(chunks[1], "bfloat16", 2, 2)
+    assert (static.parameters, static.gradients) == (2 * 2_194_498_560, 4 * 2_194_498_560)
+    assert static.optimizer == 12 * 2_194_498_560 // 2
+    # 16384 tokens; norms 8h in float32 and 4h; 8 heads and 1 key/value head of 128 a rank; 10 bytes of SwiGLU's width
+    a_token = (12 * 8192 + 8) / 8 + 2 * (3 * 1024 + 2 * 128) + 4 * 8 + 8 * 128 + 24 + 10 * 3696
+    assert a_token == 56_985
+    assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(a_token)
+    full = formulas.saved_activations(spec, p, "bfloat16", "full", 16384, 4 * 20, 4)
+    assert full == pytest.approx(16384 * (80 * 2 * 1024 + a_token + 4 * 2 * 1024))
+    assert formulas.in_flight(p, 80, 0, 30) == (80, 4) and formulas.in_flight(p, 80, 3, 30) == (20, 1)
+    # 2 x 80 layers x 1 of 8 key/value heads of 128 x 2 bytes on each of 8 ranks
+    assert formulas.kv_bytes_a_token(spec, 8, "bfloat16") == 2 * 80 * 1 * 128 * 2 == 40_960
+    assert formulas.server_elements(spec, 8) == 80 * on_rank + 2 * 152064 * 1024 + 8192
+    assert formulas.checkpoint_bytes(spec, "bfloat16") == 14 * 72_706_203_648
+    # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
+    multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
+    assert formulas.forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
+
+
+def test_30b_a3b_by_hand():
+    """Qwen3-30B-A3B: 128 experts of width 768, 8 a token; ep 8 x dp 8 on 8 H200."""
+    spec = spec_of("Qwen3-30B-A3B")
+    attention = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128  # with norms of q and k
+    expert = 3 * 2048 * 768
+    layer = attention + 128 * expert + 128 * 2048 + 2 * 2048
+    outside = 2 * 151936 * 2048 + 2048
+    assert formulas.model_elements(spec) == 48 * layer + outside == 30_532_122_624
+    assert formulas.active_elements(spec) == 48 * (layer - 120 * expert) + outside == 3_353_032_704
+    p = ParallelConfig(ep=8)
+    (chunk,) = formulas.stage_parameters(spec, p, 0)
+    dense = 48 * (attention + 128 * 2048 + 2 * 2048) + outside
+    assert sum(chunk.dense) == dense == 1_541_093_376
+    assert sum(chunk.experts) == 48 * 16 * expert == 3_623_878_656
+    static = formulas.static_memory([chunk], "bfloat16", 8, 1)
+    # 15 parameters of 64 elements each too few to matter: every size is a multiple of 64
+    assert static.parameters == 2 * (1_541_093_376 + 3_623_878_656)
+    assert static.optimizer == 12 * (1_541_093_376 // 8 + 3_623_878_656)  # an expert is on one rank alone
+    # 8 experts a token: its row, 6 widths in bf16; norms and q/k norms in float32
+    attention_bytes = 12 * 2048 + 8 + 2 * (3 * 4096 + 2 * 512) + 4 * 32 + 8 * 128 + 24 + 4 * (4096 + 512) + 4 * 36
+    experts_bytes = 8 * (2 * 2048 + 12 * 768 + 24) + 5 * 128
+    assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
+    assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
+    assert formulas.server_elements(spec, 1) == 30_532_122_624
+
+
+def test_the_interleaved_schedule_holds_more():
+    """Korthikanti et al., section 4.2.3: L (1 + (pp - 1) / (pp vpp)) layers on the first stage."""
+    p = ParallelConfig(pp=4, vpp=5)
+    layers, batches = formulas.in_flight(p, 80, 0, 40)
+    assert layers == pytest.approx(80 * (1 + 3 / 20)) and batches == pytest.approx(layers / 20)
+    assert formulas.in_flight(p, 80, 3, 40)[0] == pytest.approx((4 * 4 + 1) * 4)
+    assert formulas.in_flight(p, 80, 0, 1) == (20, 1)  # no more than there are
+    assert formulas.bubble(p, 12) == 3 / (12 * 5)
+
+
+def test_a_decode_step_of_few_sequences_reads_few_experts():
+    spec = spec_of("Qwen3-30B-A3B")
+    one, many = (formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
+    assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
+
+
+def test_links_within_and_between_nodes():
+    cluster = Cluster(GPUS["h100-80"], 16, 8)
+    assert cluster.link(8) == 450e9 and cluster.link(4, apart=2) == 450e9
+    assert cluster.link(16) == 8 * 50e9  # 8 members a node, each with its own share of the network
+    assert cluster.link(4, apart=4) == 2 * 50e9 and cluster.link(2, apart=8) == 50e9
+
+
+def test_a_plan_adds_up():
+    """What a stage needs is the sum that the verdict is about; a long sequence counts where it is above the budget."""
+    spec = spec_of("Qwen2.5-14B")
+    config = Config.model_validate(
+        {
+            "model": {"path": "none", "max_length": 20480},
+            "data": {"source": "none"},
+            "output_dir": "none",
+            "parallel": {"tp": 4, "sequence_parallel": True},
+            "rollout": {"max_new_tokens": 16384, "servers": 8, "tp": 2, "memory_fraction": 0.4},
+            "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
+        }
+    )
+    cluster = Cluster(GPUS["h100-80"], 16, 8)
+    plan = make_plan(config, spec, cluster, workload(config, spec, None))
+    (stage,) = plan.stages
+    saved = formulas.saved_activations(spec, config.parallel, "bfloat16", "full", 20480, 48, 1)
+    assert stage.training["activations"] == saved
+    assert plan.peak == sum(stage.training.values()) + RESERVED
+    held = plan.servers.weights + plan.servers.pool
+    assert held == pytest.approx(0.4 * 79.1 * GIB) and stage.training["server"] == held
+    assert stage.generation == {"trainer": stage.static.total, "server": held}
+    assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
+    assert plan.times.step == pytest.approx(
+        plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
+    )
