@@ -15,6 +15,7 @@ from dynamo_megatron.planning.hardware import GIB, Cluster
 
 # CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never measured.
 RESERVED = 4 * GIB
+PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
 
@@ -34,7 +35,7 @@ class Workload:
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on each rank of a pipeline stage. `training` names what is there at the peak of an update, `generation`
-    while the servers generate."""
+    while the servers generate and get the weights."""
 
     stage: int
     dense: int  # parameters, elements
@@ -139,7 +140,7 @@ def workload(config: Config, spec: ModelSpec, response: int | None) -> Workload:
 
 def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Plan:
     """The layout must fit model and cluster (`run.check_layout`). Raises ConfigError where the servers do not."""
-    p, t, dtype = config.parallel, config.trainer, config.model.dtype
+    p, t, dtype, sync = config.parallel, config.trainer, config.model.dtype, config.rollout.sync
     dp = cluster.gpus // p.model_ranks
     dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
@@ -170,9 +171,10 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         }
         generation: dict[str, float] = {}
         if servers is not None and config.rollout.placement == "colocated":
+            # Neither side makes room for the other: the server is there while the training works, and the reverse.
             held = servers.weights + servers.pool
             training["server"] = held
-            generation = {"trainer": static.total, "server": held}
+            generation = {"trainer": static.total, "server": held, "push": PUSH_BUCKETS * sync.bucket_bytes}
         dense, experts = (sum(map(sum, parts)) for parts in zip(*((c.dense, c.experts) for c in chunks), strict=True))
         stages.append(StageMemory(stage, dense, experts, static, training, generation))
     times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates, dp_cp)
@@ -204,6 +206,11 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
         )
     if rollout.tp > cluster.gpus_per_node:
         raise ConfigError(f"rollout.tp: {rollout.tp} is more than the {cluster.gpus_per_node} GPUs of a node")
+    if rollout.placement == "colocated" and rollout.servers % cluster.nodes:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers can't be spread evenly over {cluster.nodes} nodes; "
+            f"give a multiple of {cluster.nodes}"
+        )
     if rollout.placement == "colocated" and rollout.servers * rollout.tp > cluster.gpus:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on {cluster.gpus} GPUs"
@@ -215,14 +222,14 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     mean_held = work.prompt + work.response / 2
     running = min(share, rollout.concurrency, pool / a_token / mean_held)
     return Servers(
-        rollout.servers,
-        rollout.tp,
-        weights,
-        pool,
-        a_token,
-        pool / a_token,
-        pool / a_token / work.longest,
-        running,
+        count=rollout.servers,
+        tp=rollout.tp,
+        weights=weights,
+        pool=pool,
+        kv_bytes_a_token=a_token,
+        tokens=pool / a_token,
+        longest_sequences=pool / a_token / work.longest,
+        running=running,
     )
 
 

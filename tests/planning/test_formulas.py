@@ -116,7 +116,7 @@ def test_a_plan_adds_up():
     assert plan.peak == sum(stage.training.values()) + RESERVED
     held = plan.servers.weights + plan.servers.pool
     assert held == pytest.approx(0.4 * 79.1 * GIB) and stage.training["server"] == held
-    assert stage.generation == {"trainer": stage.static.total, "server": held}
+    assert stage.generation == {"trainer": stage.static.total, "server": held, "push": 3 * 512 * 2**20}
     assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
     assert plan.times.step == pytest.approx(
         plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
