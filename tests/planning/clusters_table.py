@@ -61,7 +61,7 @@ def generated() -> str:
         lines += [
             f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",
             f"dynamo-megatron launch slurm {words} {job}",
-            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} --executor slurm --venv .venv",
+            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} --executor slurm --account $ACCOUNT --venv .venv",
             "",
         ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
