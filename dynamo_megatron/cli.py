@@ -1,24 +1,34 @@
-"""The command line: `dynamo-megatron train | sft | eval | convert | plan | report | replay`."""
+"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, replay."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
+from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
     "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
     "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
+    "preflight": "dynamo-megatron preflight my.yaml configs/methods/dynamo.yaml --ranks 8",
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
+    "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
+    "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
+    "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first --nodes 4 --gpus-per-node 8 "
+    "--time 24:00:00",
+    "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first --ranks 16 --address auto",
+    "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first --executor slurm --nodes 4 "
+    "--gpus-per-node 8 --tasks convert,train,eval",
     "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
@@ -48,6 +58,19 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
         )
+    sub = command("preflight", "check a configuration, this node and the server before a job waits for them")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
+    sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
+    sub.add_argument(
+        "--install",
+        action="store_true",
+        help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
+    )
+    sub = command("serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="the configs and keys that `train` gets")
+    sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
+    sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
     sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     sub.add_argument(
@@ -78,6 +101,29 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
     )
+    launch = commands.add_parser("launch", help="start a training here, on a SLURM cluster or through nemo-run")
+    launchers = launch.add_subparsers(dest="launcher", required=True)
+    for name, help in (
+        ("launch local", "train with ranks on this machine, as `train` does"),
+        ("launch slurm", "write the sbatch script of a training and submit it; docs/launching.md"),
+        ("launch ray", "train with a Ray actor a rank, here or on a Ray cluster; docs/ray.md"),
+        ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
+    ):
+        sub = command(name, help, launchers)
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+        if name == "launch local":
+            sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
+            continue
+        if name == "launch ray":
+            sub.add_argument("--ranks", type=_positive, help="a GPU each (default: the cluster's GPUs, else as train)")
+            sub.add_argument("--address", help="a Ray cluster's: auto or HOST:PORT (default: Ray on this machine)")
+            sub.add_argument(
+                "--wait", type=_positive, default=300, metavar="SECONDS", help="for free resources (default 300)"
+            )
+            continue
+        JobOptions.add_arguments(sub)
+        if name == "launch nemo":
+            add_nemo_arguments(sub)
     sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
@@ -134,6 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.launcher.slurm import adopt_rank
+
+    adopt_rank(os.environ)
+    if "RANK" in os.environ:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save yet
+            signal.signal(number, lambda *_: os._exit(75))
     config, origins = compose(*_files_and_keys(options.config + rest))
     if options.command == "train":
         from dynamo_megatron.train import TrainJob as Job
@@ -157,6 +209,59 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     return run_ranks(arguments, ranks)
+
+
+def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.launcher.slurm import adopt_rank
+
+    adopt_rank(os.environ)
+    words = options.config + rest
+    if options.install:
+        from dynamo_megatron.preflight.install import report
+
+        unset = {"model": {"path": "unset"}, "data": {"source": "unset"}, "output_dir": "unset"}
+        return report(compose(*_files_and_keys(words), defaults=unset)[0].rollout.python)
+    if not words:
+        raise ConfigError("preflight: name a config, or --install")
+    config, _ = compose(*_files_and_keys(words))
+    from dynamo_megatron.preflight.command import preflight
+    from dynamo_megatron.run import default_ranks
+
+    return preflight(config, options.ranks or default_ranks(config), with_server=not options.no_server)
+
+
+def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    words = options.config + rest
+    if options.launcher == "local":
+        return main(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
+    if options.launcher == "slurm":
+        from dynamo_megatron.launcher.slurm import launch
+    elif options.launcher == "ray":
+        try:
+            from dynamo_megatron.launcher.ray import launch
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"ray: this interpreter has no {error.name}; pip install 'ray>=2.60'") from None
+    else:
+        try:
+            from dynamo_megatron.launcher.nemo import launch
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"nemo-run: this interpreter has no {error.name}; `make nemo` sets up .venv-nemo, whose "
+                "dynamo-megatron has it"
+            ) from None
+    return launch(options, *_files_and_keys(words))
+
+
+def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    config, _ = compose(*_files_and_keys(options.config + rest))
+    if not 0 <= options.node < options.nodes:
+        raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
+    from dynamo_megatron.rollout.serve import serve
+
+    try:
+        return serve(config, options.nodes, options.node)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
@@ -221,8 +326,11 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 _COMMANDS = {
     "train": _train,
     "sft": _train,
+    "preflight": _preflight,
+    "serve": _serve,
     "eval": _eval,
     "convert": _convert,
+    "launch": _launch,
     "plan": _plan,
     "report": _report,
     "replay": _replay,

@@ -1,23 +1,31 @@
-"""Rank 0's share of a step: the next prompts, the rollouts that each gets, and what they teach the allocator."""
+"""A step up to its updates: the next prompts, the rollouts that each gets, which of them are trained, and what they
+teach the allocator."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dynamo_megatron.algorithm.allocation import Allocation, RolloutAllocator
 from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
+from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.policy.batch import TrainBatch, cut_mini_batches
+from dynamo_megatron.policy.policy import Policy, ResponseStats
+from dynamo_megatron.records import RolloutBatch
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.step_metrics import Clock
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Collected:
     """What a step sampled, in one round or, under dynamic sampling, in several."""
 
     allocations: list[Allocation]  # one a round
-    result: RolloutResult  # of all rounds
+    result: RolloutResult  # of all rounds, without what was rejected
     epoch: int
     skipped_prompts: int
 
@@ -45,7 +53,19 @@ class Collected:
                 yield {**row, "round": number} if number else row
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What rank 0 makes of a step's rounds: the rollouts to train on, and what the loss needs of each."""
+
+    members: np.ndarray  # int64 [S], ascending, of all that the rounds gave
+    advantages: np.ndarray
+    mini_batch: np.ndarray
+    weights: np.ndarray
+
+
 class Collector:
+    """Rank 0's. A round is `draw`, `sample` and `judge`; a step is one round, or under dynamic sampling several."""
+
     def __init__(
         self,
         config: Config,
@@ -56,56 +76,128 @@ class Collector:
     ):
         self._config, self._stream, self._allocator = config, stream, allocator
         self._rollout, self._journal = rollout, journal
-        self._drawn: list[tuple[list[Prompt], Allocation]] = []  # rounds of the step under way
-        self._results: list[RolloutResult] = []  # of those that are over
+        self.collected: Collected | None = None  # of the last step that is complete
 
-    def collect(self, step: int, on_poll: Callable[[], None]) -> tuple[TrainBatch, Collected]:
-        """The batch of `step`. `on_poll` is called while the server generates; what it raises ends the wait.
+    def begin(self, step: int) -> None:
+        self._step, self._missing, self._drawn = step, self._config.data.batch_prompts, 0
+        self._allocations: list[Allocation] = []
+        self._results: list[RolloutResult] = []  # by round, without what is rejected
+        self._kept: list[np.ndarray] = []  # by round: which of all that was sampled in the step is in the result
+        self._sampled = 0
+
+    def draw(self) -> None:
+        """The next prompts, as many as groups are missing, and how many rollouts each gets."""
+        config, prompts = self._config, self._missing
+        self._prompts, self._first = self._stream.next(prompts), self._drawn
+        budget = config.rollout_budget * prompts // config.data.batch_prompts
+        self._counts = self._allocator.allocate([p.prompt_id for p in self._prompts], budget, step=self._step)
+        self._allocations.append(self._allocator.last)
+        self._drawn += prompts
+
+    def sample(self, on_poll: Callable[[], None]) -> RolloutBatch:
+        """Rollouts of the prompts drawn, perhaps none. `on_poll` is called while servers generate; what it raises ends
+        the wait. Raises PushNeeded: then it may be called again."""
+        on_poll()
+        progress = self._journal.progress
+        progress.phase("generate", int(self._counts.sum()))
+        arguments = (self._step, self._prompts, self._counts, on_poll, progress.count, self._first)
+        self._results.append(self._rollout.generate(*arguments))
+        progress.phase("logprobs")
+        return self._results[-1].batch
+
+    def judge(self, logprobs: np.ndarray, on_poll: Callable[[], None]) -> Chosen | None:
+        """Rejects what cannot have been sampled from the present policy, whose `logprobs` (float [R]) of the round's
+        responses are given; the allocator learns from the rest. None: another round is needed.
 
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out of the batch
         and replaced by those of further prompts, for at most so many rounds; a batch of nothing else stays as it is.
-        Raises RolloutError where not one rollout can be trained on, and PushNeeded: a later call for the same step
-        goes on where this one was.
+        Raises RolloutError where not one rollout can be trained on, or more than `rollout.proof.max_rejected_share` of
+        the step's are rejected.
         """
-        on_poll()
-        config, prompts = self._config, self._config.data.batch_prompts
-        sampling = config.algorithm.dynamic_sampling
-        missing, drawn = prompts, 0
-        for number in range(1 + (sampling.rounds if sampling else 0)):
-            if number == len(self._results):
-                budget = config.rollout_budget * missing // prompts
-                self._results.append(self._round(step, number, missing, budget, drawn, on_poll))
-            drawn += missing
-            sampled = RolloutResult.join(self._results[: number + 1])
-            teaches = informative(sampled.batch.rewards, sampled.batch.group_ids)
-            missing = prompts - len({g for g, t in zip(sampled.batch.group_ids, teaches, strict=True) if t})
-            if not missing:
-                break
+        self._reject(logprobs, on_poll)
+        fresh = self._results[-1].batch
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, self._step)
+        sampled, sampling = RolloutResult.join(self._results), self._config.algorithm.dynamic_sampling
+        teaches = informative(sampled.batch.rewards, sampled.batch.group_ids)
+        teaching = {g for g, t in zip(sampled.batch.group_ids, teaches, strict=True) if t}
+        self._missing = self._config.data.batch_prompts - len(teaching)
+        if self._missing and sampling and len(self._results) <= sampling.rounds:
+            return None
         for note in sampled.notes:
             self._journal.say(note)
         if not sampled.batch.rollout_ids:
-            why = [note.removeprefix(f"step {step}: ") for note in sampled.notes[-1:]]
+            why = [note.removeprefix(f"step {self._step}: ") for note in sampled.notes[-1:]]
             requested = sampled.counts["requested"]
-            raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
-        allocations = [allocation for _, allocation in self._drawn]
-        sampled.check_accounts(int(sum(a.counts.sum() for a in allocations)))
-        self._drawn, self._results = [], []
-        trained = sampled.batch.take(np.flatnonzero(teaches)) if sampling and teaches.any() else sampled.batch
-        collected = Collected(allocations, sampled, self._stream.epoch, self._stream.skipped)
-        return TrainBatch.build(trained, config), collected
+            raise RolloutError("; ".join([f"step {self._step}: none of {requested} rollouts can be trained on", *why]))
+        sampled.check_accounts(int(sum(a.counts.sum() for a in self._allocations)))
+        self.collected = Collected(self._allocations, sampled, self._stream.epoch, self._stream.skipped)
+        trained = np.flatnonzero(teaches) if sampling and teaches.any() else np.arange(len(teaches))
+        batch = TrainBatch.build(sampled.batch.take(trained), self._config)
+        return Chosen(np.concatenate(self._kept)[trained], batch.advantages, batch.mini_batch, batch.weights)
 
-    def _round(
-        self, step: int, number: int, prompts: int, budget: int, first: int, on_poll: Callable[[], None]
-    ) -> RolloutResult:
-        """`prompts` more prompts, the first at position `first` of the step; the allocator learns from them at once."""
-        if number == len(self._drawn):
-            batch = self._stream.next(prompts)
-            self._allocator.allocate([p.prompt_id for p in batch], budget, step=step)
-            self._drawn.append((batch, self._allocator.last))
-        batch, allocation = self._drawn[number]
-        counts = allocation.counts
-        self._journal.progress.phase("generate", int(counts.sum()))
-        result = self._rollout.generate(step, batch, counts, on_poll, self._journal.progress.count, first)
-        rollouts = result.batch
-        self._allocator.observe(rollouts.prompt_ids, rollouts.rewards, rollouts.successes, step)
-        return result
+    def _reject(self, logprobs: np.ndarray, on_poll: Callable[[], None]) -> None:
+        """Takes the round's rejected rollouts out of its result, and out of what the record says can be trained on."""
+        step, proof, batch = self._step, self._config.rollout.proof, self._results[-1].batch
+        found = rejections(
+            logprobs,
+            batch.engine_logprobs,
+            batch.response_lengths,
+            batch.weight_versions,
+            step - 1,
+            proof.max_mean_gap,
+        )
+        kept = np.setdiff1d(np.arange(len(batch.rollout_ids)), list(found))
+        self._kept.append(self._sampled + kept)
+        self._sampled += len(batch.rollout_ids)
+        if not found:
+            return
+        servers = ", ".join(f"{n} of {name}" for name, n in Counter(batch.servers[i] for i in found).items() if name)
+        first, why = next(iter(found.items()))
+        share = 1 - sum(map(len, self._kept)) / self._sampled
+        note = (
+            f"step {step}: {len(found)} of {len(batch.rollout_ids)} rollouts rejected{servers and f' ({servers})'}; "
+            f"the first, {batch.rollout_ids[first]}: {why}"
+        )
+        self._rollout.reject(step, [batch.rollout_ids[i] for i in found], on_poll)
+        if share > proof.max_rejected_share:
+            raise RolloutError(
+                f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
+                "step: what sampled them is not the policy (docs/proof.md)"
+            )
+        self._results[-1] = self._results[-1].without(list(found), [note])
+
+
+def collect(
+    step: int, policy: Policy, coordinator: Coordinator, serving: Serving, collector: Collector | None, clock: Clock
+) -> tuple[TrainBatch, ResponseStats]:
+    """The batch of `step` and the policy's statistics of it, on every rank; `collector` on rank 0, None elsewhere.
+
+    The statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
+    Raises as `Collector` does, and StopRequested.
+    """
+    host, mini_batches = policy.layout.host, policy.config.algorithm.loss.mini_batches
+    what = f"the rollouts of step {step}"
+    rounds: list[RolloutBatch] = []
+    chosen: Chosen | None = None
+    if collector is not None:
+        collector.begin(step)
+    while chosen is None:
+        number = len(rounds)
+        with clock("generate"):
+            if collector is not None:
+                collector.draw()
+            sample = partial(Collector.sample, collector, coordinator.check_stop)
+            rounds.append(serving.ask(f"rollouts-{step}-{number}", what, sample, version=step - 1))
+        with clock("logprobs"):
+            stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))
+            judge = partial(Collector.judge, collector, stats.logprobs.numpy(), coordinator.check)
+            chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, host)
+    sampled = rounds[0] if len(rounds) == 1 else RolloutBatch.join(rounds)
+    whole = len(chosen.members) == len(sampled.rollout_ids)
+    batch = TrainBatch(
+        sampled if whole else sampled.take(chosen.members), chosen.advantages, chosen.mini_batch, chosen.weights
+    )
+    if len(rounds) > 1 or not whole:
+        with clock("logprobs"):
+            stats = policy.token_stats(batch.rollouts, batch.mini_batches)
+    return batch, stats

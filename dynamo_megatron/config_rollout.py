@@ -20,6 +20,15 @@ class SyncConfig(Section):
     bucket_bytes: Positive = 512 << 20  # sent at once; of memory a sending rank needs about three times as much
 
 
+class ProofConfig(Section):
+    """What is checked of servers and rollouts (docs/proof.md)."""
+
+    full_every: Positive | None = 1  # pushes until all weights are proved again, a share of them each time; null: never
+    # nats, mean |policy - engine logprob| of a rollout; above: rejected; null: only what is not finite
+    max_mean_gap: Annotated[float, Field(gt=0)] | None = 0.3
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a step's rollouts; above: the run stops
+
+
 class RolloutConfig(Section):
     engine: Literal["sglang", "recorded"] = "sglang"
     recorded: str | None = None  # a run's folder, for engine "recorded"
@@ -46,6 +55,7 @@ class RolloutConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
+    proof: ProofConfig = ProofConfig()
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-ABORT, HEARTBEAT, READY = "abort", "heartbeat", "ready"
+ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
 POLL_EVERY = 0.02  # seconds
 
@@ -61,6 +61,12 @@ class StopFlag:
     def _set(self, number: int, _frame) -> None:
         self._number = number
 
+    def ignore(self) -> None:
+        """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python
+        dies of it while it shuts down."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
     def check(self) -> None:
         """Raises StopRequested."""
         if self._number is not None:
@@ -70,19 +76,37 @@ class StopFlag:
 
 
 class Coordinator:
-    """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead."""
+    """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead;
+    `step_timeout`: seconds that a step may take, from when `step` is set until it is again (None: any number)."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, heartbeat_timeout: float = 60.0):
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        rank: int,
+        stop: StopFlag,
+        heartbeat_timeout: float = 60.0,
+        step_timeout: float | None = None,
+    ):
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
+        self._step_timeout = step_timeout
         # torchrun's store outlives a restart of the ranks, whose keys must not be taken for today's.
         prefix = f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, store)
-        self.step = 0
+        self._step, self._step_began = 0, None
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
         self._watch_store = dist.PrefixStore(prefix, watch)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @property
+    def step(self) -> int:
+        """The step under way; 0 before the first one."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -91,9 +115,11 @@ class Coordinator:
             raise RemoteFailure(self._store.get(ABORT).decode())
 
     def check_stop(self) -> None:
-        """For rank 0, which decides for all: raises StopRequested if this run is to stop, else as `check`."""
+        """For rank 0, which decides for all: raises StopRequested if any rank was asked to stop, else as `check`."""
         self.check()
         self.stop.check()
+        if self._store.check([STOP]):
+            raise StopRequested(self._store.get(STOP).decode())
 
     def from_rank_0(
         self, key: str, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf
@@ -124,10 +150,18 @@ class Coordinator:
         deadline = time.monotonic() + timeout
         while not self._store.check([key]):
             self.check()
+            self.pass_on_stop()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
             time.sleep(POLL_EVERY)
         return self._store.get(key).decode()
+
+    def pass_on_stop(self) -> None:
+        """For the other ranks: rank 0 learns of it where this one was asked to stop."""
+        try:
+            self.stop.check()
+        except StopRequested as stopped:
+            self.announce(STOP, f"{stopped} on rank {self.rank}")
 
     # -- failure -------------------------------------------------------------------------------------------------
     def fail(self, message: str) -> str:
@@ -149,6 +183,9 @@ class Coordinator:
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))
+                    self._end_a_stalled_run()
+                elif self._watch_store.check([STALLED]):
+                    os._exit(75)
                 elif self._watch_store.check([HEARTBEAT]) and (beat := self._watch_store.get(HEARTBEAT)) != last:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
@@ -156,6 +193,22 @@ class Coordinator:
             if seen is not None and time.monotonic() - seen > self._heartbeat_timeout:
                 print(f"rank 0 gave no sign of life for {self._heartbeat_timeout:g} s", file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _end_a_stalled_run(self) -> None:
+        """On rank 0: ends all ranks where a step takes longer than it may. Their main threads are stuck, and so
+        nothing is saved."""
+        if self._step_timeout is None or self._step_began is None:
+            return
+        if time.monotonic() - self._step_began > self._step_timeout:
+            print(
+                f"step {self._step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
+                "goes on from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._watch_store.set(STALLED, "")
+            time.sleep(2 * BEAT_EVERY)  # rank 0 serves the store: the others read it there
+            os._exit(75)
 
     def _end(self, message: str, grace: float) -> None:
         """The main thread has `grace` seconds to notice by itself; a rank stuck in a collective is ended."""

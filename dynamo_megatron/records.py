@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
+
 
 @dataclass
 class Prompt:
@@ -113,6 +115,8 @@ class RolloutBatch(Sequences):
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
     weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
+    finish_reasons: list[str]
+    servers: list[str]  # their names
 
     @classmethod
     def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -122,7 +126,7 @@ class RolloutBatch(Sequences):
         return cls(
             **{
                 name: [x for b in batches for x in getattr(b, name)]
-                for name in ("prompt_ids", "rollout_ids", "group_ids")
+                for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
             },
             **{
                 name: np.concatenate([getattr(b, name) for b in batches])
@@ -147,6 +151,8 @@ class RolloutBatch(Sequences):
             rewards=self.rewards[members],
             successes=self.successes[members],
             weight_versions=self.weight_versions[members],
+            finish_reasons=[self.finish_reasons[s] for s in members],
+            servers=[self.servers[s] for s in members],
         )
 
     @classmethod
@@ -173,4 +179,6 @@ class RolloutBatch(Sequences):
             rewards=np.asarray([r.reward for r in rollouts], np.float64),
             successes=np.asarray([r.success for r in rollouts], bool),
             weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
+            finish_reasons=[r.finish_reason for r in rollouts],
+            servers=[r.server for r in rollouts],
         )

@@ -18,6 +18,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.tracking.journal import Journal
@@ -40,9 +41,17 @@ class Job:
     def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. Raises ConfigError."""
+        if bad := [finding.text for finding in trainer_faults() if finding.level == "FAILED"]:
+            raise ConfigError(bad[0])
+        spec = check_layout(self.config, ranks)
+        derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-        return describe_layout(self.config, check_layout(self.config, ranks), ranks)
+            try:
+                derived["disk"] = check_room(self.config, spec)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        return derived
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
@@ -51,6 +60,9 @@ class Job:
     def prepare(self, spec: ModelSpec) -> None:
         """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises ValueError for bad input."""
         raise NotImplementedError
+
+    def prepare_node(self) -> None:
+        """The first rank of every node but rank 0's, before Megatron is imported: starts that node's processes."""
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
@@ -160,6 +172,8 @@ def run_rank(job: Job) -> int:
         if rank == 0:
             job.check(int(os.environ["WORLD_SIZE"]))
             job.prepare(spec)
+        elif os.environ.get("LOCAL_RANK") == "0":
+            job.prepare_node()
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
@@ -172,7 +186,7 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.policy import Policy
 
         store = connect_store(config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop)
+        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
@@ -198,6 +212,7 @@ def run_rank(job: Job) -> int:
         if coordinator is not None:
             coordinator.close()
         job.close()
+        stop.ignore()
 
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:

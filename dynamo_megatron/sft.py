@@ -21,6 +21,7 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import ModelSpec, open_weights
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.records import Prompt, Sequences
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -54,6 +55,7 @@ class SFTJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path)
+        check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         examples = load_prompts(config.data)
@@ -119,6 +121,8 @@ class SFTJob(Job):
                 box = [self._next(), self.journal.finished(), None]
             except StopRequested as stopped:
                 box[2] = str(stopped)
+        else:
+            self._coordinator.pass_on_stop()
         dist.broadcast_object_list(box, src=0, group=self._policy.layout.host)
         sequences, finished, stopped = box
         if stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.preflight.machine_checks import check_ports
+from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.serve import NodeServers
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -36,6 +40,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
+            check_ports(config)
             # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
             transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
             if transport == "ipc":
@@ -55,6 +60,7 @@ class TrainJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path)
+        check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)
@@ -79,6 +85,12 @@ class TrainJob(Job):
         self.journal = Journal(config)
         self._rollout.start()
 
+    def prepare_node(self) -> None:
+        rollout = self.config.rollout
+        if rollout.engine == "sglang" and rollout.placement == "colocated":
+            ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
+
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.policy.backend import Fusions
@@ -101,7 +113,7 @@ class TrainJob(Job):
             coordinator,
             self._stream,
             self._allocator,
-            self._rollout,
+            self._rollout if leads else None,
             self._evaluation,
             self.journal,
         )
@@ -112,7 +124,7 @@ class TrainJob(Job):
         try:
             self._trainer.run()
         finally:
-            self._trainer.pusher.close()
+            self._trainer.serving.close()
 
     def close(self) -> None:
         super().close()

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.checkpoints import Checkpoints
-from dynamo_megatron.collection import Collector
+from dynamo_megatron.collection import Collector, collect
 from dynamo_megatron.config import Config
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.push import PushReport, WeightPusher
+from dynamo_megatron.resharding.push import WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.metrics import log_line
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
-
-PUSHES = 5  # in a row without a server that got through the work
 
 
 class Trainer:
@@ -45,9 +41,9 @@ class Trainer:
         self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
         self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
-        self.pusher = WeightPusher(policy, rollout, coordinator)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
+        self.serving = Serving(WeightPusher(policy, rollout, coordinator), coordinator, self.layout.host, say)
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
         self.start = self.checkpoints.resume()
 
@@ -57,7 +53,8 @@ class Trainer:
         if self._leads:
             self.journal.open(self.start)
             self._say_premises()
-        self._push(version=self.start)
+        self._say_phase("reshard")
+        self.serving.push(self.start)
         try:
             self._save()  # makes up for an export that a kill cut off
             finished = self._look(self.start)
@@ -67,26 +64,24 @@ class Trainer:
                 self.coordinator.step = step
                 clock = Clock()
                 clock.seconds["save"] = self.checkpoints.take_waited()
-                collect = functools.partial(self._collect, step, clock)
-                batch = self._served(f"step-{step}", f"the rollouts of step {step}", collect, version=step - 1)
-                self._say_phase("logprobs")
+                batch, stats = collect(step, policy, self.coordinator, self.serving, self.collector, clock)
                 with clock("logprobs"):
-                    stats = policy.token_stats(batch)
                     reference = policy.reference_logprobs(batch)
                 self._say_phase("update")
                 with clock("update"):
                     lr = config.learning_rate(step)
                     updates = [policy.update(batch, mini, stats, reference, lr) for mini in batch.mini_batches]
-                pushed = self._push(version=step)
+                self._say_phase("reshard")
+                pushed = self.serving.push(step)
                 resources = self.layout.gather(self.resources.sample())
                 if self._leads:
-                    kl = reference is not None
+                    kl, collected = reference is not None, self.collector.collected
                     metrics = step_metrics(
-                        step, self.collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
+                        step, collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
                     )
                     metrics |= resource_metrics(resources, self.output)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)
-                    self.journal.step(metrics, line, self.collected.allocation_rows())
+                    self.journal.step(metrics, line, collected.allocation_rows())
                 self.checkpoints.reached(step)
                 finished = self._look(step)
                 every = config.checkpoint.every
@@ -108,11 +103,6 @@ class Trainer:
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
 
-    def _collect(self, step: int, clock: Clock) -> TrainBatch:
-        with clock("generate"):
-            batch, self.collected = self.collector.collect(step, self.coordinator.check_stop)
-        return batch
-
     def _look(self, step: int) -> str | None:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""
 
@@ -126,7 +116,7 @@ class Trainer:
             # Asked also of an evaluation from before a kill, which may have come between it and its export.
             return journal.finished(), due and journal.best(step)
 
-        finished, best = self._served(f"look-{step}", f"the evaluation of step {step}", judge, version=step)
+        finished, best = self.serving.ask(f"look-{step}", f"the evaluation of step {step}", judge, version=step)
         if best:
             self.checkpoints.export_best()
         return finished
@@ -134,34 +124,6 @@ class Trainer:
     def _save(self) -> None:
         self._say_phase("save")
         self.checkpoints.save()
-
-    def _push(self, version: int) -> PushReport:
-        """Where not one server takes the weights, once more to those that were restarted."""
-        self._say_phase("reshard")
-        for _ in range(PUSHES):
-            try:
-                return self.pusher.push(version, on_poll=self.coordinator.check)
-            except PushNeeded as needed:
-                said = str(needed)
-        raise RolloutError(f"{PUSHES} pushes in a row reached no server: {said}")
-
-    def _served(self, key, what, make, version):
-        """What `make` gives on rank 0, on every rank, however long it takes there; where no server with the weights of
-        `version` is left, those that were restarted get them and it is asked again."""
-
-        def ask():
-            try:
-                return make(), None
-            except PushNeeded as needed:
-                self.journal.say(str(needed))
-                return None, str(needed)
-
-        for attempt in range(PUSHES):
-            made, needed = self.coordinator.from_rank_0(f"{key}-{attempt}", what, ask, self.layout.host)
-            if needed is None:
-                return made
-            self._push(version)
-        raise RolloutError(f"{what}: the servers were lost {PUSHES} times in a row: {needed}")
 
     def _say_phase(self, name: str, total: int | None = None) -> None:
         if self._leads:

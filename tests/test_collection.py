@@ -12,7 +12,8 @@ from dynamo_megatron.collection import Collector
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
@@ -24,11 +25,26 @@ from dynamo_megatron.tracking.journal import Journal
 BATCH = 4
 
 
+def batch_of(collector: Collector, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
+    """(batch, Collected) of a step on rank 0, where the policy gives `logprobs` of each round's rollouts."""
+    collector.begin(step)
+    rounds, chosen = [], None
+    while chosen is None:
+        collector.draw()
+        rounds.append(collector.sample(lambda: None))
+        chosen = collector.judge(logprobs(rounds[-1]), lambda: None)
+    rollouts = RolloutBatch.join(rounds).take(chosen.members)
+    return TrainBatch(rollouts, chosen.advantages, chosen.mini_batch, chosen.weights), collector.collected
+
+
 class Answering:
     """Answers as a server would: prompt "p<i>" is always solved (i % 3 == 0), never (1), or every other time (2)."""
 
     def __init__(self, store: RolloutStore):
-        self.store = store
+        self.store, self.rejected = store, []
+
+    def reject(self, step, rollout_ids, on_poll):
+        self.rejected += rollout_ids
 
     def generate(self, step, prompts, counts, on_poll, on_count, first):
         rollouts = []
@@ -56,15 +72,24 @@ class Answering:
         return RolloutResult.of(rollouts, times={"generate": 1.0}, notes=[])
 
 
+def failed(step, prompts, counts, first) -> RolloutResult:
+    rollouts = [
+        Rollout(rollout_id(group_id(step, p), k), "g", "p", step, [], [], [], [], "error", 0.0, False, {}, "failed")
+        for p, n in enumerate(counts, first)
+        for k in range(n)
+    ]
+    return RolloutResult.of(rollouts, times={}, notes=["step 1: 32 of 32 rollouts failed; the first: x"])
+
+
 @pytest.fixture
 def collector(tmp_path):
-    """make(prompts, rounds, rollout) -> (Collector, its config)."""
+    """make(prompts, rounds, rollout, **proof) -> (Collector, its config)."""
 
-    def make(prompts: int, rounds: int | None, rollout):
+    def make(prompts: int, rounds: int | None, rollout, **proof):
         config = Config(
             model={"path": "none"},
             data={"source": "none", "batch_prompts": BATCH},
-            rollout={"max_new_tokens": 4},
+            rollout={"max_new_tokens": 4, "proof": proof},
             algorithm={"dynamic_sampling": {"rounds": rounds} if rounds else None},
             output_dir=str(tmp_path),
         )
@@ -89,7 +114,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
     replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     for step in (1, 2):
-        batch, collected = live.collect(step, lambda: None)
+        batch, collected = batch_of(live, step)
         rollouts = batch.rollouts
         assert len(set(rollouts.group_ids)) == BATCH and {int(p[1:]) % 3 for p in rollouts.prompt_ids} == {2}
         assert len(collected.allocations) > 1 and collected.result.counts["requested"] == collected.counts.sum()
@@ -100,7 +125,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
         )
         with (tmp_path / "allocation.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in collected.allocation_rows())
-        again, _ = replayed.collect(step, lambda: None)
+        again, _ = batch_of(replayed, step)
         assert again.rollouts.rollout_ids == rollouts.rollout_ids
         np.testing.assert_array_equal(again.rollouts.tokens, rollouts.tokens)
         np.testing.assert_array_equal(again.weights, batch.weights)
@@ -113,7 +138,7 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
 @pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])
 def test_rounds_are_bounded(collector, tmp_path, rounds, prompts):
     """One round of replacement at most; without dynamic sampling nothing is left out."""
-    batch, collected = collector(300, rounds, Answering(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(300, rounds, Answering(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.counts) <= prompts
     teaching = {p for p in collected.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
     sampled = set(collected.result.batch.prompt_ids)
@@ -122,7 +147,7 @@ def test_rounds_are_bounded(collector, tmp_path, rounds, prompts):
 
 
 def test_a_batch_that_teaches_nothing_stays_whole(collector, tmp_path):
-    batch, collected = collector(1, 2, Answering(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(1, 2, Answering(RolloutStore(tmp_path)))[0], 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(collected.allocations) == 3
     assert not batch.advantages.any()
 
@@ -131,18 +156,63 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
     class Failing(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            return result if first == 0 else RolloutResult.of([], times={"generate": 1.0}, notes=["failed"])
+            return result if first == 0 else failed(step, prompts, counts, first)
 
-    batch, collected = collector(300, 2, Failing(RolloutStore(tmp_path)))[0].collect(1, lambda: None)
+    batch, collected = batch_of(collector(300, 2, Failing(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
 def test_a_step_without_a_response_is_an_error_that_says_why(collector):
     class Silent:
         def generate(self, step, prompts, counts, on_poll, on_count, first):
-            return RolloutResult.of(
-                [], times={"generate": 1.0}, notes=["step 1: 32 of 32 rollouts failed; the first: x"]
-            )
+            return failed(step, prompts, counts, first)
 
-    with pytest.raises(RolloutError, match=r"none of 0 rollouts can be trained on; 32 of 32 rollouts failed"):
-        collector(30, 2, Silent())[0].collect(1, lambda: None)
+    with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
+        batch_of(collector(30, 2, Silent())[0], 1)
+
+
+def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path):
+    """Every third rollout has garbage logprobs: groups, allocator and rounds are as if it had not come."""
+
+    class Garbled(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            result.batch.engine_logprobs[::3] = -9.0
+            return result
+
+    class Without(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            return result.without(range(0, len(result.batch.rollout_ids), 3), [])
+
+    policy = {"logprobs": lambda rollouts: np.full(len(rollouts.engine_logprobs), -1.0, np.float32)}
+    garbled, without = Garbled(RolloutStore(tmp_path / "a")), Without(RolloutStore(tmp_path / "b"))
+    one, other = collector(30, 30, garbled)[0], collector(30, 30, without)[0]
+    for step in (1, 2):
+        (batch, collected), (same, seen) = batch_of(one, step, **policy), batch_of(other, step, **policy)
+        assert batch.rollouts.rollout_ids == same.rollouts.rollout_ids
+        for name in ("advantages", "mini_batch", "weights"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(same, name))
+        assert [a.counts.tolist() for a in collected.allocations] == [a.counts.tolist() for a in seen.allocations]
+        counts = collected.result.counts
+        assert counts == seen.result.counts and counts["requested"] == counts["completed"] + counts["rejected"]
+    assert set(garbled.rejected) and not without.rejected
+    note = collected.result.notes[0]
+    assert note.startswith("step 2: 11 of 32 rollouts rejected; the first, 000002-0000-000: logprobs 1 nats from")
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4])
+def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
+    class Stale(Answering):
+        def generate(self, *arguments):
+            result = super().generate(*arguments)
+            result.batch.weight_versions[::3, 0] = 7
+            return result
+
+    stale, _ = collector(30, None, Stale(RolloutStore(tmp_path)), max_rejected_share=share)
+    if share == 0.4:
+        assert batch_of(stale, 1)[1].result.counts["rejected"] == 11
+        return
+    said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
+    with pytest.raises(RolloutError, match=said):
+        batch_of(stale, 1)

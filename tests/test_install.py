@@ -38,6 +38,7 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     assert not (site / "kernels").exists() and (site / "dynamo_megatron" / "kernels" / "head.py").is_file()
     assert (site / "dynamo_megatron" / "rollout" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
+    assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()
     subprocess.run([*pip, "install", "--target", str(site), "--no-deps", "kernels"], check=True)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +27,8 @@ class TrainBatch:
 
     @classmethod
     def build(cls, rollouts: RolloutBatch, config: Config) -> TrainBatch:
-        """Advantages by group; mini-batches of (nearly) equally many groups, in order, cut on group boundaries.
-
-        Raises ValueError naming the rollout where an engine logprob that the rollout correction needs is not finite.
-        """
-        if config.algorithm.rollout_correction is not None:
-            _check_engine_logprobs(rollouts)
-        groups = {g: i for i, g in enumerate(dict.fromkeys(rollouts.group_ids))}
-        group = np.asarray([groups[g] for g in rollouts.group_ids], np.int64)
+        """Advantages by group, mini-batches, and token weights within each."""
+        group = _group_numbers(rollouts.group_ids)
         advantage, loss = config.algorithm.advantage, config.algorithm.loss
         rewards, max_length = rollouts.rewards, config.rollout.max_new_tokens
         if advantage.overlong_buffer is not None:
@@ -47,12 +42,11 @@ class TrainBatch:
             eps=advantage.eps,
             positive_weight=advantage.positive_weight,
         )
-        parts = np.array_split(np.arange(len(groups)), min(loss.mini_batches, max(1, len(groups))))
-        part_of_group = np.concatenate([np.full(len(p), i) for i, p in enumerate(parts)]).astype(np.int64)
-        mini_batch = part_of_group[group]
+        mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
+        mini_batch = np.zeros(len(group), np.int64)
         weights = np.zeros(len(group), np.float64)
-        for m in range(len(parts)):
-            here = np.flatnonzero(mini_batch == m)
+        for m, here in enumerate(mini_batches):
+            mini_batch[here] = m
             weights[here] = token_weights(
                 loss.aggregation,
                 rollouts.response_lengths[here],
@@ -68,13 +62,19 @@ class TrainBatch:
         return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
 
 
-def _check_engine_logprobs(rollouts: RolloutBatch) -> None:
-    if (bad := np.flatnonzero(~np.isfinite(rollouts.engine_logprobs))).size:
-        owner = np.searchsorted(rollouts.response_offsets, bad[0], side="right") - 1
-        raise ValueError(
-            f"rollout {rollouts.rollout_ids[owner]}: the engine gave the logprob {rollouts.engine_logprobs[bad[0]]}, "
-            "which rollout_correction cannot weigh by; mend the engine or set algorithm.rollout_correction=null"
-        )
+def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:
+    """The rollouts (indices, ascending) of each of at most `count` mini-batches: (nearly) equally many groups, in
+    order, cut on group boundaries."""
+    group = _group_numbers(group_ids)
+    groups = int(group.max(initial=-1)) + 1
+    parts = np.array_split(np.arange(groups), min(count, groups)) if groups else []
+    return [np.flatnonzero(np.isin(group, part)) for part in parts]
+
+
+def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
+    """int64 [S], groups counted in the order of their first rollout."""
+    numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}
+    return np.asarray([numbers[g] for g in group_ids], np.int64)
 
 
 def context_positions(length: int, cp_size: int) -> np.ndarray:

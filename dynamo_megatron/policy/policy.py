@@ -8,7 +8,7 @@ add and scale nothing: the upstream gradient of every micro-batch is exactly 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,9 +169,8 @@ class Policy:
         )
 
     @torch.no_grad()
-    def token_stats(self, batch: TrainBatch) -> ResponseStats:
-        """Statistics of all response tokens of the step, from the same micro-batches as the updates'."""
-        source = batch.rollouts
+    def token_stats(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> ResponseStats:
+        """Statistics of all response tokens, from the same micro-batches as the updates on `mini_batches`."""
         gathered = torch.zeros(4, int(source.response_offsets[-1]))
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -180,9 +179,7 @@ class Policy:
             gathered[:, micro_batch.slots.cpu()] = torch.stack(rows).cpu()
             return hidden.new_zeros(())
 
-        self._run(
-            [m for mini in batch.mini_batches for m in self._micro_batches(source, mini)], collect, forward_only=True
-        )
+        self._run([m for mini in mini_batches for m in self._micro_batches(source, mini)], collect, forward_only=True)
         return ResponseStats(*self.layout.world_sum(gathered))
 
     @property
@@ -201,7 +198,7 @@ class Policy:
             self._load(kl.reference or self.config.model.path)
         else:
             self._change_places()
-        stats = self.token_stats(batch)
+        stats = self.token_stats(batch.rollouts, batch.mini_batches)
         self._change_places()
         return stats.logprobs
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.records import NOT_TRAINED
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.run_record import read_config
@@ -103,7 +104,7 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
                     f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
                     "copy the whole folder of the run"
                 )
-            observed.extend((index, r.reward, r.success) for r in group[:n] if r.status != "failed")
+            observed.extend((index, r.reward, r.success) for r in group[:n] if r.status not in NOT_TRAINED)
         yield RecordedStep(
             step=step,
             prompt_ids=[row["prompt_id"] for row in dispatches],

@@ -14,10 +14,12 @@ import dataclasses
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.supervisor import Listener, Supervisor
@@ -61,7 +63,10 @@ class Announced:
                     if now == heard.get(name):
                         continue
                     heard[name] = now
-                    if now[1]:
+                    if now[1] and unreachable(said):
+                        why = f"{said['endpoint']['url']} is for {said['host']} alone; name its interface: rollout.host"
+                        self._listener.down(name, why, True)
+                    elif now[1]:
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
                         silent = f"its node has given no sign of life for {SILENCE:g} s ({file.path})"
@@ -73,6 +78,11 @@ class Announced:
 
     def _say(self) -> None:
         _write(self._folder / RUN, {"token": self._token, "condemned": self._condemned})
+
+
+def unreachable(said: dict[str, Any]) -> bool:
+    """Whether another node's server listens on that node's loopback."""
+    return said["host"] != socket.gethostname() and urlsplit(said["endpoint"]["url"]).hostname.startswith("127.")
 
 
 class NodeSide:
@@ -115,8 +125,14 @@ class NodeSide:
                     os.utime(self._folder / f"{name}.json")
             await asyncio.sleep(BEAT_EVERY)
 
+    def leave(self) -> None:
+        """Takes back what it has said."""
+        for name in self._names:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+
     def _say(self, name: str, incarnation: int, what: dict[str, Any]) -> None:
-        _write(self._folder / f"{name}.json", {"token": self._token, "incarnation": incarnation, **what})
+        said = {"token": self._token, "host": socket.gethostname(), "incarnation": incarnation, **what}
+        _write(self._folder / f"{name}.json", said)
 
 
 class _Watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,14 +12,13 @@ from collections.abc import Sequence
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import (
-    UNTRAINABLE,
     RolloutError,
     RolloutResult,
     ServerUse,
@@ -118,7 +118,7 @@ class Generator:
     def _check_share(self, step: int, rollouts: Sequence[Rollout], uses: dict[str, ServerUse]) -> None:
         """Raises RolloutError where the step's deadline came before enough rollouts did."""
         rollout = self._config.rollout
-        there = sum(r.status not in UNTRAINABLE for r in rollouts)
+        there = sum(r.status not in NOT_TRAINED for r in rollouts)
         if there < rollout.min_share * len(rollouts):
             waited = ", ".join(sorted(name for name in uses if name)) or "a server"
             raise RolloutError(
@@ -126,6 +126,12 @@ class Generator:
                 f"({rollout.step_deadline:g} s), rollout.min_share asks for {rollout.min_share:g} of them; "
                 f"waited for {waited}"
             )
+
+    async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
+        named = set(rollout_ids)
+        for rollout in self._store.finished(step):
+            if rollout.rollout_id in named:
+                self._store.append(dataclasses.replace(rollout, status="rejected"))
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[ProblemResult]:
         config, samples = self._config.eval, self._config.eval.samples
@@ -210,11 +216,11 @@ class Generator:
         """
         found = self._store.finished(step)
         here = [r for r in found if position_of(r.group_id) in positions]
-        kept, why = {}, {"failed": 0, "of another prompt": 0, "of another weight version": 0}
+        kept, why = {}, {"failed": 0, "rejected": 0, "of another prompt": 0, "of another weight version": 0}
         for rollout in here:
             prompt = wanted.get(rollout.rollout_id)
-            if rollout.status in UNTRAINABLE:
-                why["failed"] += 1
+            if rollout.status in NOT_TRAINED:
+                why[rollout.status] += 1
             elif (
                 prompt is None
                 or rollout.prompt_id != prompt.prompt_id

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 POLL_EVERY = 0.5  # seconds
@@ -39,6 +39,17 @@ def die_with_parent(number: int, parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def keeping_usr1() -> Iterator[None]:
+    """What is started here, and what that starts, never gets SIGUSR1: it is for the ranks, which it asks to save and
+    stop, and SLURM sends it to every process of a job."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(folder: str, command: list[str]) -> int:

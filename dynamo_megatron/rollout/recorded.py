@@ -51,6 +51,9 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.close()
 
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+        """Nothing to do: the record stays as it is, and a replay of it rejects them again."""
+
     def generate(
         self,
         step: int,

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 KINDS = (*OUTCOMES.values(), "rejected")
-UNTRAINABLE = ("failed", "rejected")  # values of Rollout.status
 
 
 class RolloutError(RuntimeError):
@@ -89,7 +88,7 @@ class RolloutResult:
             for r in rollouts
         }
         assert len(outcomes) == len(rollouts), "a rollout_id came twice"
-        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status not in UNTRAINABLE])
+        batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status not in NOT_TRAINED])
         return cls(
             batch,
             outcomes,
@@ -122,13 +121,12 @@ class RolloutResult:
             uses,
         )
 
-    def rejecting(self, rollout_ids: Collection[str]) -> RolloutResult:
-        """Without these rollouts of `batch`, counted as rejected."""
-        rejected = set(rollout_ids)
-        assert rejected <= set(self.batch.rollout_ids), "only what could be trained on can be rejected"
-        kept = [s for s, name in enumerate(self.batch.rollout_ids) if name not in rejected]
-        outcomes = self.outcomes | {n: Outcome("rejected", self.outcomes[n].server) for n in rejected}
-        return dataclasses.replace(self, batch=self.batch.take(np.asarray(kept, np.int64)), outcomes=outcomes)
+    def without(self, rejected: Collection[int], notes: Sequence[str]) -> RolloutResult:
+        """With the rollouts `rejected` (indices in the batch) counted as such and no longer in the batch."""
+        names = [self.batch.rollout_ids[i] for i in rejected]
+        outcomes = self.outcomes | {n: Outcome("rejected", self.outcomes[n].server) for n in names}
+        kept = np.setdiff1d(np.arange(len(self.batch.rollout_ids)), list(rejected)).astype(np.int64)
+        return dataclasses.replace(self, batch=self.batch.take(kept), outcomes=outcomes, notes=[*self.notes, *notes])
 
     @property
     def counts(self) -> dict[str, int]:

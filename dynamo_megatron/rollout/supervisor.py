@@ -28,12 +28,16 @@ class Listener(Protocol):
 
 
 class Supervisor:
-    """Keeps the servers `names` of this node running while `run` does, and tells `listener`."""
+    """Keeps the servers `names` of this node running while `run` does, and tells `listener`.
+
+    Raises ValueError where `rollout.host` or `rollout.port` cannot be used.
+    """
 
     def __init__(self, config: Config, names: Sequence[str], listener: Listener):
         self._config, self._names, self._listener = config, list(names), listener
         self._running: dict[str, int] = {}  # name -> incarnation, from `up` on
         self._condemned: dict[str, tuple[int, str]] = {}
+        self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, ended by force and started again."""
@@ -42,26 +46,25 @@ class Supervisor:
     async def run(self) -> None:
         """For ever; cancel it. The servers are gone when it is."""
         async with asyncio.TaskGroup() as group:
-            for slot, name in enumerate(self._names):
-                group.create_task(self._keep(slot, name))
+            for slot, server in enumerate(self._first):
+                group.create_task(self._keep(slot, server))
 
-    async def _keep(self, slot: int, name: str) -> None:
-        incarnation = failures = 0
-        config = self._config
+    def _server(self, slot: int, incarnation: int) -> SGLangServer:
+        config, name = self._config, self._names[slot]
         log = Path(config.output_dir) / "logs" / f"sglang-{name}.log"
+        slots = len(self._names)
+        return SGLangServer(
+            config.rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots
+        )
+
+    async def _keep(self, slot: int, server: SGLangServer) -> None:
+        name = server.endpoint.name
+        incarnation, failures = 1, 0
         while True:
-            incarnation += 1
             came_up = False
             try:
-                server = SGLangServer(
-                    config.rollout,
-                    config.model,
-                    log,
-                    name=name,
-                    incarnation=incarnation,
-                    slot=slot,
-                    slots=len(self._names),
-                )
+                if incarnation > 1:
+                    server = self._server(slot, incarnation)
                 server.start()
                 force = False
                 try:
@@ -80,6 +83,7 @@ class Supervisor:
             if final:
                 return
             await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, failures - 1)))
+            incarnation += 1
 
     async def _until_condemned(self, server: SGLangServer) -> str:
         """Returns why. Raises RolloutError where the server ends by itself."""

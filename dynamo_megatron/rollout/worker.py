@@ -26,7 +26,7 @@ from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.guard import die_with_parent
+from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 
 POLL_EVERY = 0.2  # seconds
@@ -58,7 +58,8 @@ class RolloutWorker:
         self._connection, child_end = context.Pipe()
         arguments = (child_end, self._config, self._eos_token_ids, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
-        self._process.start()
+        with keeping_usr1():
+            self._process.start()
         child_end.close()
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
 
@@ -99,6 +100,10 @@ class RolloutWorker:
         """
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
+
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+        """Marks rollouts of the step as rejected, in the record of the run."""
+        self._call("reject", (step, list(rollout_ids)), on_poll)
 
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
@@ -191,7 +196,6 @@ def _child(
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.makedirs(os.path.dirname(log), exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from dynamo_megatron.evaluation.results import summary_k
+from dynamo_megatron.records import NOT_TRAINED
 from dynamo_megatron.rollout.result import position_of
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.tracking.metrics import read_rows
@@ -103,7 +104,7 @@ def read_revisits(folder: Path) -> Revisits | None:
                 given.append(visit["n"])
         for rollout in read_rollouts(files[step]):
             # What lies beyond the prompts drawn was left by a killed run that went another way.
-            if rollout.status != "failed" and position_of(rollout.group_id) < len(visits):
+            if rollout.status not in NOT_TRAINED and position_of(rollout.group_id) < len(visits):
                 trials[rollout.prompt_id] += 1
                 successes[rollout.prompt_id] += rollout.success
     return Revisits(

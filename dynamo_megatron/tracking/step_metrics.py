@@ -13,6 +13,7 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
+from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 
 if TYPE_CHECKING:  # names only: this room does not depend on the others
     from dynamo_megatron.collection import Collected
@@ -100,12 +101,14 @@ def step_metrics(
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,
         "rollout/failed": result.counts["failed"] / requested,
+        "rollout/rejected": result.counts["rejected"] / requested,
         "rollout/reused": result.counts["reused"] / requested,
         "rollout/zero_variance_groups": 1 - teaching / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()),
         "rollout/weight_version_max": int(sampled.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
         "rollout/logprob_gap_mean": _mean(gap),
+        **fleet_metrics(result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),

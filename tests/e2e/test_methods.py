@@ -76,6 +76,7 @@ def train(warm: Path, command_line, method: str, output: Path, *more: str) -> li
         "algorithm.loss.mini_batches=2",
         "rollout.engine=recorded",
         f"rollout.recorded={warm}/recording",
+        "rollout.proof.max_mean_gap=null",  # the recording's engine logprobs are made up
         f"trainer.steps={STEPS}",
         "eval.every=null",
         "checkpoint.export_hf=never",

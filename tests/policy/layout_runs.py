@@ -63,6 +63,8 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
         weight_versions=np.zeros((len(rows), 2), np.int64),
+        finish_reasons=["stop"] * len(rows),
+        servers=[""] * len(rows),
     )
 
 
@@ -201,7 +203,7 @@ def run_case(case: dict, store: dist.Store) -> None:
     updates, experts = [], None
     values: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": [], "reference": []}
     for _ in range(2):
-        stats = policy.token_stats(batch)
+        stats = policy.token_stats(batch.rollouts, batch.mini_batches)
         if routing is not None and experts is None:
             experts = routing.finish()
         reference = policy.reference_logprobs(batch)
@@ -228,7 +230,7 @@ def run_fault(fault: str, policy: Policy, batch: TrainBatch) -> dict:
     advantages = np.zeros_like(batch.advantages) if fault == "no_signal" else batch.advantages.copy()
     if fault == "nan":
         advantages[batch.rollouts.rollout_ids.index("1-1")] = np.nan
-    stats = policy.token_stats(batch)
+    stats = policy.token_stats(batch.rollouts, batch.mini_batches)
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     said = ""

@@ -7,6 +7,8 @@ import torch
 from dynamo_megatron.collection import Collected
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.resharding.push import PushReport
+from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
 
 OPTIONAL = {
@@ -34,9 +36,12 @@ def metrics(**algorithm) -> dict[str, float]:
         rewards=np.array([0.0, 1.0]),
         successes=np.array([False, True]),
         weight_versions=np.zeros((2, 2), np.int64),
+        finish_reasons=["stop", "stop"],
+        servers=["", ""],
     )
-    names = ("requested", "reward_timeouts", "reward_errors", "truncated", "aborted", "failed", "reused")
-    result = SimpleNamespace(counts=dict.fromkeys(names, 0), batch=rollouts)
+    outcomes = {"a": Outcome("completed", "server-0"), "b": Outcome("truncated", "server-0")}
+    uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
+    result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses)
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
         model={"path": "m"}, data={"source": "d"}, output_dir="o", rollout={"max_new_tokens": 8}, algorithm=algorithm
@@ -49,7 +54,7 @@ def metrics(**algorithm) -> dict[str, float]:
         SimpleNamespace(logprobs=torch.from_numpy(engine + np.float32(0.1)), entropy=torch.ones(10)),
         [update, {"skipped": 1.0}],
         1e-6,
-        SimpleNamespace(bytes=0, seconds=0.0, pause_seconds=0.0),
+        PushReport(),
         Clock(),
         config,
         measures_kl="kl" in algorithm,
@@ -76,3 +81,12 @@ def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
     assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
     assert full["rollout_correction/truncated"] == 0.8
     assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)
+
+
+def test_what_the_servers_did():
+    found = metrics()
+    assert found["rollout/truncated"] == 0.5 and found["time/generate_tail"] == 0.5
+    assert found["fleet/retries"] == 1 and found["fleet/restarts"] == 2
+    per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "kv_cache": 0.25, "rollouts": 2}
+    assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
+    assert found["fleet/server-1/rollouts"] == 0

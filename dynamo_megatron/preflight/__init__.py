@@ -1,0 +1,1 @@
+"""What is checked before a run: each check a small function, the cheap ones called by `train` itself too."""

@@ -1,0 +1,52 @@
+"""One rank of the preflight's all-reduce.
+
+    python -P -m dynamo_megatron.preflight.all_reduce
+
+runs as a rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and prints one JSON object. A process of its
+own, because a collective that hangs can only be killed; it imports torch alone, because a node starts several.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MEETING_TIMEOUT = 60.0  # seconds until all ranks have come
+NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # float32, of the tensor that is added
+
+
+def main() -> None:
+    """Raises what went wrong: the last line on stderr is what the parent tells."""
+    cuda = torch.cuda.is_available()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    report: dict[str, Any] = {"world_size": world_size, "backend": "nccl" if cuda else "gloo", "device": "CPU"}
+    if cuda:
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info()
+        report |= {"device": torch.cuda.get_device_name(), "taken": 1 - free / total}
+        if torch.cuda.get_device_capability() < (8, 0):
+            raise RuntimeError(f"{report['device']} has no bfloat16; Ampere (sm_80) or later is needed")
+        ones = torch.ones(1024, 1024, dtype=torch.bfloat16, device=device)
+        assert float((ones @ ones)[0, 0]) == 1024, "a matrix product is wrong on this GPU"
+    dist.init_process_group(report["backend"], timeout=datetime.timedelta(seconds=MEETING_TIMEOUT))
+    tensor = torch.full((NUMBERS[device.type],), float(rank + 1), device=device)
+    dist.all_reduce(tensor)  # the first one also builds the connections
+    report |= {"sum": float(tensor[-1]), "expected": world_size * (world_size + 1) / 2}
+    start = time.monotonic()
+    dist.all_reduce(tensor)
+    if cuda:
+        torch.cuda.synchronize()
+    report |= {"seconds": time.monotonic() - start, "bytes": tensor.nbytes}
+    dist.destroy_process_group()
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

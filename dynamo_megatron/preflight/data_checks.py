@@ -1,0 +1,130 @@
+"""Data and reward: three samples through what the run will do with them, and problems that are in both sets."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
+from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward import RewardError, RewardPool, Score
+
+SAMPLES = 3
+MEASURED = 1000  # prompts whose length is looked at
+WRONG = "I do not know."
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """All prompts are read; the first so many are encoded."""
+    config, prompts = subject.config, subject.prompts
+    limit = max_prompt_length(config, subject.spec)
+    lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
+    longest = max(lengths, key=lengths.__getitem__)
+    long = sum(length > limit for length in lengths.values())
+    if long == len(lengths):
+        raise ValueError(
+            f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
+            f"tokens (the longest {lengths[longest]}); raise it, or lower rollout.max_new_tokens"
+        )
+    if long and config.data.on_long_prompt == "error":
+        raise ValueError(
+            f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
+            "raise data.max_prompt_length or set data.on_long_prompt: skip"
+        )
+    yield ok(f"{len(prompts):,} prompts from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
+    if long:
+        yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
+    if len(prompts) < config.data.batch_prompts:
+        yield note(f"data.batch_prompts {config.data.batch_prompts}: a step has the same prompt more than once")
+
+
+def reward(subject: Subject) -> Iterator[Finding]:
+    """The reward functions on the answer of three prompts and on a wrong one, in its worker, under the deadline."""
+    config = subject.config.reward
+    prompts = subject.prompts[:SAMPLES]
+    try:
+        scores = _score(config, prompts)
+    except RewardError as error:
+        raise ValueError(f"{error}; reward.functions must give a finite number for any response: mend it") from None
+    bad = False
+    for prompt, (right, wrong) in zip(prompts, scores, strict=True):
+        for what, score in ((f"its answer {str(prompt.answer)!r:.60}", right), (f"the answer {WRONG!r}", wrong)):
+            where = f"reward.functions: {', '.join(config.functions)} on prompt {prompt.prompt_id!r} and {what}"
+            if score.status == "reward_timeout":
+                bad = True
+                yield failed(
+                    f"{where}: no score within reward.deadline ({config.deadline:g} s), which gives reward 0; make "
+                    "the function faster or raise the deadline"
+                )
+    if bad:
+        return
+    rewards = [(right.reward, wrong.reward) for right, wrong in scores]
+    shown = "; ".join(f"{right:g} and {wrong:g}" for right, wrong in rewards)
+    yield ok(f"{', '.join(config.functions)} on the answer and on {WRONG!r}: {shown}")
+    if all(right == wrong for right, wrong in rewards):
+        yield note(
+            "the answer itself scores as the wrong one does: if the reward does not ask for a form of its own (tags, "
+            "\\boxed{}), data.answer_key names the wrong column"
+        )
+    elif not any(right.success for right, _ in scores):
+        yield note(f"no answer reaches reward.success_threshold {config.success_threshold:g}: nothing counts as solved")
+
+
+def _score(config: RewardConfig, prompts: list[Prompt]) -> list[tuple[Score, Score]]:
+    pool = RewardPool(config.model_copy(update={"workers": min(config.workers, 2 * SAMPLES), "on_error": "raise"}))
+    try:
+        pool.start()
+
+        async def both(prompt: Prompt) -> tuple[Score, Score]:
+            return await pool.score(prompt, str(prompt.answer)), await pool.score(prompt, WRONG)
+
+        async def all_of_them() -> list[tuple[Score, Score]]:
+            return await asyncio.gather(*map(both, prompts))
+
+        return asyncio.run(all_of_them())
+    finally:
+        pool.close()
+
+
+def evaluation(subject: Subject) -> Iterator[Finding]:
+    """The evaluation's problems, their lengths, and which of them are trained on."""
+    config = subject.config
+    if config.eval.data is None:
+        yield skipped("eval.data is not set")
+        return
+    problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
+    yield ok(f"{len(problems):,} problems from {config.eval.data}")
+    exact, normalised = overlap(subject.prompts, problems)
+    if exact or normalised:
+        first = (exact or normalised)[0]
+        yield note(
+            f"{len(exact)} of {len(problems)} evaluation problems are in the training data word for word and "
+            f"{len(normalised)} more but for case, spacing and punctuation (the first: {first!r}); their scores are of "
+            "what was trained on: take them out of data.source or eval.data"
+        )
+
+
+def overlap(training: Iterable[Prompt], problems: Iterable[Prompt]) -> tuple[list[str], list[str]]:
+    """Ids of the problems that are in `training` as they are, and of those that are after `normal`."""
+    known = {problem_text(p) for p in training}
+    known_normal = {normal(t) for t in known}
+    exact = [p.prompt_id for p in problems if problem_text(p) in known]
+    close = [p.prompt_id for p in problems if problem_text(p) not in known and normal(problem_text(p)) in known_normal]
+    return exact, close
+
+
+def problem_text(prompt: Prompt) -> str:
+    """What the user says: a system message is no part of the problem."""
+    if prompt.text is not None:
+        return prompt.text
+    return "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
+
+
+def normal(problem: str) -> str:
+    """Lower case, one space, without punctuation that is no arithmetic."""
+    return " ".join(re.sub(r"[^\w\s+\-*/^=<>]", "", problem.casefold()).split())

@@ -1,0 +1,97 @@
+"""Devices and the way between the ranks: one small process a rank (`all_reduce.py`) adds a tensor over all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dynamo_megatron.preflight.findings import Finding, failed, note, ok
+from dynamo_megatron.preflight.subject import Subject
+
+TIMEOUT = 120.0  # seconds for all ranks to start, meet and add up
+BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
+
+
+def devices(subject: Subject) -> Iterator[Finding]:
+    """A rank's device computes and all ranks reach each other."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < subject.ranks_here:
+        raise ValueError(
+            f"devices: {subject.ranks_here} ranks on this node and {torch.cuda.device_count()} GPUs to be seen "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); ask for a GPU a rank"
+        )
+    reports = _run_ranks(_environments(subject))
+    for report in reports:
+        yield from _judge(report)
+    if "error" not in (first := reports[0]):
+        yield ok(
+            f"{first['device']} x {len(reports)} here: all-reduce over {first['world_size']} ranks "
+            f"({first['backend']}), {first['bytes'] / 1e6:.0f} MB in {first['seconds'] * 1e3:.1f} ms"
+        )
+
+
+def _judge(report: dict[str, Any]) -> Iterator[Finding]:
+    where = f"rank {report['rank']} on {socket.gethostname()}"
+    if "error" in report:
+        yield failed(
+            f"all-reduce: {where}: {report['error']}; see that all nodes reach MASTER_ADDR:MASTER_PORT and that "
+            "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name the interface between them"
+        )
+    elif report["sum"] != report["expected"]:
+        yield failed(f"all-reduce: {where} has {report['sum']} instead of {report['expected']}; leave this node out")
+    elif report.get("taken", 0.0) > BUSY_SHARE:
+        yield note(f"{where}: {report['taken']:.0%} of the GPU's memory is taken by another process (nvidia-smi)")
+
+
+def _environments(subject: Subject) -> list[dict[str, str]]:
+    """One a process to start: a launcher's rank tries its own, else this process all of them."""
+    if "RANK" in os.environ:
+        # The port after: rank 0's own process may hold the launcher's for something else.
+        return [{**os.environ, "MASTER_PORT": str(int(os.environ.get("MASTER_PORT", "29500")) + 1)}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = range(subject.ranks_here)
+    job = {"WORLD_SIZE": str(len(here)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [{**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in here]
+
+
+def _run_ranks(environments: list[dict[str, str]], timeout: float = TIMEOUT) -> list[dict[str, Any]]:
+    """What each rank reports, or {"rank", "error"}: all within `timeout` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for environment in environments:
+            with open(os.path.join(folder, environment["RANK"]), "w+b") as log:
+                command = [sys.executable, "-P", "-m", "dynamo_megatron.preflight.all_reduce"]
+                # stderr too goes to a file: a child that is killed must not leave a pipe that someone waits for
+                started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log.name))
+        end = time.monotonic() + timeout
+        reports = []
+        try:
+            for (process, log), environment in zip(started, environments, strict=True):
+                rank = {"rank": int(environment["RANK"])}
+                try:
+                    code = process.wait(max(0.1, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    reports.append({**rank, "error": f"no sum within {timeout:g} s"})
+                    continue
+                with open(log, encoding="utf-8", errors="replace") as file:
+                    lines = [line.strip() for line in file if line.strip()]
+                if code == 0:
+                    reports.append({**rank, **json.loads(lines[-1])})
+                else:
+                    reports.append({**rank, "error": (lines or [f"exit code {code}"])[-1][:300]})
+        finally:
+            for process, _ in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        return reports

@@ -1,0 +1,238 @@
+"""This node: ports, disk, host memory, versions of the trainer's and the server's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.planning import formulas
+from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
+from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
+from dynamo_megatron.rollout.fleet import training_nodes
+from dynamo_megatron.rollout.server import listening_address
+
+STATE_BYTES = 12  # a parameter's float32 master copy and Adam's two moments
+SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
+SLOW_CHECKPOINT = 600.0  # seconds
+ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
+PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
+SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
+
+
+def ports(subject: Subject) -> Iterator[Finding]:
+    """Those that the configuration or the launcher has fixed."""
+    check_ports(subject.config)
+    where = f"rollout.port {subject.config.rollout.port}" if subject.config.rollout.port else "free ones are taken"
+    yield ok(f"servers: {where}; rendezvous: {os.environ.get('MASTER_PORT', 'a free one is taken')}")
+
+
+def check_ports(config: Config) -> None:
+    """Raises ValueError where `rollout.port`, or a MASTER_PORT that is set, cannot be listened to here."""
+    rollout = config.rollout
+    wanted = []
+    if rollout.port is not None and rollout.engine == "sglang" and rollout.placement == "colocated":
+        host, message = listening_address(rollout.host), "rollout.port: {}; free it, name another one, or leave it out"
+        here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
+        wanted += [(host, port, message) for port in here]
+    if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
+        wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
+    for host, port, message in wanted:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ValueError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
+
+
+def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
+    """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, and the
+    weights being pushed."""
+    weights = formulas.weight_bytes(spec, config.model.dtype)
+    exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
+    if config.checkpoint.export_hf == "every":
+        exports = -(-config.trainer.steps // (config.checkpoint.every or config.trainer.steps))
+    checkpoints = config.checkpoint.keep_last + 1
+    return {
+        f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
+        f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
+        "the weights pushed": weights,
+    }
+
+
+def check_room(config: Config, spec: ModelSpec) -> str:
+    """What the run needs and what there is. Raises ValueError where the disk has no room for it.
+
+    What an earlier start of the run has left in its folder counts as room."""
+    output = Path(config.output_dir)
+    needed = room_needed(config, spec)
+    there = sum(f.stat().st_size for f in output.rglob("*") if f.is_file()) if output.is_dir() else 0
+    stat = os.statvfs(_existing(output))
+    free = stat.f_bavail * stat.f_frsize
+    told = ", ".join(f"{what} {_size(size)}" for what, size in needed.items() if size)
+    if sum(needed.values()) > free + there:
+        raise ValueError(
+            f"output_dir: {output} has {_size(free)} free, the run needs {_size(sum(needed.values()))} ({told}); "
+            "free some, name a folder on another disk, or lower checkpoint.keep_last"
+        )
+    return f"{_size(free)} free for {told}"
+
+
+def disk(subject: Subject) -> Iterator[Finding]:
+    """Room for the run's files, and the disk's speed with what a checkpoint then takes."""
+    told = check_room(subject.config, subject.spec)
+    folder = _existing(Path(subject.config.output_dir))
+    try:
+        speed = _write_speed(folder)
+    except OSError as error:
+        raise ValueError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
+    seconds = formulas.checkpoint_bytes(subject.spec, subject.config.model.dtype) / speed
+    yield ok(f"{told}; this node writes {_size(speed)}/s, a checkpoint would take it {seconds:.1f} s")
+    if seconds > SLOW_CHECKPOINT:
+        yield note("checkpoints are slow here: name a faster disk in output_dir, or set checkpoint.async: true")
+
+
+def _write_speed(folder: Path) -> float:
+    """bytes / s of one writer, on disk and not in a cache; the file is removed."""
+    chunk = os.urandom(SPEED_CHUNK)
+    start, written = time.monotonic(), 0
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
+        while written < SPEED_BYTES and time.monotonic() - start < SPEED_SECONDS:
+            file.write(chunk)
+            written += len(chunk)
+            os.fsync(file.fileno())
+    return written / (time.monotonic() - start)
+
+
+def host_memory(subject: Subject) -> Iterator[Finding]:
+    """What the ranks here keep in host memory against what is available, the job's own limit included."""
+    config, ranks = subject.config, subject.ranks_here
+    shard = formulas.model_elements(subject.spec) // (config.parallel.tp * config.parallel.pp)
+    needed = {
+        f"{ranks} processes": ranks * PROCESS_BYTES,
+        "loading a checkpoint": ranks * formulas.load_staging(shard),
+    }
+    if not torch.cuda.is_available():
+        width = formulas.WIDTH[config.model.dtype] + formulas.GRADIENT + STATE_BYTES
+        needed["weights, gradients and optimizer"] = ranks * shard * width
+        if config.rollout.engine == "sglang":
+            needed["the server"] = formulas.weight_bytes(subject.spec, config.model.dtype) + PROCESS_BYTES
+    if config.checkpoint.async_save:
+        data_parallel = max(1, subject.ranks // config.parallel.model_ranks)
+        needed["checkpoint.async's copy"] = ranks * shard * (2 + STATE_BYTES) // data_parallel
+    available = min(psutil.virtual_memory().available, _cgroup_room())
+    told = ", ".join(f"{what} {_size(value)}" for what, value in needed.items())
+    if sum(needed.values()) > available:
+        raise ValueError(
+            f"host memory: {_size(available)} available on this node, the run needs about "
+            f"{_size(sum(needed.values()))} ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
+            "checkpoint.async: false"
+        )
+    yield ok(f"{_size(available)} available for {told}")
+    shared = os.statvfs("/dev/shm")
+    if (room := shared.f_bavail * shared.f_frsize) < SHARED_MEMORY:
+        yield failed(
+            f"/dev/shm has {_size(room)} free, NCCL and the servers may want {_size(SHARED_MEMORY)}; start the "
+            "container with --shm-size or --ipc=host, or empty it"
+        )
+
+
+def _cgroup_room() -> float:
+    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one."""
+    folder = Path("/sys/fs/cgroup")
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        if line.startswith("0::"):
+            folder /= line[3:].strip("/")
+    room = float("inf")
+    for level in (folder, *folder.parents):
+        limit, used = level / "memory.max", level / "memory.current"
+        if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+            room = min(room, int(text) - int(used.read_text()))
+    return room
+
+
+def trainer_version(name: str) -> str | None:
+    """Of a package in this interpreter; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def trainer_faults() -> list[Finding]:
+    """What is missing, too old or untested in this interpreter."""
+    mend = f"{sys.executable} -m pip install -c requirements/lock.txt"
+    return list(faults(TRAINER, trainer_version, "the trainer's interpreter", mend, cuda=torch.cuda.is_available()))
+
+
+def versions(subject: Subject) -> Iterator[Finding]:
+    """The trainer's packages and the server's, each in its own interpreter."""
+    found = trainer_faults()
+    config = subject.config.rollout
+    serves = config.engine == "sglang" and config.placement != "external"
+    if serves:
+        python = config.python or sys.executable
+        there = server_versions(python)
+        mend = f"{python} -m pip install"
+        found += faults(SERVER, there.get, f"the server's interpreter {python}", mend, cuda=torch.cuda.is_available())
+    shown = [f"{p.name} {v}" for p in TRAINER[:3] if (v := trainer_version(p.name))]
+    if serves:
+        shown += [f"server: {name} {v}" for name, v in there.items() if v and name in ("sglang", "torch")]
+    yield ok(", ".join(shown))
+    yield from found
+    if not serves:
+        yield skipped("no server is started: its versions are not asked for")
+
+
+def server_versions(python: str) -> dict[str, str | None]:
+    """package -> version, or None, as the interpreter `python` tells. Raises ValueError where it cannot be run."""
+    names = [p.name for p in SERVER] + ["sgl-kernel"]
+    program = (
+        "import json, sys\nfrom importlib import metadata\nfound = {}\nfor name in sys.argv[1:]:\n"
+        "    try: found[name] = metadata.version(name)\n"
+        "    except metadata.PackageNotFoundError: found[name] = None\n"
+        "print(json.dumps(found))"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", program, *names], capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        why = f"no answer in {ASK_TIMEOUT:g} s"
+    except (OSError, ValueError, IndexError) as error:
+        why = str(error)
+    raise ValueError(
+        f"rollout.python: {python} does not tell its packages ({why}); name the python (3.11 or later) of an "
+        "environment with SGLang"
+    )
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _size(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"

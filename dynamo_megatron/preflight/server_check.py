@@ -1,0 +1,76 @@
+"""The server's smallest slice: two layers of random weights, a tiny KV cache, one generation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.data.templates import end_token_ids
+from dynamo_megatron.preflight.findings import Finding, ok, skipped
+from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.server import SGLangServer
+
+LAYERS = 2
+TOKENS = 8  # generated
+# Random weights, no graphs to capture: what is tried is interpreter, kernels, ranks and protocol.
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
+
+
+def server(subject: Subject) -> Iterator[Finding]:
+    """SGLang starts in its interpreter and answers a request with tokens and logprobs."""
+    config = subject.config
+    if config.rollout.engine != "sglang":
+        yield skipped("recorded rollouts need no server")
+        return
+    if config.rollout.placement == "external":
+        yield skipped("the servers are others': rollout.urls")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
+    log = folder / "sglang.log"
+    try:
+        said = asyncio.run(_try(config, subject, log))
+    except (RolloutError, ServerLost, TimeoutError) as error:
+        kept = Path(tempfile.gettempdir()) / "preflight-sglang.log"
+        shutil.copy(log, kept)
+        raise ValueError(
+            f"{str(error).replace(str(log), str(kept))}; if the cause is not the model's, name another "
+            "rollout.python or correct rollout.server_args"
+        ) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    yield ok(said)
+
+
+async def _try(config: Config, subject: Subject, log: Path) -> str:
+    layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
+    arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
+    rollout = config.rollout.model_copy(
+        update={
+            "server_args": arguments,
+            "host": "127.0.0.1",
+            "port": None,
+            "max_new_tokens": TOKENS,
+            "concurrency": 4,
+            "stop": [],
+        }
+    )
+    ends = end_token_ids(config.model.path, subject.tokenizer)
+    process = SGLangServer(rollout, config.model, log)
+    process.start()
+    try:
+        await process.wait_ready()
+        async with open_session() as session:
+            client = SGLangClient(session, process.endpoint, rollout, ends)
+            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
+    finally:
+        process.stop()
+    if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
+        raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
+    return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"

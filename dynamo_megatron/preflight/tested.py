@@ -1,0 +1,120 @@
+"""The versions that this repository's tests ran with, and the oldest that can work. The one place that has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from dynamo_megatron.preflight.findings import Finding, failed, note
+
+
+@dataclass(frozen=True)
+class Package:
+    """`tested` None: on no machine of ours yet. `at_least` None: any version may do. `gives`: what it is there for."""
+
+    name: str
+    tested: str | None
+    at_least: str | None
+    gives: str
+    needed: bool = True
+    gpu_only: bool = False
+
+
+TRAINER = (
+    Package("torch", "2.13.0", "2.10", "tensors, autograd, process groups"),
+    Package("megatron-core", "0.16.1", "0.16.1", "the model, its parallelism, the optimizer, checkpoints"),
+    Package("transformers", "5.19.0", "4.57", "tokenizers"),
+    Package("safetensors", "0.8.0", None, "the model's files"),
+    Package("pydantic", "2.14.3", "2.11", "the configuration"),
+    Package("aiohttp", "3.14.5", None, "requests to the server and to reward services"),
+    Package("math-verify", "0.9.0", None, "the reward `math`", needed=False),
+    Package("reasoning_gym", "0.1.25", None, "procedural problems and the reward `reasoning_gym`", needed=False),
+    Package("triton", "3.9.0", None, "the policy head's kernels (kernels.backend: torch does without)", gpu_only=True),
+    Package(
+        "transformer-engine",
+        None,
+        "2.9",
+        "fused norms, cuDNN and flash attention, fused Adam, grouped GEMMs of experts; without it plain torch layers "
+        "and torch's Adam run",
+        needed=False,
+        gpu_only=True,
+    ),
+    Package(
+        "apex",
+        None,
+        None,
+        "fused Adam where transformer-engine is absent, and weight gradients added to the main gradient inside the "
+        "GEMM (fused_weight_gradient_mlp_cuda)",
+        needed=False,
+        gpu_only=True,
+    ),
+    Package(
+        "flash-attn",
+        None,
+        None,
+        "attention kernels that transformer-engine may choose for packed sequences; without it cuDNN's",
+        needed=False,
+        gpu_only=True,
+    ),
+    Package("wandb", None, "0.31", "tracking.backends: wandb", needed=False),
+    Package("tensorboard", "2.21.0", None, "tracking.backends: tensorboard", needed=False),
+    Package("pyarrow", "26.0.1", None, "data from .parquet", needed=False),
+    Package("datasets", "5.2.0", None, "data from datasets:NAME", needed=False),
+    Package("ray", "2.60.0", "2.60", "`launch ray`", needed=False),
+    Package("nemo-run", "0.11.1", "0.11.1", "`launch nemo`", needed=False),
+)
+SERVER = (
+    Package("sglang", "0.5.23", "0.5.23", "rollouts; older ones have another protocol for new weights"),
+    Package("torch", None, None, "what SGLang runs on; its wheel pins the version"),
+    Package("sglang-kernel", None, None, "SGLang's CUDA kernels", gpu_only=True),
+    Package("flashinfer-python", None, None, "SGLang's attention on GPUs", needed=False, gpu_only=True),
+)
+OLD_NAMES = {"sglang-kernel": "sgl-kernel"}  # what it was called before
+
+
+def installed(name: str, version_of: Callable[[str], str | None]) -> str | None:
+    """A package's version under its present name or its old one."""
+    return version_of(name) or (version_of(OLD_NAMES[name]) if name in OLD_NAMES else None)
+
+
+def same_release(found: str, tested: str) -> bool:
+    """Whether a version is the tested one, whatever its build (+cpu, +cu130) and the post-release."""
+    return _release(found) == _release(tested)
+
+
+def faults(
+    packages: tuple[Package, ...], version_of: Callable[[str], str | None], where: str, mend: str, *, cuda: bool
+) -> Iterator[Finding]:
+    """Failures of needed packages that are missing and of any that are too old; a note for each that is untested.
+
+    `version_of` gives an installed version or None; `where` names the interpreter, `mend` what installs into it.
+    """
+    for package in packages:
+        found = installed(package.name, version_of)
+        if found is None:
+            if package.needed and (cuda or not package.gpu_only):
+                wanted = f"=={package.tested}" if package.tested else ""
+                yield failed(f"{package.name} is not installed in {where}; {mend} '{package.name}{wanted}'")
+        elif package.at_least and _older(found, package.at_least):
+            yield failed(
+                f"{package.name} {found} in {where} is older than {package.at_least}, the oldest that can work; "
+                f"{mend} '{package.name}{f'=={package.tested}' if package.tested else f'>={package.at_least}'}'"
+            )
+        elif package.tested is None and package.gpu_only:
+            yield note(f"{package.name} {found} in {where}: no version of it has been tested here")
+        elif package.tested and not same_release(found, package.tested):
+            yield note(f"{package.name} {found} in {where} is untested; {package.tested} is what the tests ran with")
+
+
+def _release(version: str) -> str:
+    return re.split(r"\+|\.post", version)[0]
+
+
+def _older(found: str, least: str) -> bool:
+    try:
+        return Version(found) < Version(least)
+    except InvalidVersion:  # a build of one's own: nothing to compare
+        return False

@@ -1,0 +1,81 @@
+"""`dynamo-megatron serve`: one node's servers for a run whose rank 0 is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.announcements import NodeSide
+from dynamo_megatron.rollout.fleet import server_names
+from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
+from dynamo_megatron.rollout.supervisor import Supervisor
+
+STOP_GRACE = 20.0  # seconds
+
+
+def serve(config: Config, nodes: int, node: int) -> int:
+    """Runs node `node`'s share of `rollout.servers` until the run ends or SIGTERM or SIGINT comes; the exit code.
+
+    Raises ValueError where the servers are not an equal share for each of `nodes`, or host or port cannot be used.
+    """
+    names = server_names(config.rollout.servers, nodes, node)
+    side = NodeSide(config.output_dir, names)
+    supervisor = Supervisor(config, names, side)
+    try:
+        asyncio.run(_serve(config, side, supervisor))
+    except TimeoutError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("stopped", flush=True)
+    return 0
+
+
+async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await side.join(config.trainer.timeout)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        await side.run(supervisor)
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        side.leave()
+
+
+class NodeServers:
+    """The same as a child process of a training node's local rank 0, for colocated servers."""
+
+    def __init__(self, config: Config, nodes: int, node: int):
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
+        with keeping_usr1():
+            self._process.start()
+
+    def close(self) -> None:
+        """Ends the servers."""
+        self._process.terminate()
+        self._process.join(STOP_GRACE)
+        if self._process.is_alive():
+            self._process.kill()  # the servers' guards end them
+            self._process.join()
+
+
+def _child(config: Config, nodes: int, node: int, parent: int) -> None:
+    os.setsid()
+    die_with_parent(signal.SIGTERM, parent)
+    log = Path(config.output_dir) / "logs" / f"servers-node-{node}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.exit(serve(config, nodes, node))

@@ -1,0 +1,61 @@
+"""What every rank does to have servers that answer with the policy's weights: pushing, asking, and both again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.resharding.push import PushReport, WeightPusher
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+
+T = TypeVar("T")
+TRIES = 5  # in a row that servers are lost in, until the run ends
+
+
+class Serving:
+    """Every rank's. `say` tells rank 0's user, None elsewhere."""
+
+    def __init__(
+        self,
+        pusher: WeightPusher,
+        coordinator: Coordinator,
+        host: dist.ProcessGroup,
+        say: Callable[[str], None] | None,
+    ):
+        self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
+
+    def push(self, version: int) -> PushReport:
+        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
+        for _ in range(TRIES):
+            try:
+                return self._pusher.push(version, on_poll=self._coordinator.check)
+            except PushNeeded as needed:
+                cause = str(needed)
+        raise RolloutError(f"{TRIES} pushes in a row reached no server; {cause}")
+
+    def close(self) -> None:
+        self._pusher.close()
+
+    def ask(self, key: str, what: str, make: Callable[[], T], version: int) -> T:
+        """What `make`, which asks the servers, gives on rank 0, on every rank, however long it takes there.
+
+        Where no server with the weights of `version` is left, those that were restarted get them and it is asked again.
+        Raises RolloutError.
+        """
+
+        def attempt() -> tuple[T | None, str | None]:
+            try:
+                return make(), None
+            except PushNeeded as needed:
+                self._say(str(needed))
+                return None, str(needed)
+
+        for number in range(TRIES):
+            made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
+            if needed is None:
+                return made
+            self.push(version)
+        raise RolloutError(f"waited for {what}, and lost the servers {TRIES} times in a row: {needed}")

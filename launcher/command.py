@@ -1,0 +1,51 @@
+"""What every launcher starts, as an argument list, and what none may write down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, compose
+
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+SECRET_OPTION = re.compile(r"api[-_]key\b|auth[-_]token\b|secret|password", re.IGNORECASE)
+SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
+
+
+def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
+    """The argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
+    return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
+
+
+def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
+    """The composed config, refused now and not after hours in a queue. Needs neither torch nor the model.
+
+    Raises ConfigError: as `compose`, or a number of ranks that the layout does not divide.
+    """
+    config, _ = compose(files, keys)
+    p = config.parallel
+    if ranks % p.model_ranks:
+        raise ConfigError(
+            f"parallel: {ranks} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
+            "change --nodes, --ranks-per-node or the layout"
+        )
+    return config
+
+
+def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
+    that is a secret by its name, or one of `words` looks like one. The message never shows the value."""
+    for name, value in sorted(environment.items()):
+        if SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET and value in text:
+            raise ConfigError(
+                f"{name}: its value would be written into the script; leave it out: jobs get the environment of the "
+                "submission, or a file of --env-file"
+            )
+    for word in words:
+        if SECRET_OPTION.search(word):
+            raise ConfigError(
+                f"{word.partition('=')[0]}: looks like a secret, which would be written into the script; leave it to "
+                "the environment of the submission or to --env-file"
+            )

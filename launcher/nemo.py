@@ -1,0 +1,246 @@
+"""nemo-run: convert, train, evaluate as the tasks of an experiment, on this machine or on a SLURM cluster.
+
+Runs in an interpreter that has nemo-run, without torch: nemo-run's pins conflict with SGLang's. The tasks run in the
+trainer's interpreter. The experiment is also an entry point of nemo-run's own command line:
+
+    python -m dynamo_megatron.launcher.nemo config=my.yaml executor=slurm executor.nodes=4 executor.account=us
+"""
+
+# No `from __future__ import annotations`: nemo-run's factories evaluate what they return.
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import fiddle
+import nemo_run as run
+from nemo_run.config import RUNDIR_NAME, get_nemorun_home
+
+from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
+
+# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed.
+SETUP = """set +vx
+export MASTER_ADDR=${head_node_ip%% *} MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+# Exit code 75 is a run that was stopped and goes on where it is started again; nothing else is worth a requeue.
+scontrol() { if [ "$1" != requeue ] || [ "${exitcode:-}" = 75 ]; then command scontrol "$@"; fi; }
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A command of dynamo-megatron, as bash text; `after` names the task that must have succeeded."""
+
+    name: str
+    script: str
+    after: str | None = None
+    one_rank: bool = False
+
+
+def recipe(
+    files: Sequence[str],
+    keys: Sequence[str],
+    python: str,
+    tasks: Sequence[str] = ("train",),
+    sweep: Sequence[str] = (),
+) -> list[Task]:
+    """The tasks of an experiment: one conversion, a training and an evaluation for each combination of the values that
+    `sweep` gives (key=value,value). Raises ConfigError, for secrets too."""
+    config, _ = compose(files, keys)
+    base = Path(config.output_dir).absolute()
+    found, after, words = [], None, [*files, *keys]
+    if "convert" in tasks:
+        source, converted = config.model.path, base / "mcore"
+        script = _script(program(python, "convert", ["hf2mcore", source, str(converted)]))
+        found.append(Task("convert", f"if [ -e {shlex.quote(str(converted))} ]; then exit 0; fi\n{script}", None, True))
+        after = "convert"
+        words.append(f"model.path={converted}")
+    for chosen in _combinations(sweep):
+        suffix = "".join(f"-{key.rpartition('.')[2]}-{value}" for key, value in chosen)
+        output = base / suffix[1:].replace("/", "_") if chosen else base
+        own = [*words, *(f"{key}={value}" for key, value in chosen), f"output_dir={output}"]
+        name = _plain(suffix)
+        before = after
+        if "train" in tasks:
+            compose(files, own[len(files) :])
+            found.append(Task(f"train{name}", _script(program(python, "train", own)), before))
+            before = f"train{name}"
+        if "eval" in tasks:
+            scores = ["--model", str(output), "--out", str(output / "scores")]
+            found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
+    refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
+    return found
+
+
+def _combinations(sweep: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
+    choices = []
+    for entry in sweep:
+        key, equals, values = entry.partition("=")
+        if not equals or not all(values.split(",")):
+            raise ConfigError(f"--sweep: {entry!r} is not key=value,value,...")
+        choices.append([(key, value) for value in values.split(",")])
+    return list(itertools.product(*choices))
+
+
+def _plain(name: str) -> str:
+    """nemo-run makes paths of names and does not quote them."""
+    return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
+
+
+def _script(argv: Sequence[str]) -> str:
+    text = f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
+    if f"/{RUNDIR_NAME}" in text:  # nemo-run replaces it by its own folder on the cluster
+        raise ConfigError(f"/{RUNDIR_NAME}: no path may hold this under nemo-run; name another folder")
+    return text
+
+
+@contextlib.contextmanager
+def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
+    """nemo-run's context with the tasks and their dependencies in it, not started. On SLURM a task of one rank gets
+    one node. Raises ConfigError where nemo-run's own folder is one that it cannot work in."""
+    if set(get_nemorun_home()) & set(" '\"\\$*"):
+        raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
+    ids: dict[str, str] = {}
+    with run.Experiment(_plain(name), executor=executor) as opened:
+        for task in tasks:
+            own = executor.clone()
+            if task.one_rank and isinstance(own, run.SlurmExecutor):
+                own.nodes = own.ntasks_per_node = 1
+            after = [ids[task.after]] if task.after else []
+            script = run.Script(inline=task.script)
+            ids[task.name] = opened.add(script, executor=own, name=task.name, dependencies=after)
+        yield opened
+
+
+@run.cli.factory
+@run.autoconvert
+def local() -> run.LocalExecutor:
+    """Tasks on this machine; a training starts its own ranks, as `dynamo-megatron train` does."""
+    return run.LocalExecutor()
+
+
+@run.cli.factory
+@run.autoconvert
+def slurm(
+    account: str = "",
+    partition: str | None = None,
+    nodes: int = 1,
+    ranks_per_node: int = 8,
+    gpus_per_node: int = 8,
+    time: str = "04:00:00",
+    stop_before: int = 300,
+    retries: int = 3,
+) -> run.SlurmExecutor:
+    """Jobs from a login node of the cluster, one rank a GPU."""
+    return run.SlurmExecutor(
+        account=account,
+        partition=partition,
+        nodes=nodes,
+        ntasks_per_node=ranks_per_node,
+        gpus_per_node=gpus_per_node,
+        time=time,
+        signal=f"USR1@{stop_before}",
+        retries=retries,
+        additional_parameters={"requeue": True},
+        srun_args=["--mpi=none"],
+        setup_lines=SETUP,
+        packager=run.Packager(),
+        tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
+    )
+
+
+@run.cli.entrypoint(type="experiment", namespace="dynamo_megatron")
+def train(
+    ctx: run.cli.RunContext,
+    executor: run.Executor,
+    config: str,
+    keys: list[str] = [],  # noqa: B006  nemo-run wants a list
+    python: str = sys.executable,
+    tasks: str = "train",
+    sweep: list[str] = [],  # noqa: B006
+):
+    """A training, with what comes before and after it.
+
+    Args:
+        ctx: nemo-run's.
+        executor: local, or slurm with executor.account=..., executor.nodes=... and its other fields.
+        config: YAML files, comma-separated.
+        keys: key=value.
+        python: the trainer's interpreter.
+        tasks: some of convert,train,eval.
+        sweep: key=value,value for a training each.
+    """
+    files = config.split(",")
+    with experiment("dynamo-megatron", recipe(files, keys, python, tasks.split(","), sweep), executor) as opened:
+        ctx.launch(opened, sequential=isinstance(executor, run.LocalExecutor))
+
+
+def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
+    """Runs the experiment, or prints what would be. Raises ConfigError; returns an exit code: 0 if all tasks succeeded,
+    or, detached, were submitted."""
+    job = JobOptions.from_arguments(options)
+    if job.rollout_nodes:
+        raise ConfigError("--rollout-nodes: launch slurm has them, launch nemo does not")
+    if options.venv is None and not options.container_image:
+        raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
+    on_slurm = options.executor == "slurm"
+    if job.nodes > 1 and not on_slurm:
+        raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
+    config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
+    tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
+    executor = _slurm_executor(job, options) if on_slurm else run.LocalExecutor()
+    with experiment(job.name or Path(config.output_dir).name, tasks, executor) as opened:
+        if job.dry_run:
+            opened.dryrun()
+            return 0
+        opened.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
+        if options.detach:
+            return 0
+        states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
+    for name, state in states.items():
+        print(f"{name}: {state}", flush=True)
+    return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
+
+
+def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmExecutor:
+    for option, value in (("--account", job.account), ("--time", job.time)):
+        if value is None:
+            raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
+    executor = fiddle.build(
+        slurm(
+            account=job.account,
+            partition=job.partition,
+            nodes=job.nodes,
+            ranks_per_node=job.ranks_per_node,
+            gpus_per_node=job.gpus_per_node or None,
+            time=job.time,
+            stop_before=job.stop_before,
+            retries=options.retries if job.requeue else 0,
+        )
+    )
+    executor.cpus_per_task = job.cpus_per_task
+    for option in job.sbatch:
+        name, equals, value = option.removeprefix("--").partition("=")
+        executor.additional_parameters[name.replace("-", "_")] = value if equals else True
+    if job.container_image:
+        here = os.getcwd()
+        executor.container_image = job.container_image
+        executor.container_mounts = [f"{here}:{here}", *filter(None, (job.container_mounts or "").split(","))]
+    if job.env_file:
+        executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
+    if options.ssh:
+        if not options.job_dir:
+            raise ConfigError("--job-dir: name nemo-run's folder on the cluster, with --ssh")
+        user, _, host = options.ssh.rpartition("@")
+        executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=options.job_dir)
+    return executor
+
+
+if __name__ == "__main__":
+    run.cli.main(train)

@@ -1,0 +1,258 @@
+"""Ray: one actor a rank in a placement group; each runs the same `dynamo-megatron train` as its child process.
+
+Ray only places the processes and watches them. What they need of each other goes the way it always goes: the store at
+MASTER_ADDR:MASTER_PORT, NCCL, files in output_dir. In a split fleet each server is an actor too, a node of its own to
+`dynamo-megatron serve`. The rollout process and the reward workers are rank 0's children, on its node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.ray_child import Child
+
+# What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
+# secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such as ~/.netrc.
+PASSED_ON = re.compile(
+    r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA|TORCH)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
+    r"HF_(HOME|HUB_OFFLINE|DATASETS_\w+)|(NCCL|GLOO|NVTE|SGLANG)_\w+"
+)
+OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
+POLL_EVERY = 0.25  # seconds
+SILENCE = 60.0  # seconds that an actor may take to answer
+GRACE = 10.0  # seconds the others have to end by themselves once a rank has ended badly
+STOP_GRACE = 600.0  # seconds for a checkpoint once SIGTERM or SIGUSR1 came
+
+
+class RunFailed(Exception):
+    """The run is over; the message says why, in one line."""
+
+
+@dataclass
+class Placed:
+    """An actor, its name, and its node: id, address, GPUs that Ray gave it, a port free there, cores."""
+
+    name: str
+    actor: ray.actor.ActorHandle
+    node: str
+    address: str = ""
+    gpus: tuple[str, ...] = ()
+    port: int = 0
+    cores: int = 1
+    code: int | None = None  # of its child, once that has ended
+
+
+def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
+    """Trains on a Ray cluster, or with Ray on this machine alone; returns the run's exit code. Raises ConfigError."""
+    words = [*files, *keys]
+    refuse_secrets(" ".join(words), words, os.environ)
+    config, _ = compose(files, keys)
+    servers = config.rollout.servers if config.rollout.placement == "split" else 0
+    _connect(options.address, (options.ranks or config.parallel.model_ranks) + servers)
+    try:
+        gpu = ray.cluster_resources().get("GPU", 0) > 0
+        ranks = options.ranks or _default_ranks(config, servers)
+        checked_config(files, keys, ranks)
+        run = Run(config, words, ranks, servers, gpu)
+        return run.carry_out(options.wait)
+    except RunFailed as failure:
+        print(failure, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, actors: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": "error"}  # the children's lines come through `poll`
+    try:
+        if address is None:
+            cpus = max(os.cpu_count() or 1, actors)  # Ray's count is of its own: it binds nothing to cores
+            ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"--address: no Ray cluster at {address}: {text:.200}; start one with `ray start`") from None
+
+
+def _default_ranks(config: Config, servers: int) -> int:
+    p = config.parallel
+    gpus = int(ray.cluster_resources().get("GPU", 0)) - servers * config.rollout.tp
+    return gpus // p.model_ranks * p.model_ranks or p.model_ranks
+
+
+class Run:
+    """The actors of one run, from their placement to their end."""
+
+    def __init__(self, config: Config, words: Sequence[str], ranks: int, servers: int, gpu: bool):
+        self._output = Path(config.output_dir).absolute()
+        self._words, self._ranks, self._servers = list(words), ranks, servers
+        self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
+        self._bundles += [{"CPU": 1, **({"GPU": config.rollout.tp} if gpu else {})}] * servers
+        self._placed: list[Placed] = []
+        self._asked: set[int] = set()
+
+    def carry_out(self, wait: float) -> int:
+        """Returns the run's exit code. Raises RunFailed; nothing is left behind."""
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        group = placement_group(self._bundles, strategy="PACK")
+        try:
+            if not group.wait(wait):
+                raise RunFailed(_unplaceable(self._bundles, wait))
+            self._place(group)
+            self._start()
+            return self._watch()
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+            return 130
+        finally:
+            for placed in self._placed:
+                ray.kill(placed.actor)  # its child goes with it
+            remove_placement_group(group)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        self._asked.add(number)
+
+    def _place(self, group: PlacementGroup) -> None:
+        """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them."""
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        nodes = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in range(self._ranks)))}
+        bundles = sorted(range(self._ranks), key=lambda bundle: (nodes[node_of[bundle]], bundle))
+        bundles += range(self._ranks, len(self._bundles))
+        for i, bundle in enumerate(bundles):
+            name = f"rank-{i}" if i < self._ranks else f"server-{i - self._ranks}"
+            resources = self._bundles[bundle]
+            actor = ray.remote(Child).options(
+                name=name,
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            )
+            self._placed.append(Placed(name, actor.remote(), node_of[bundle]))
+        for placed in self._placed:
+            placed.address, gpus, placed.port, placed.cores = self._get(placed, placed.actor.node.remote())
+            placed.gpus = tuple(gpus)
+
+    def _start(self) -> None:
+        first, trains = self._placed[0], self._placed[: self._ranks]
+        passed = {k: v for k, v in os.environ.items() if PASSED_ON.fullmatch(k) and k not in OF_A_NODE}
+        here = Counter(p.node for p in trains)
+        seen: Counter[str] = Counter()
+        for rank, placed in enumerate(trains):
+            gpus = sorted((g for p in trains if p.node == placed.node for g in p.gpus), key=_by_number)
+            # A rank sees its node's GPUs, as under the other launchers: local ranks count them, servers find them.
+            local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
+            seen[placed.node] += 1
+            own = {
+                "OMP_NUM_THREADS": str(max(1, placed.cores // here[placed.node])),
+                **passed,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(self._ranks),
+                "LOCAL_WORLD_SIZE": str(here[placed.node]),
+                "MASTER_ADDR": first.address,
+                "MASTER_PORT": str(first.port),
+                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+            }
+            self._begin(placed, "train", self._words, own)
+        for i, placed in enumerate(self._placed[self._ranks :]):
+            words = [*self._words, "--nodes", str(self._servers), "--node", str(i)]
+            self._begin(placed, "serve", words, passed)
+
+    def _begin(self, placed: Placed, command: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        log = self._output / "logs" / "ray" / f"{placed.name}.log"
+        arguments = (program(sys.executable, command, words), dict(environment), os.getcwd(), str(log))
+        if (error := self._get(placed, placed.actor.start.remote(*arguments))) is not None:
+            raise RunFailed(
+                f"{placed.name} on {placed.address} cannot start: {error}; all nodes must see the current folder, "
+                "output_dir and the interpreter"
+            )
+
+    def _watch(self) -> int:
+        deadline, first_bad, stopping = None, None, False
+        trains = self._placed[: self._ranks]
+        while any(p.code is None for p in trains):
+            if self._asked and not stopping:
+                stopping, deadline = True, time.monotonic() + STOP_GRACE
+                for placed in trains:
+                    placed.actor.stop.remote()
+            self._poll()
+            if first_bad is None:
+                first_bad = next((p for p in self._placed if p.code not in (None, 0, 75)), None)
+                if first_bad is not None:
+                    refused = first_bad is trains[0] and first_bad.code == 2
+                    deadline = time.monotonic() + (0.0 if refused else GRACE)
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_EVERY)
+        if first_bad is None:
+            return max(p.code if p.code is not None else 1 for p in trains)
+        if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGTERM):
+            raise RunFailed(
+                f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}"
+            )
+        return 75 if first_bad.code < 0 else first_bad.code
+
+    def _poll(self) -> None:
+        """Prints what the children have written and notes who has ended. Raises RunFailed for an actor that is gone."""
+        asked = [(p, p.actor.poll.remote()) for p in self._placed if p.code is None]
+        dead: RunFailed | None = None
+        for placed, reference in asked:
+            try:
+                placed.code, text = self._get(placed, reference)
+            except RunFailed as failure:
+                dead = dead or failure
+                continue
+            prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
+            for line in text.splitlines():
+                print(prefix + line, flush=True)
+        if dead is not None:
+            raise dead
+
+    def _get(self, placed: Placed, reference: ray.ObjectRef) -> object:
+        try:
+            return ray.get(reference, timeout=SILENCE)
+        except GetTimeoutError:
+            raise RunFailed(f"{placed.name} on {placed.address or placed.node}: no answer in {SILENCE:g} s") from None
+        except RayActorError as error:
+            text = " ".join(str(error).split())
+            detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
+            raise RunFailed(
+                f"{placed.name} on {placed.address or placed.node}: its actor died "
+                f"({detail[1] if detail else text[:300]}); the same command goes on from the last checkpoint"
+            ) from None
+
+
+def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:
+    kinds = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
+    wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
+    free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+    return (
+        f"ray: no room for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
+        "--ranks or rollout.servers, or add nodes with `ray start`"
+    )
+
+
+def _by_number(gpu: str) -> tuple[int, str]:
+    return (int(gpu), "") if gpu.isdecimal() else (1 << 30, gpu)  # or its UUID

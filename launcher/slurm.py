@@ -1,0 +1,151 @@
+"""SLURM: an sbatch script that a user can read, keep and submit again, and the rank of an srun task.
+
+The script is a head of #SBATCH lines and variables, rendered here, and `slurm.sh`, the same for every job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
+
+BODY = Path(__file__).with_name("slurm.sh")
+SHELLCHECK = "# shellcheck disable=SC2016,SC2317  # values are not for bash to expand; a trap calls its function"
+
+
+def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
+    """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
+    job = JobOptions.from_arguments(options)
+    config = checked_config(files, keys, job.ranks)
+    if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
+        raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
+    output = Path(config.output_dir).absolute()
+    script = render(job, files, keys, output)
+    refuse_secrets(script, keys, os.environ)
+    if job.dry_run:
+        print(script, end="")
+        return 0
+    (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
+    file = output / "train.sbatch"
+    file.write_text(script, encoding="utf-8")
+    return submit(file)
+
+
+def submit(script: Path) -> int:
+    """sbatch; its one line on stdout is passed on. Raises ConfigError where there is no sbatch."""
+    try:
+        done = subprocess.run(["sbatch", str(script)], check=False)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"sbatch: not found on this machine; submit {script} from one of the cluster's, or use --dry-run"
+        ) from None
+    if done.returncode == 0:
+        print(f"script: {script}\nlogs: {script.parent / 'logs'}", flush=True)
+    return 1 if done.returncode else 0
+
+
+def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
+    """The script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path that
+    SLURM cannot write to."""
+    if "\\" in str(output) or "\n" in str(output) or '"' in str(output):
+        raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
+    folder, words = Path.cwd(), [*files, *keys]
+    container = []
+    if job.container_image is not None:
+        mounts = [f"{folder}:{folder}", f"{output}:{output}", *filter(None, [job.container_mounts])]
+        container = [
+            f"--container-image={job.container_image}",
+            f"--container-mounts={','.join(dict.fromkeys(mounts))}",
+            f"--container-workdir={folder}",
+        ]
+    commands = {"train": program(job.python, "train", words)}
+    commands["serve"] = []
+    if job.rollout_nodes:
+        servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
+        commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
+    variables = {
+        "output": str(output),
+        "env_file": os.path.abspath(job.env_file) if job.env_file else "",
+        "train_nodes": job.nodes,
+        "rollout_nodes": job.rollout_nodes,
+        "ranks_per_node": job.ranks_per_node,
+        "requeue": "yes" if job.requeue else "no",
+        "idle_restarts": job.idle_restarts,
+    }
+    head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
+    head += [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
+    head += [f"{name}={_bash_array(argv, len(argv) - len(words))}" for name, argv in commands.items()]
+    head += [f"container={_bash_array(container, 0)}"]
+    return "\n".join(head) + "\n\n" + BODY.read_text(encoding="utf-8")
+
+
+def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
+    """What stands after #SBATCH, the user's own options last: they win."""
+    pattern = str(output).replace("%", "%%")
+    options = {
+        "job-name": job.name or output.name,
+        "nodes": job.nodes + job.rollout_nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_task,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "signal": f"B:USR1@{job.stop_before}",  # to this script, which tells the ranks
+        "open-mode": "append",
+        "chdir": folder,
+        "output": f"{pattern}/logs/slurm-%j.out",
+    }
+    lines = [f"--{name}={_sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
+    return [*lines, "--requeue" if job.requeue else "--no-requeue", *map(_sbatch_option, job.sbatch)]
+
+
+def _sbatch_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}={_sbatch_quote(value)}" if equals else name
+
+
+def _sbatch_quote(value: str) -> str:
+    """sbatch splits #SBATCH lines at blanks outside of double quotes and drops what follows a #."""
+    if value and not set(value) & set(" \t#'\"\\"):
+        return value
+    escaped = value.replace("\\", r"\\").replace('"', r"\"")
+    return f'"{escaped}"'
+
+
+def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
+    """As the words of a bash array, those after the first so many on lines of their own."""
+    words = [shlex.quote(word) for word in argv]
+    words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
+    lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]
+    return "(" + "\n  ".join(lines) + ("\n)" if len(lines) > 1 else ")")
+
+
+def adopt_rank(environment: MutableMapping[str, str]) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where this process is a task of an srun step and no
+    launcher has set them. MASTER_ADDR is the script's; a step of one task without it is a shell, not a rank.
+
+    Raises ConfigError for several tasks without a MASTER_ADDR.
+    """
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "MASTER_ADDR" not in environment:
+        if tasks != "1":
+            raise ConfigError(
+                f"MASTER_ADDR: not set in this srun step of {tasks} tasks; export it and MASTER_PORT (rank 0's node, a "
+                "free port), or use dynamo-megatron launch slurm"
+            )
+        return
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["WORLD_SIZE"] = tasks
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)
+    environment["LOCAL_WORLD_SIZE"] = per_node.partition("(")[0].partition(",")[0]

@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+
+from dynamo_megatron.algorithm.rejection import mean_gaps, rejections
+
+LENGTHS = np.array([20, 1, 0, 3])
+VERSIONS = np.array([[4, 4], [4, 4], [-1, -1], [4, 4]])
+
+
+@pytest.fixture
+def pair():
+    """(policy's logprobs, the engine's): bfloat16's noise, with one token in it that is 0.45 nats off."""
+    rng = np.random.default_rng(0)
+    engine = -rng.exponential(1.0, 24).astype(np.float32)
+    policy = engine + rng.normal(0, 0.03, 24).astype(np.float32)
+    policy[20] = engine[20] + 0.45
+    return policy, engine
+
+
+def test_noise_passes_also_in_a_response_of_one_token(pair):
+    assert rejections(*pair, LENGTHS, VERSIONS, 4, 0.3) == {}
+    assert mean_gaps(*pair, LENGTHS)[1] == pytest.approx(0.45 / 8)
+
+
+def test_what_is_rejected_and_why(pair):
+    policy, engine = pair
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 5, None).keys() == {0, 1, 3}
+    older = VERSIONS.copy()
+    older[3, 0] = 3
+    assert rejections(policy, engine, LENGTHS, older, 4, 0.3) == {3: "sampled from weight version 3 to 4, not 4"}
+    engine[:20] = policy[:20] - 0.5
+    engine[20] = -9.0
+    found = rejections(policy, engine, LENGTHS, VERSIONS, 4, 0.3)
+    assert found.keys() == {0, 1} and found[0] == "logprobs 0.5 nats from the policy's in the mean"
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {}
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_not_finite_is_always_rejected(pair, bad, both):
+    policy, engine = pair
+    engine[22] = bad
+    if both:
+        policy[22] = bad
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {3: "a logprob that is not finite"}

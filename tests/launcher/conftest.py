@@ -1,0 +1,254 @@
+"""A real SLURM with two virtual nodes, and a small run from recorded rollouts to launch on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+
+SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
+PROGRAMS = ("slurmctld", "slurmd", "munged")
+ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "sacct")
+PACKAGES = "slurm-wlm slurm-wlm-basic-plugins munge slurmdbd mariadb-server shellcheck"
+STEPS = 16
+ANSWERS = "aei 7o"  # a whole number of batches: no problem twice in one
+
+
+def _install_on_ci() -> None:
+    """A CI machine is thrown away afterwards; on a user's nothing is ever installed."""
+    if os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {"check": False, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 300}
+        subprocess.run(["apt-get", "update"], **quiet)
+        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES.split()], **quiet)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    for first in range(17000 + os.getpid() % 1000 * 8, 32000, count):
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for i, probe in enumerate(probes):
+                probe.bind(("", first + i))
+            return first
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise AssertionError("no free ports")
+
+
+class Cluster:
+    """`environment` is what a user's shell on it has."""
+
+    def __init__(self, folder: Path, accounting: bool = False):
+        self.folder = folder
+        command = [SCRIPT, "start", folder, str(_free_ports(8)), *(["accounting"] if accounting else [])]
+        # Its output goes to a file: the daemons would hold a pipe for ever.
+        with open(folder / "start", "w") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120).returncode
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        if code:
+            self.stop()
+            raise AssertionError((folder / "start").read_text())
+
+    def stop(self) -> None:
+        subprocess.run([SCRIPT, "stop", self.folder], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+    def tool(self, *words: object) -> str:
+        """The output of one of SLURM's commands."""
+        done = subprocess.run(
+            [*map(str, words)], env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def launch(self, folder: Path, *words: object, environment: dict[str, str]) -> str:
+        """`dynamo-megatron launch slurm WORDS` in the folder; the job's id."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "launch", "slurm", *map(str, words)],
+            cwd=folder,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split("Submitted batch job ")[1].split()[0]
+
+    def state(self, job: str) -> str:
+        return self.field(job, "JobState")
+
+    def field(self, job: str, name: str) -> str:
+        fields = self.tool("scontrol", "show", "job", "-o", job).split()
+        return next(f for f in fields if f.startswith(f"{name}=")).partition("=")[2]
+
+    def wait(self, job: str, output: Path, state: str = "COMPLETED", timeout: float = 300) -> None:
+        """Until the job has ended, in `state`."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        self.wait_until(lambda: self.state(job) in over, f"the end of job {job}", output, timeout)
+        assert self.state(job) == state, logs(output)
+
+    def wait_until(self, condition: Callable[[], object], what: str, output: Path, timeout: float = 300) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {timeout} s for {what}:\n{self.tool('squeue', '--long')}\n{logs(output)}")
+            time.sleep(0.1)
+
+
+def logs(output: Path) -> str:
+    """The ends of all that a run's jobs have written."""
+    return "\n".join(
+        f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(output.rglob("logs/**/*")) if file.is_file()
+    )
+
+
+def _cluster(accounting: bool):
+    programs = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
+    path = os.environ["PATH"] + ":/usr/sbin"
+    if not all(shutil.which(program, path=path) for program in programs):
+        _install_on_ci()
+    for program in programs:
+        if not shutil.which(program, path=path):
+            pytest.skip(f"{program} is not installed (Debian, Ubuntu: apt-get install {PACKAGES})")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie in it
+    try:
+        cluster = Cluster(folder, accounting)
+        yield cluster
+        cluster.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Two nodes, partitions `debug` and, above it, `urgent`."""
+    yield from _cluster(accounting=False)
+
+
+@pytest.fixture(scope="session")
+def accounting_cluster():
+    """The same with sacct."""
+    yield from _cluster(accounting=True)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tiny_model, tmp_path_factory) -> Path:
+    """config.yaml of a run of STEPS steps on two ranks from recorded rollouts, which are made up."""
+    folder = tmp_path_factory.mktemp("launched run")  # a blank in the path
+    prompts = [Prompt(f"problem-{i}", text=f"Write {answer!r}.", answer=answer) for i, answer in enumerate(ANSWERS)]
+    rows = [{"id": p.prompt_id, "problem": p.text, "answer": p.answer} for p in prompts]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"}
+    _record(folder / "recording", prompts, str(tiny_model), DataConfig(**data))
+    config = {
+        "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 256},
+        "data": data,
+        "parallel": {"pp": 2},
+        "rollout": {
+            "engine": "recorded",
+            "recorded": str(folder / "recording"),
+            "max_new_tokens": 16,
+            "proof": {"max_mean_gap": None},  # no policy has sampled them
+        },
+        "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 12}},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 0},
+        "trainer": {"steps": STEPS, "micro_batch_tokens": 256},
+        "checkpoint": {"every": 4},
+        "output_dir": "unset",
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def _record(out: Path, prompts: list[Prompt], model: str, data: DataConfig) -> None:
+    """Every problem in every step, with as many rollouts as the allocator may ask for."""
+    generator, tokenizer, store = np.random.default_rng(0), load_tokenizer(model), RolloutStore(out)
+    for step in range(1, STEPS + 1):
+        for position, prompt in enumerate(prompts):
+            tokens, group = encode_prompt(prompt, tokenizer, data), group_id(step, position)
+            for index in range(12):
+                response = generator.integers(5, 90, generator.integers(4, 17)).tolist()
+                right = bool(generator.random() < 0.2 + 0.15 * position)
+                store.append(
+                    Rollout(
+                        rollout_id=rollout_id(group, index),
+                        group_id=group,
+                        prompt_id=prompt.prompt_id,
+                        step=step,
+                        tokens=[*tokens, *response],
+                        response_mask=[0] * len(tokens) + [1] * len(response),
+                        engine_logprobs=[-4.0] * len(response),
+                        weight_versions=[(step - 1, 0, len(response))],
+                        finish_reason="length",
+                        reward=float(right),
+                        success=right,
+                        reward_parts={},
+                    )
+                )
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def rows():
+    def read(output: Path) -> list[dict]:
+        file = output / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def undisturbed(run_folder):
+    """The output folder of the run on local ranks, from its first to its last step."""
+    output = run_folder / "undisturbed"
+    with open(run_folder / "undisturbed.log", "w") as log:
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", "config.yaml", f"output_dir={output}"],
+            cwd=run_folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+        ).returncode
+    assert code == 0, (run_folder / "undisturbed.log").read_text()[-3000:]
+    return output
+
+
+@pytest.fixture(scope="session")
+def same_weights(undisturbed, rows):
+    """Asserts that a finished run has the undisturbed one's weights, bit for bit, and its metrics but for times."""
+    from safetensors.torch import load_file
+
+    def compare(output: Path) -> None:
+        ours, theirs = ([*sorted((folder / "hf").glob("*.safetensors"))] for folder in (output, undisturbed))
+        assert [file.name for file in ours] == [file.name for file in theirs] != []
+        for a, b in zip(ours, theirs, strict=True):
+            left, right = load_file(a), load_file(b)
+            assert left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
+        timed = ("time/", "throughput/", "resources/")
+        for ours, theirs in zip(rows(output), rows(undisturbed), strict=True):
+            assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
+                k: v for k, v in theirs.items() if not k.startswith(timed)
+            }
+
+    return compare

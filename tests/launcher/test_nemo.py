@@ -1,0 +1,169 @@
+"""`launch nemo` with nemo-run itself, which has an interpreter of its own: NEMO_PYTHON or .venv-nemo/bin/python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEMO_PYTHON = os.environ.get("NEMO_PYTHON", str(ROOT / ".venv-nemo" / "bin" / "python"))
+pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NEMO_PYTHON} (make nemo)")
+VENV = Path(sys.executable).parents[1]
+SECRET = "a-key-that-must-stay-secret"
+
+
+@pytest.fixture
+def nemo(tmp_path):
+    """nemo(folder, module, *words) -> (exit code, output): a module's command line in nemo-run's interpreter."""
+    inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "WANDB_API_KEY": SECRET, "COLUMNS": "1000"}
+
+    def run(folder: Path, module: str, *words: object, environment: dict[str, str] = os.environ) -> tuple[int, str]:
+        log = tmp_path / f"nemo-{time.monotonic_ns()}.log"
+        with open(log, "w") as file:
+            code = subprocess.run(
+                [NEMO_PYTHON, "-P", "-m", f"dynamo_megatron.{module}", *map(str, words)],
+                cwd=folder,
+                env={**environment, "OMP_NUM_THREADS": "1", **inherited},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=500,
+            ).returncode
+        return code, log.read_text()
+
+    yield run
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and file.stat().st_size < 1e6:
+            assert SECRET.encode() not in file.read_bytes(), file
+
+
+def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
+    words = ("config.yaml", f"output_dir={tmp_path / 'run'}", "tracking.name=it's $HOME")
+    asked = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--nodes", "2", "--sbatch=--qos=high")
+    more = ("--tasks", "convert,train,eval", "--sweep", "optimizer.lr=1e-6,1e-5", "--venv", "/opt/venv", "--dry-run")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, *asked, *more)
+    assert code == 0, text
+    for name in ("convert", "train-lr-1e-6", "eval-lr-1e-6", "train-lr-1e-5", "eval-lr-1e-5"):
+        assert f"Task {name}" in text
+    for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@300", "requeue"):
+        assert f"#SBATCH --{flag}" in text
+    assert "export MASTER_ADDR=${head_node_ip%% *}" in text and "TORCHX_MAX_RETRIES=3" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--time", "10"), "--account: nemo-run needs it"),
+        (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--account", "us"), "--time: nemo-run needs it"),
+        (("--nodes", "2", "--venv", "x"), "--nodes: goes with --executor slurm"),
+        ((), "--venv: name the trainer's virtual environment"),
+        (("--venv", "x", "--sweep", "optimizer.lr"), "--sweep: 'optimizer.lr' is not key=value,value"),
+        (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
+        (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
+        (("--venv", "x", f"rollout.server_args=[--foo={SECRET}]"), "WANDB_API_KEY: its value would be written"),
+    ],
+)
+@pytest.mark.full
+def test_what_is_refused(nemo, run_folder, words, message):
+    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", *words)
+    assert code == 2 and message in text.splitlines()[-1] and SECRET not in text, text
+
+
+@pytest.mark.full
+def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
+    words = ("config=config.yaml", "keys=['output_dir=x']", "executor=slurm", "executor.account=us", "executor.nodes=3")
+    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
+    assert code == 0, text
+    assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
+
+
+@pytest.fixture
+def evaluating(run_folder):
+    """Keys of a training of four steps and of an evaluation after it."""
+    return (
+        "trainer.steps=4",
+        f"eval.data={run_folder / 'problems.jsonl'}",
+        "eval.samples=2",
+        "rollout.start_timeout=400",
+    )
+
+
+@pytest.mark.full
+def test_convert_train_and_eval_on_this_machine(nemo, run_folder, evaluating, tmp_path):
+    output = tmp_path / "a run"
+    words = ("config.yaml", f"output_dir={output}", *evaluating, "--venv", VENV, "--tasks", "convert,train,eval")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", *words)
+    assert code == 0, text[-5000:]
+    assert [f"{name}: SUCCEEDED" in text for name in ("convert", "train", "eval")] == [True] * 3
+    assert (output / "mcore" / "config.json").is_file()
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == 4
+    assert len((output / "scores" / "problems.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.full
+def test_what_comes_after_a_failure_is_not_run(nemo, run_folder, evaluating, tmp_path):
+    words = ("config.yaml", f"output_dir={tmp_path / 'run'}", *evaluating, "--venv", VENV, "--tasks", "train,eval")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, "rollout.recorded=/nowhere")
+    assert code == 1 and "train: FAILED" in text, text[-5000:]
+    assert not (tmp_path / "run" / "scores").exists()
+
+
+@pytest.mark.full
+def test_a_sweep_on_this_machine(nemo, run_folder, tmp_path):
+    words = ("config.yaml", f"output_dir={tmp_path / 'runs'}", "trainer.steps=2", "--venv", VENV)
+    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, "--sweep", "optimizer.lr=1e-3,2e-3")
+    assert code == 0, text[-5000:]
+    rates = []
+    for value in ("1e-3", "2e-3"):
+        rows = (tmp_path / "runs" / f"lr-{value}" / "metrics.jsonl").read_text().splitlines()
+        rates.append(json.loads(rows[-1])["policy/learning_rate"])
+    assert rates == [1e-3, 2e-3]
+
+
+@pytest.mark.full
+def test_convert_train_and_eval_on_slurm(nemo, accounting_cluster, run_folder, evaluating, tmp_path, rows):
+    """The training is told to stop on its way: nemo-run's retries requeue it, and it goes on."""
+    output = tmp_path / "run"
+    (tmp_path / "secrets").write_text(f"OTHER_TOKEN={SECRET[::-1]}\n")
+    words = ("config.yaml", f"output_dir={output}", *evaluating, "--venv", VENV, "--tasks", "convert,train,eval")
+    job = (
+        "--executor",
+        "slurm",
+        "--account",
+        "test",
+        "--time",
+        "20",
+        "--nodes",
+        "2",
+        "--env-file",
+        tmp_path / "secrets",
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('SLURM_PROCID') == '1' and os.environ.get('SLURM_RESTART_COUNT', '0') == '0':\n"
+        "    from dynamo_megatron import config\n"
+        "    rate = config.Config.learning_rate\n"
+        "    def learning_rate(self, step):\n"
+        "        if step == 2:\n"
+        "            os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "        return rate(self, step)\n"
+        "    config.Config.learning_rate = learning_rate\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**accounting_cluster.environment, "PYTHONPATH": path}
+    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, *job, environment=environment)
+    assert code == 0, text[-5000:]
+    assert [f"{name}: SUCCEEDED" in text for name in ("convert", "train", "eval")] == [True] * 3
+    assert [row["step"] for row in rows(output)] == [1, 2, 3, 4]
+    said = "".join(file.read_text() for file in (tmp_path / "nemo").rglob("log-*train*.out"))
+    assert "stopped by SIGUSR1 on rank 1" in said and "resumed from" in said
+    assert len((output / "scores" / "problems.jsonl").read_text().splitlines()) == 6
+    for file in (tmp_path / "nemo").rglob("*.out"):
+        assert SECRET[::-1] not in file.read_text()

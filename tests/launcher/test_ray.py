@@ -1,0 +1,151 @@
+"""`launch ray` on a cluster of two raylets on this machine, a rank on each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TIMES = ("time/", "throughput/", "resources/")
+SECRET = "c0ffee-never-to-be-seen"
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A head and another node with a core each, so that two ranks never share one."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def start(run_folder, address):
+    """start(name, *words) -> (process, output_dir, log): `launch ray` in the background, ended with the test."""
+    started = []
+
+    def one(name: str, *words: object, ranks: int = 2) -> tuple[subprocess.Popen, Path, Path]:
+        output, log = run_folder / name, run_folder / f"{name}-{time.monotonic_ns()}.log"
+        keys = ["config.yaml", f"output_dir={output}", "--ranks", str(ranks), "--address", address, *words]
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", "launch", "ray", *map(str, keys)],
+                cwd=run_folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        started.append(process)
+        return process, output, log
+
+    yield one
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def ranks_of(output: Path) -> dict[int, psutil.Process]:
+    """rank -> its process (not the guard's)."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command = process.cmdline()
+            if (
+                "train" in command
+                and f"output_dir={output}" in command
+                and "dynamo_megatron.rollout.guard" not in command
+            ):
+                found[int(process.environ()["RANK"])] = process
+    return found
+
+
+def wait_until(condition, what: str, log: Path, timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}:\n{log.read_text()[-3000:]}"
+        time.sleep(0.1)
+
+
+def plain(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_two_raylets_train_as_this_machine_alone_does(start, rows, undisturbed):
+    process, output, log = start("ray")
+    assert process.wait(240) == 0, log.read_text()[-3000:]
+    assert plain(rows(output)) == plain(rows(undisturbed))
+    one, two = weights(output), weights(undisturbed)
+    assert len(two) > 20 and one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert (output / "logs" / "ray" / "rank-1.log").is_file()
+    written = [log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
+    assert len(written) > 5
+    assert not [file for file in written if file.is_file() and SECRET in file.read_text(errors="replace")]
+
+
+@pytest.mark.full
+def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, undisturbed):
+    process, output, log = start("killed")
+    wait_until(lambda: len(rows(output)) >= 6, "6 steps", log)
+    ranks = ranks_of(output)
+    actor = ranks[1].parent().parent()
+    assert "Child" in actor.name() or any("Child" in word for word in actor.cmdline()), actor.cmdline()
+    actor.kill()
+    killed = time.monotonic()
+    assert process.wait(60) == 1
+    assert time.monotonic() - killed < 30
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith("rank-1 on ") and "its actor died" in last, last
+    assert not psutil.wait_procs(ranks.values(), timeout=20)[1]
+    again, _, log = start("killed")
+    assert again.wait(240) == 0, log.read_text()[-3000:]
+    assert "resumed from" in log.read_text()
+    assert plain(rows(output)) == plain(rows(undisturbed))
+
+
+@pytest.mark.full
+def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
+    process, output, log = start("stopped")
+    wait_until(lambda: len(rows(output)) >= 3, "3 steps", log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, log.read_text()[-3000:]
+    assert "stopped by SIGTERM" in log.read_text()
+    done = len(rows(output))
+    process, output, log = start("stopped")
+    wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps", log)
+    ranks_of(output)[1].kill()
+    assert process.wait(60) == 1
+    assert "rank-1 on " in log.read_text().splitlines()[-1]
+
+
+@pytest.mark.full
+def test_no_room(start):
+    process, output, log = start("crowded", "--wait", 3, ranks=4)
+    assert process.wait(120) == 1
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith("ray: no room for 4 x {'CPU': 1} within 3 s (--wait); free in the cluster: {'CPU': 2")
+    assert "lower --ranks" in said and not output.exists()
+
+
+def test_a_layout_that_does_not_fit_is_refused(start):
+    process, output, log = start("odd", ranks=3)
+    assert process.wait(120) == 2
+    assert "parallel: 3 ranks can't be cut" in log.read_text().splitlines()[-1] and not output.exists()

@@ -1,0 +1,187 @@
+"""`launch slurm` on a real SLURM of two virtual nodes: time limit, preemption, a node's failure, cancelling."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A step that takes a moment longer, so that what happens to a job happens to it before its last one.
+SLOW = """
+import time
+from dynamo_megatron import config
+rate = config.Config.learning_rate
+def learning_rate(self, step):
+    time.sleep({seconds})
+    return rate(self, step)
+config.Config.learning_rate = learning_rate
+"""
+FAILS_ON_RANK_1 = """
+import os
+if os.environ.get("SLURM_PROCID") == "1":
+    from dynamo_megatron import config
+    rate = config.Config.learning_rate
+    def learning_rate(self, step):
+        if step == 3:
+            raise KeyError("this rank has had enough")
+        return rate(self, step)
+    config.Config.learning_rate = learning_rate
+"""
+
+
+@pytest.fixture
+def launched(cluster, run_folder, tmp_path):
+    """launch(*words, code) -> (job, output): the run on both nodes, one rank each, in interpreters that run `code`
+    first; cancelled with the test."""
+    jobs = []
+
+    def launch(*words: object, code: str = SLOW.format(seconds=0.2)) -> tuple[str, Path]:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        output = tmp_path / "it's a run %j"
+        words = ("config.yaml", f"output_dir={output}", "--nodes", "2", *words)
+        jobs.append(cluster.launch(run_folder, *words, environment={"PYTHONPATH": path}))
+        return jobs[-1], output
+
+    yield launch
+    for job in jobs:
+        cluster.tool("scancel", job)
+        cluster.wait_until(lambda job=job: not cluster.tool("squeue", "-h", "-j", job), f"the end of {job}", tmp_path)
+
+
+def batch_log(output: Path, job: str) -> str:
+    return (output / "logs" / f"slurm-{job}.out").read_text()
+
+
+def rank_log(output: Path, job: str, rank: int) -> str:
+    return (output / "logs" / f"slurm-{job}" / f"rank-{rank}.log").read_text()
+
+
+def processes_with(text: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(text in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
+    job, output = launched("--time", "30")
+    cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
+    cluster.tool("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    done = len(rows(output))
+    assert 3 <= done < 16
+    cluster.wait(job, output)
+    assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
+    assert "stopped by SIGUSR1; the same command goes on from here" in rank_log(output, job, 0)
+    assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
+    same_weights(output)
+
+
+@pytest.mark.full
+def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
+    """SLURM gives the signal up to a minute early: how far each start gets is chance, what comes of it is not."""
+    job, output = launched("--time", "2", "--stop-before", "20", code=SLOW.format(seconds=5))
+    cluster.wait(job, output, timeout=500)
+    assert int(cluster.field(job, "Restarts")) >= 1
+    assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
+    same_weights(output)
+
+
+@pytest.mark.full
+def test_preemption(cluster, launched, rows, same_weights):
+    job, output = launched(code=SLOW.format(seconds=1))
+    cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
+    cluster.tool("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    cluster.wait(job, output)
+    assert cluster.field(job, "Restarts") == "1"
+    assert "resumed from" in rank_log(output, job, 0)
+    same_weights(output)
+
+
+@pytest.mark.full
+def test_a_node_that_goes_down(cluster, launched, rows, same_weights):
+    job, output = launched(code=SLOW.format(seconds=1))
+    cluster.wait_until(lambda: len(rows(output)) >= 6, "six steps", output)
+    cluster.tool("scontrol", "update", "nodename=n1", "state=DOWN", "reason=test")
+    try:
+        cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    finally:
+        cluster.tool("scontrol", "update", "nodename=n1", "state=RESUME")
+    cluster.wait(job, output)
+    assert "resumed from" in rank_log(output, job, 0)
+    same_weights(output)
+
+
+@pytest.mark.full
+def test_a_job_that_only_ever_stops_is_given_up(cluster, launched):
+    job, output = launched("--idle-restarts", "2")
+    log = output / "logs" / f"slurm-{job}.out"
+    for restart in (0, 1):
+        said = f"job {job}, restart {restart}, on n[0-1], no checkpoint yet"
+        cluster.wait_until(lambda said=said: log.is_file() and said in log.read_text(), said, output)
+        cluster.tool("scancel", "--batch", "--signal=USR1", job)  # before the ranks are up, and before srun is
+    cluster.wait(job, output, "FAILED")
+    assert "stopped 2 times in a row without a new checkpoint: not requeued" in batch_log(output, job)
+
+
+@pytest.mark.full
+def test_a_failure_is_summed_up_and_not_requeued(cluster, launched):
+    job, output = launched(code=FAILS_ON_RANK_1)
+    cluster.wait(job, output, "FAILED")
+    assert cluster.field(job, "Restarts") == "0" and cluster.field(job, "ExitCode") == "1:0"
+    summary = batch_log(output, job).partition("failed (exit code 1); the first to fail was rank 1")[2]
+    rank_0, _, rank_1 = summary.partition("the last words of rank 1")
+    assert "rank 1, step 3: KeyError: 'this rank has had enough'" in rank_0
+    assert "Traceback (most recent call last)" in rank_1 and rank_1.endswith("KeyError: 'this rank has had enough'\n")
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_named(cluster, launched, rows):
+    job, output = launched(code=SLOW.format(seconds=1))
+    cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
+    ranks = processes_with(f"output_dir={output}")
+    next(p for p in ranks if p.environ().get("SLURM_PROCID") == "1" and p.environ().get("SLURM_STEP_ID") == "0").kill()
+    cluster.wait(job, output, "FAILED")
+    assert cluster.field(job, "Restarts") == "0"
+    assert "the first to fail was rank 1" in batch_log(output, job)
+
+
+@pytest.mark.full
+def test_a_refused_config_is_not_requeued(cluster, launched):
+    job, output = launched("rollout.recorded=/nowhere")
+    cluster.wait(job, output, "FAILED")
+    assert cluster.field(job, "Restarts") == "0" and cluster.field(job, "ExitCode") == "2:0"
+    assert "rollout.recorded: /nowhere has no rollouts/ folder" in batch_log(output, job)
+
+
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "reward.workers=1")
+
+
+@pytest.mark.full
+def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
+    """The server and the reward workers are rank 0's; the second half of the run is cancelled."""
+    shared_memory, before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.process_iter()}
+    job, output = launched(*LIVE, "trainer.steps=2")
+    cluster.wait(job, output)
+    assert [row["step"] for row in rows(output)] == [1, 2]
+    assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
+    again, _ = launched(*LIVE, "trainer.steps=999")
+    cluster.wait_until(lambda: len(rows(output)) >= 4, "two more steps", output)
+    ours = {p for p in psutil.process_iter() if p.pid not in before and p.environ().get("SLURM_JOB_ID") == again}
+    assert len(ours) >= 6, "two ranks, rollout process, server and its children, reward worker"
+    ports = {c.laddr.port for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert len(ports) >= 2, "the ranks' store and the server"
+    cluster.tool("scancel", again)
+    cluster.wait_until(lambda: cluster.state(again) == "CANCELLED", "the cancelled job's end", output)
+    assert cluster.field(again, "Restarts") == "0"
+    cluster.wait_until(lambda: not any(p.is_running() for p in ours), f"the end of all of {ours}", output, 30)
+    taken = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert not ports & taken
+    assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -1,0 +1,180 @@
+"""What `launch slurm` writes: read by bash, by shellcheck, and by us."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.launcher.command import refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.launcher.slurm import adopt_rank, render
+
+NASTY = [
+    "tracking.name=two words",
+    'tracking.name=it\'s "quoted" `date` $HOME $(id) \\ # ; & | * ~ !',
+    "tracking.name=line\nbreak",
+    "rollout.stop=['\\n\\n', 'x']",
+    "tracking.name=Ünï",
+    "",
+]
+CONTAINER = JobOptions(
+    nodes=2, container_image="/images/it's new.sqsh", container_mounts="/data:/data", python="python3"
+)
+
+
+def script(job: JobOptions, *keys: str, output: str = "/runs/a") -> str:
+    return render(job, ["a config.yaml"], keys, Path(output))
+
+
+def variables(text: str, name: str) -> list[str]:
+    """The words of an array, as bash understands the head of the script."""
+    head = text.partition("# ---- from here on")[0]
+    body = f'for word in "${{{name}[@]}}"; do printf "%s\\0" "$word"; done'
+    done = subprocess.run(["bash", "-c", head + body], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_every_value_survives_bash():
+    text = script(JobOptions(python="/opt/my env/bin/python", rollout_nodes=2), *NASTY)
+    python = ["/opt/my env/bin/python", "-P", "-m", "dynamo_megatron.cli"]
+    assert variables(text, "train") == [*python, "train", "a config.yaml", *NASTY]
+    assert variables(text, "serve")[-len(NASTY) :] == NASTY
+    assert variables(text, "container") == []
+    folder = str(Path.cwd())
+    assert variables(script(CONTAINER, output="/runs/a b"), "container") == [
+        "--container-image=/images/it's new.sqsh",
+        f"--container-mounts={folder}:{folder},/runs/a b:/runs/a b,/data:/data",
+        f"--container-workdir={folder}",
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")
+def test_shellcheck(tmp_path):
+    jobs = [JobOptions(), JobOptions(nodes=2, rollout_nodes=2, ranks_per_node=8, sbatch=("--qos=a b",)), CONTAINER]
+    files = [tmp_path / f"{number}.sh" for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        file.write_text(script(job, *NASTY))
+    cluster = Path(__file__).with_name("slurm_cluster.sh")
+    done = subprocess.run(["shellcheck", *files, cluster], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_sbatch_is_asked():
+    job = JobOptions(
+        nodes=4,
+        rollout_nodes=2,
+        gpus_per_node=8,
+        ranks_per_node=8,
+        partition="gpu",
+        account="us",
+        time="1-00:00:00",
+        stop_before=600,
+        sbatch=("--qos=high # one", "--exclusive", "--comment=to be"),
+    )
+    lines = [line.removeprefix("#SBATCH ") for line in script(job, output="/r/a % b").splitlines() if "#SBATCH" in line]
+    assert lines == [
+        '--job-name="a % b"',
+        "--nodes=6",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+        "--account=us",
+        "--time=1-00:00:00",
+        "--signal=B:USR1@600",
+        "--open-mode=append",
+        f"--chdir={Path.cwd()}",
+        '--output="/r/a %% b/logs/slurm-%j.out"',
+        "--requeue",
+        '--qos="high # one"',
+        "--exclusive",
+        '--comment="to be"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--time", "soon"), "--time: 'soon' is none of"),
+        (("--time", "5"), "--stop-before: 300 s before the end of --time 5 there is nothing left"),
+        (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
+        (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
+        (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
+        (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
+        (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
+        (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
+        (("optimizer.rate=1",), "unknown key optimizer.rate"),
+        (("output_dir=a\\b",), "output_dir: "),
+    ],
+)
+def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
+    assert main(["launch", "slurm", "c.yaml", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("HF_TOKEN", "short")
+    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
+    assert main(["launch", "slurm", "c.yaml", "tracking.name=short", "--dry-run"]) == 0
+    assert "0123456789abcdef" not in capsys.readouterr().out
+    assert main(["launch", "slurm", "c.yaml", "tracking.name=0123456789abcdef"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("WANDB_API_KEY: its value would be written") and "0123" not in said
+    for word in ('rollout.server_args=["--api-key","x"]', "a.password=x", "b=--hf-auth-token"):
+        with pytest.raises(ConfigError, match=r"looks like a secret") as error:
+            refuse_secrets("", [word], {})
+        assert "x" not in str(error.value).partition(":")[0].removeprefix(word.partition("=")[0])
+    refuse_secrets("", ["data.prompt_key=problem", "data.answer_key=answer", "model.max_length=8"], {})
+
+
+def test_a_rank_takes_its_place_from_srun():
+    task = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16"}
+    task |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
+    environment = dict(task)
+    adopt_rank(environment)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [environment[name] for name in names] == ["9", "16", "1", "8"]
+    others = [
+        {**task, "RANK": "3"},  # torchrun, Ray
+        {name: value for name, value in task.items() if name != "SLURM_STEP_ID"},  # the batch shell
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+        {},
+    ]
+    for other in others:
+        environment = dict(other)
+        adopt_rank(environment)
+        assert environment == other
+    del task["MASTER_ADDR"]
+    with pytest.raises(ConfigError, match="MASTER_ADDR: not set in this srun step of 16 tasks"):
+        adopt_rank(task)
+
+
+def test_defaults_of_the_options():
+    parser = argparse.ArgumentParser()
+    JobOptions.add_arguments(parser)
+    job = JobOptions.from_arguments(parser.parse_args(["--gpus-per-node", "8", "--nodes", "3"]))
+    assert (job.ranks_per_node, job.ranks) == (8, 24)
+    assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
+    inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
+    assert inside.python == "env/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("1", 60), ("1:30", 90), ("1:00:30", 3630), ("1-0", 86400), ("2-3:30", 185400), ("0-0:10:01", 601)],
+)
+def test_times_are_read_as_sbatch_reads_them(time, seconds):
+    JobOptions(time=time, stop_before=seconds - 1)
+    with pytest.raises(ConfigError, match="--stop-before"):
+        JobOptions(time=time, stop_before=seconds)

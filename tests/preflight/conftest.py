@@ -1,0 +1,68 @@
+"""A small run whose parts the tests damage, and one check of it at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_megatron.config_files import compose
+from dynamo_megatron.preflight import command, device_checks, server_check
+from dynamo_megatron.preflight.findings import run_checks
+from dynamo_megatron.preflight.subject import Subject
+
+CHECKS = {
+    "layout": command.layout,
+    **dict(command.OF_THE_JOB),
+    **dict(command.OF_A_NODE),
+    "devices": device_checks.devices,
+    "server": server_check.server,
+}
+
+
+@pytest.fixture
+def base(tiny_model, tmp_path, monkeypatch) -> Path:
+    """A folder with a model of its own, problems and config.yaml; also the current one."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    rows = [{"id": f"p{i}", "problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_length": 128},
+        "data": {"source": str(tmp_path / "problems.jsonl"), "batch_prompts": 2},
+        "rollout": {"max_new_tokens": 8, "start_timeout": 400},
+        "reward": {"workers": 1},
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def check(base):
+    """check(name, *keys, ranks=1) -> [(level, text)] of that check under the base config with `keys`."""
+
+    def one(name: str, *keys: str, ranks: int = 1) -> list[tuple[str, str]]:
+        config, _ = compose([str(base / "config.yaml")], keys)
+        found = []
+        subject = Subject(config, ranks, ranks)
+        run_checks([(name, partial(CHECKS[name], subject))], lambda _, f, seconds: found.append((f.level, f.text)))
+        return found
+
+    return one
+
+
+@pytest.fixture
+def failure(check):
+    """failure(name, *keys) -> the one line of a check that must fail."""
+
+    def one(name: str, *keys: str, ranks: int = 1) -> str:
+        texts = [text for level, text in check(name, *keys, ranks=ranks) if level == "FAILED"]
+        assert len(texts) == 1 and "\n" not in texts[0], texts
+        return texts[0]
+
+    return one

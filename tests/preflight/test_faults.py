@@ -1,0 +1,246 @@
+"""Each fault is found, in one line that names what, where and the mend."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dynamo_megatron.preflight.device_checks import _run_ranks
+
+
+def test_all_is_well(check):
+    for name in ("layout", "weights", "round trip", "vocabulary", "context length", "data", "template", "disk"):
+        assert {level for level, _ in check(name)} == {"ok"}, check(name)
+
+
+def edit_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def shard(folder: Path) -> None:
+    """model.safetensors as two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({n: tensors[n] for n in part}, folder / file)
+    index = {"weight_map": {n: file for file, part in halves.items() for n in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+# -- the model's folder ------------------------------------------------------------------------------------------------
+def test_a_missing_shard(base, failure, check):
+    shard(base / "model")
+    assert check("weights")[0][0] == "ok"
+    (base / "model" / "model-2.safetensors").unlink()
+    said = failure("weights")
+    assert "model-2.safetensors: no such file, though model.safetensors.index.json names it" in said
+
+
+def test_a_truncated_shard(base, failure):
+    file = base / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "model.safetensors: corrupt or truncated" in failure("weights")
+
+
+def test_a_vocabulary_of_another_size_than_the_embedding(base, failure):
+    edit_json(base / "model" / "config.json", vocab_size=160)
+    said = failure("weights")
+    assert "model.embed_tokens.weight [128, 64] instead of [160, 64]" in said and "config.json" in said
+
+
+def test_another_models_tokenizer(base, failure, make_tiny_model):
+    """Its ids go beyond the embedding."""
+    tokenizer = json.loads((base / "model" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"extra{i}": len(vocabulary) + i for i in range(300)}
+    (base / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = failure("vocabulary")
+    assert "ids up to 400, the embedding 128 rows" in said and "copy the model's own tokenizer files" in said
+
+
+def test_an_end_token_beyond_the_embedding(base, failure):
+    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, 151645])
+    said = failure("vocabulary")
+    assert "end token 151645" in said and "correct eos_token_id in generation_config.json" in said
+
+
+def test_no_chat_template(base, failure):
+    (base / "model" / "chat_template.jinja").unlink()
+    assert "has no chat template; give a plain template with {prompt} in it" in failure("template")
+
+
+def test_weights_that_are_not_numbers(base, failure):
+    file = base / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, file)
+    said = failure("round trip")
+    assert "model.layers.1.mlp.up_proj.weight holds NaN" in said and "download the model again" in said
+
+
+def test_a_config_that_megatron_cannot_follow(base, failure):
+    edit_json(base / "model" / "config.json", hidden_act="gelu")
+    assert "hidden_act: 'gelu' is not supported, only 'silu'" in failure("model config")
+
+
+def test_tp_that_does_not_divide_the_key_value_heads(failure):
+    said = failure("layout", "parallel.tp=4", ranks=4)
+    assert "parallel.tp: 4 does not divide the 2 (key/value heads); use one of 1, 2" in said
+
+
+def test_a_length_beyond_the_models(base, failure):
+    """Qwen2.5-Math has 4,096 positions and is asked for more all the time."""
+    edit_json(base / "model" / "config.json", max_position_embeddings=4096)
+    assert "model.max_length: 8192 tokens is above the model's 4096" in failure(
+        "context length", "model.max_length=8192"
+    )
+    said = failure("context length", "model.max_length=null", "rollout.max_new_tokens=4096")
+    assert "rollout.max_new_tokens: 4096 tokens leave 0 of 4096 for the prompt" in said
+
+
+# -- data and reward ---------------------------------------------------------------------------------------------------
+def test_unreadable_data(base, failure):
+    with (base / "problems.jsonl").open("a") as file:
+        file.write('{"problem": "cut of\n')
+    assert "problems.jsonl:5: not JSON" in failure("data")
+    assert "data.source: there is no file /no/such.jsonl" in failure("data", "data.source=/no/such.jsonl")
+
+
+def test_prompts_that_are_all_too_long(failure):
+    said = failure("data", "data.max_prompt_length=3")
+    assert "all of the first 4 prompts" in said and "raise it, or lower rollout.max_new_tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise KeyError('no such entry')", "own:score failed on prompt 'p0': KeyError: 'no such entry'"),
+        ("return float('nan')", "own:score failed on prompt 'p0': ValueError: returned nan"),
+    ],
+)
+def test_a_reward_that_raises(base, failure, body, says):
+    (base / "own.py").write_text(f"def score(prompt, response):\n    {body}\n")
+    said = failure("reward", "reward.functions=[own:score]", "reward.workers=1")
+    assert says in said and "mend it" in said
+
+
+def test_a_reward_that_hangs(base, check):
+    (base / "own.py").write_text("import time\n\ndef score(prompt, response):\n    time.sleep(60)\n")
+    found = check("reward", "reward.functions=[own:score]", "reward.deadline=0.1", "reward.workers=4")
+    assert {level for level, _ in found} == {"FAILED"}
+    assert "no score within reward.deadline (0.1 s)" in found[0][1] and "raise the deadline" in found[0][1]
+
+
+def test_a_reward_that_cannot_tell_is_noted(base, check):
+    (base / "own.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    level, text = check("reward", "reward.functions=[own:score]")[-1]
+    assert level == "note" and "the answer itself scores as the wrong one does" in text
+
+
+def test_problems_that_are_trained_on_are_noted(base, check):
+    rows = [{"id": "e0", "problem": "What is 1 + 1?"}, {"id": "e1", "problem": "what is  2 + 1"}]
+    rows += [{"id": "e2", "problem": "What is 2 - 1?"}]  # an operator is no punctuation
+    (base / "eval.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
+    level, text = check("evaluation", "eval.data=eval.jsonl")[-1]
+    assert level == "note" and "1 of 3 evaluation problems are in the training data word for word and 1 more" in text
+
+
+# -- the node ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(small_disk, failure):
+    said = failure("disk", f"output_dir={small_disk}/run")
+    assert "has 1.05 MB free, the run needs" in said and "lower checkpoint.keep_last" in said
+
+
+def test_a_folder_that_cannot_be_written(failure):
+    assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
+
+
+def test_a_port_in_use(failure, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        said = failure("ports", f"rollout.port={port}")
+        assert said.startswith(f"rollout.port: port {port} cannot be used") and "or leave it out" in said
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert failure("ports").startswith(f"MASTER_PORT: port {port} cannot be used")
+
+
+def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
+    edit_json(base / "model" / "config.json", num_hidden_layers=80, hidden_size=8192, intermediate_size=29568)
+    said = failure("host memory")
+    assert "available on this node, the run needs about" in said and "sbatch --mem" in said
+
+
+def other_interpreter(folder: Path, package: str, version: str) -> Path:
+    """A python that has an old version of a package."""
+    site = folder / "site" / f"{package}-{version}.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "site"}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_a_server_of_another_version(base, failure, check):
+    python = other_interpreter(base, "sglang", "0.4.9")
+    said = failure("versions", f"rollout.python={python}")
+    assert f"sglang 0.4.9 in the server's interpreter {python} is older than 0.5.23" in said
+    assert "pip install 'sglang==0.5.23'" in said
+    shutil.rmtree(base / "site")
+    other_interpreter(base, "sglang", "0.9.1")
+    assert ("note", "0.5.23 is what the tests ran with") in [
+        (level, text.split("; ")[-1]) for level, text in check("versions", f"rollout.python={python}")
+    ]
+
+
+def test_a_trainer_of_another_version(base, command_line):
+    """`train` refuses it before anything starts."""
+    python = other_interpreter(base, "megatron_core", "0.12.0")
+    done = subprocess.run(
+        [python, "-P", "-m", "dynamo_megatron.cli", "train", base / "config.yaml"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "megatron-core 0.12.0 in the trainer's interpreter is older than 0.16.1" in done.stderr
+    assert "pip install -c requirements/lock.txt 'megatron-core==0.16.1'" in done.stderr
+
+
+def test_a_server_interpreter_that_is_none(failure):
+    said = failure("versions", "rollout.python=/opt/sglang/bin/python")
+    assert said.startswith("rollout.python: /opt/sglang/bin/python does not tell its packages")
+
+
+def test_a_rank_that_does_not_come():
+    """No hang: the one that waits is ended and says so."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = {**os.environ, **job}
+    assert _run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
+
+
+@pytest.mark.full
+def test_a_server_that_does_not_start(failure):
+    said = failure("server", "rollout.server_args=[--no-such-option]")
+    assert "--no-such-option" in said and "correct rollout.server_args" in said

@@ -1,0 +1,241 @@
+"""Two real servers that are killed, frozen and restarted while they answer."""
+
+import json
+import os
+import re
+import signal
+import stat
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.rollout.guard import shared_memory_of
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.worker import RolloutWorker
+
+OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
+END = 3  # <|im_end|>
+PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(4)]
+REWARDS = "def length(prompt, response):\n    return float(len(response))\n"
+
+
+def configuration(model: Path, folder: Path, **rollout) -> Config:
+    """The folder must hold `fleet_rewards.py` with REWARDS and be the current one."""
+    return Config(
+        model={"path": str(model), "dtype": "float32"},
+        data={"source": "unused"},
+        output_dir=str(folder),
+        rollout={"max_new_tokens": 60, "start_timeout": 400, **rollout},
+        reward={"functions": ["fleet_rewards:length"], "workers": 1},
+    )
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline() if process.is_running() else []
+        if "dynamo_megatron.rollout.guard" in words and any(word.startswith(f"{name}-") for word in words):
+            return process.children(recursive=True)
+    return []
+
+
+def hurt(name: str, number: int = signal.SIGKILL, whole: bool = True) -> None:
+    """Sends the server's HTTP process, and with `whole` all its processes, a signal."""
+    found = processes_of(name)
+    assert found, f"{name} has no processes"
+    for process in found if whole else found[:1]:
+        process.send_signal(number)
+
+
+def push(worker: RolloutWorker, version: int) -> list[str]:
+    """Gives all healthy servers' weights another version; returns the servers' names."""
+    endpoints = worker.begin_push(version)
+    for endpoint in endpoints:
+        body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{endpoint.url}/update_weight_version", body, headers)
+        urllib.request.urlopen(request, timeout=60).close()
+    worker.end_push(version, {e.name: None for e in endpoints})
+    return [e.name for e in endpoints]
+
+
+def wait_until(condition, timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.1)
+
+
+def write_rewards(folder: Path) -> None:
+    (folder / "fleet_rewards.py").write_text(REWARDS)
+    os.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model, tmp_path_factory):
+    """(worker of two servers, output folder). Its interpreter refuses to start while the file `broken` is there."""
+    folder, before = tmp_path_factory.mktemp("fleet"), os.getcwd()
+    write_rewards(folder)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\ntest ! -e {folder}/broken || exit 9\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    config = configuration(
+        tiny_model, folder, servers=2, python=str(python), max_new_tokens=300, timeout=120.0, health_timeout=4.0
+    )
+    worker = RolloutWorker(config, [END])
+    worker.start()
+    try:
+        worker.wait_ready()
+        yield worker, folder
+    finally:
+        worker.close()
+        os.chdir(before)
+
+
+def closed(result, requested: int) -> dict[str, int]:
+    """The counts of a result whose accounts close."""
+    result.check_accounts(requested)
+    counts = result.counts
+    assert counts["requested"] == requested == sum(counts[kind] for kind in OUTCOMES)
+    return counts
+
+
+def once(action):
+    """An `on_count` that acts when the first responses are there."""
+    done = []
+
+    def on_count(finished: int, tokens: int) -> None:
+        if finished >= 2 and not done:
+            done.append(action())
+
+    return on_count
+
+
+def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
+    worker, folder = fleet
+    started = time.monotonic()
+    pids = [p.pid for p in processes_of("server-1")]
+    segments = shared_memory_of(pids)
+    result = worker.generate(1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
+    counts = closed(result, 64)
+    assert counts["failed"] == counts["aborted"] == 0, result.notes
+    assert len(RolloutStore(folder).finished(1)) == 64
+    assert result.uses["server-1"].retries > 0
+    assert result.counts_by_server["server-0"]["completed"] > 0
+    assert any(note.startswith("step 1: server-1 left the rotation: ") for note in result.notes), result.notes
+    print("generated in", time.monotonic() - started)
+    # Restarted, it serves the folder's weights, which are the policy's until the first push.
+    wait_until(lambda: len(processes_of("server-1")) >= 3, 60, "server-1's restart")
+    assert not set(pids) & {p.pid for p in processes_of("server-1")}
+    assert segments and not any(os.path.exists(segment) for segment in segments)
+    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 120, "both servers")
+    result = worker.generate(2, PROMPTS, [4] * 4)
+    assert closed(result, 16)["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
+    assert result.uses["server-1"].restarts == 1
+
+
+def test_nobody_else_can_use_or_reach_the_servers(fleet):
+    _, folder = fleet
+    for name in ("server-0", "server-1"):
+        key = None
+        log = folder / "logs" / f"sglang-{name}.log"
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        key = re.findall(r"'api_key': '([^']+)'", log.read_text())[-1]
+        assert all(key not in " ".join(p.cmdline()) for p in psutil.process_iter() if p.is_running())
+        ports = {c.laddr.ip for p in processes_of(name)[:1] for c in p.net_connections("tcp") if c.status == "LISTEN"}
+        assert ports == {"127.0.0.1"}
+
+
+@pytest.mark.full
+def test_a_frozen_server_is_replaced(fleet):
+    worker, _ = fleet
+    result = worker.generate(10, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-0", signal.SIGSTOP)))
+    assert closed(result, 64)["failed"] == 0
+    assert any(
+        "server-0 left the rotation: no answer to /health for rollout.health_timeout (4 s)" in n for n in result.notes
+    )
+    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 120, "both servers")
+
+
+@pytest.mark.full
+def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
+    worker, _ = fleet
+    endpoints = {e.name: e for e in worker.begin_push(3)}
+    assert set(endpoints) == {"server-0", "server-1"}
+    push(worker, 3)
+    worker.begin_push(3)
+    worker.end_push(3, {"server-0": None, "server-1": "the second bucket did not arrive"})
+    result = worker.generate(11, PROMPTS, [2] * 4)
+    assert set(result.counts_by_server) == {"server-0"} and closed(result, 8)["failed"] == 0
+    assert "weight version 3 did not arrive: the second bucket did not arrive" in " ".join(result.notes)
+    wait_until(lambda: set(push(worker, 3)) == {"server-0", "server-1"}, 120, "both servers")
+    again = {e.name: e for e in worker.begin_push(3)}
+    assert again["server-1"].incarnation == endpoints["server-1"].incarnation + 1
+    assert again["server-0"].incarnation == endpoints["server-0"].incarnation
+    with pytest.raises(PushNeeded, match=r"no server took the weights of step 4: .*server-0: .*all lost"):
+        worker.end_push(4, {"server-0": "all lost", "server-1": "all lost"})
+
+
+@pytest.mark.full
+def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
+    worker, folder = fleet
+    wait_until(lambda: set(push(worker, 5)) == {"server-0", "server-1"}, 120, "both servers")
+    lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
+    with pytest.raises(PushNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
+        worker.generate(12, PROMPTS, [16] * 4, on_count=lose_both)
+    kept = {r.rollout_id for r in RolloutStore(folder).finished(12)}
+    assert 2 <= len(kept) < 64
+    push(worker, 5)
+    result = worker.generate(12, PROMPTS, [16] * 4)
+    assert closed(result, 64)["failed"] == 0 and result.reused == len(kept)
+
+
+@pytest.mark.full
+def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_deadline(tiny_model, fleet, tmp_path):
+    """On the servers of the fleet, as somebody else's."""
+    worker, _ = fleet
+    push(worker, 0)
+    (endpoint, *_) = worker.begin_push(0)
+    os.environ["FLEET_TEST_KEY"] = endpoint.api_key
+    options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
+    for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
+        config = configuration(tiny_model, tmp_path / str(share), **options, step_deadline=5.0, min_share=share)
+        other = RolloutWorker(config, [])  # no end token of ours; the model's own still ends a response
+        other.start()
+        try:
+            other.wait_ready()
+            started = time.monotonic()
+            if message is None:
+                result = other.generate(1, PROMPTS, [40] * 4)
+                counts = closed(result, 160)
+                assert counts["aborted"] > 0 and counts["completed"] > 16
+                assert "no response at rollout.step_deadline (5 s)" in result.notes[0]
+            else:
+                with pytest.raises(RolloutError, match=message):
+                    other.generate(1, PROMPTS, [40] * 4)
+            assert time.monotonic() - started < 30
+        finally:
+            other.close()
+    worker.end_push(0, {"server-0": None, "server-1": None})
+
+
+@pytest.mark.full
+def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
+    """Runs last: the fleet is dead afterwards."""
+    worker, folder = fleet
+    push(worker, 6)
+    (folder / "broken").touch()
+    lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
+    with pytest.raises(PushNeeded):
+        worker.generate(13, PROMPTS, [16] * 4, on_count=lose_both)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:
+        worker.begin_push(6)
+    assert time.monotonic() - started < 60 and "\n" not in str(error.value)
