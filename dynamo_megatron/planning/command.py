@@ -47,6 +47,8 @@ def plan(
     config, _ = compose(files, overrides, UNNEEDED)
     if gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
     cluster = Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
     spec, origin = model_spec(config)
     work = workload(config, spec, response_tokens)

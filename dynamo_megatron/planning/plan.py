@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
@@ -15,6 +15,9 @@ from dynamo_megatron.planning.hardware import GIB, Cluster
 
 # CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never measured.
 RESERVED = 4 * GIB
+# Of a server that has released weights, cache and graphs: its CUDA context and NCCL's buffers. An allowance as well.
+SERVER_REMAINS = 2 * GIB
+PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
 
@@ -33,19 +36,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on each rank of a pipeline stage. `training` names what is there at the peak of an update, `generation`
-    while the servers generate."""
+    """Bytes on each rank of a pipeline stage. `training` names what is there at the peak of an update; `others`: the
+    sums of the phases that a colocated server has its part in (resharding/memory.py), none without one."""
 
     stage: int
     dense: int  # parameters, elements
     experts: int
     static: Static
     training: Mapping[str, float]
-    generation: Mapping[str, float]
+    others: Mapping[str, float]
 
     @property
     def peak(self) -> float:
-        return max(sum(self.training.values()), sum(self.generation.values()))
+        return max(sum(self.training.values()), *self.others.values(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Host:
     load: float
     rollouts: float
     reference: float
+    offloaded: float
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,6 @@ class Plan:
     host: Host
     checkpoint: int
     pushed: int  # bytes of one copy of the weights
-    warnings: list[str] = field(default_factory=list)
 
     @property
     def peak(self) -> float:
@@ -168,13 +171,11 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
             "activations": min(saved, working),
             "head, backward": working - min(saved, working),
         }
-        generation: dict[str, float] = {}
+        others: dict[str, float] = {}
         if servers is not None and config.rollout.placement == "colocated":
-            held = servers.weights + servers.pool
-            training["server"] = held
-            generation = {"trainer": static.total, "server": held}
+            training["server"], others = _shared(config, static, servers)
         dense, experts = (sum(map(sum, parts)) for parts in zip(*((c.dense, c.experts) for c in chunks), strict=True))
-        stages.append(StageMemory(stage, dense, experts, static, training, generation))
+        stages.append(StageMemory(stage, dense, experts, static, training, others))
     times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates, dp_cp)
     return Plan(
         config=config,
@@ -192,6 +193,23 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     )
 
 
+def takes_turns(config: Config) -> bool:
+    """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
+    return config.rollout.placement == "colocated" and config.rollout.offload is not False
+
+
+def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
+    """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
+    held, push = servers.weights + servers.pool, PUSH_BUCKETS * config.rollout.sync.bucket_bytes
+    if not takes_turns(config):
+        return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
+    return SERVER_REMAINS, {
+        "generate": held,
+        "push": static.parameters + servers.weights + push + SERVER_REMAINS,
+        "save": static.total + servers.weights + SERVER_REMAINS,
+    }
+
+
 def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Servers | None:
     """None where no server of ours runs on a GPU that is known."""
     rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
@@ -204,6 +222,11 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
         )
     if rollout.tp > cluster.gpus_per_node:
         raise ConfigError(f"rollout.tp: {rollout.tp} is more than the {cluster.gpus_per_node} GPUs of a node")
+    if rollout.placement == "colocated" and rollout.servers % cluster.nodes:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers can't be spread evenly over {cluster.nodes} nodes; "
+            f"give a multiple of {cluster.nodes}"
+        )
     if rollout.placement == "colocated" and rollout.servers * rollout.tp > cluster.gpus:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on {cluster.gpus} GPUs"
@@ -215,14 +238,14 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     mean_held = work.prompt + work.response / 2
     running = min(share, rollout.concurrency, pool / a_token / mean_held)
     return Servers(
-        rollout.servers,
-        rollout.tp,
-        weights,
-        pool,
-        a_token,
-        pool / a_token,
-        pool / a_token / work.longest,
-        running,
+        count=rollout.servers,
+        tp=rollout.tp,
+        weights=weights,
+        pool=pool,
+        kv_bytes_a_token=a_token,
+        tokens=pool / a_token,
+        longest_sequences=pool / a_token / work.longest,
+        running=running,
     )
 
 
@@ -284,9 +307,9 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
 def _host(config: Config, cluster: Cluster, work: Workload, stages: list[StageMemory]) -> Host:
     """Of the node that needs most; ranks are numbered tp, cp, dp, pp, the first fastest (policy/layout.py)."""
     p, per_stage = config.parallel, cluster.gpus // config.parallel.pp
-    saves, loads, references = [], [], []
+    saves, loads, references, offloads = [], [], [], []
     for first in range(0, cluster.gpus, cluster.gpus_per_node):
-        save = load = reference = 0
+        save = load = reference = offload = 0
         for rank in range(first, min(first + cluster.gpus_per_node, cluster.gpus)):
             stage = stages[rank // per_stage]
             # The first of the ranks that hold the same parameters gathers their state.
@@ -294,8 +317,10 @@ def _host(config: Config, cluster: Cluster, work: Workload, stages: list[StageMe
             save += formulas.save_staging(gathered, stage.static.optimizer_elements)
             load += formulas.load_staging(stage.dense + stage.experts)
             reference += stage.static.parameters if config.algorithm.kl.coef else 0
+            offload += stage.static.parameters + stage.static.optimizer if takes_turns(config) else 0
         saves.append(save)
         loads.append(load)
         references.append(reference)
+        offloads.append(offload)
     rollouts = config.rollout_budget * work.mean * formulas.ROLLOUT_TOKEN
-    return Host(max(saves), max(loads), 2 * rollouts, max(references))
+    return Host(max(saves), max(loads), 2 * rollouts, max(references), max(offloads))

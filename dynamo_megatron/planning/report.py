@@ -55,7 +55,7 @@ def _alike(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
     """Neighbouring stages of the same needs as one: ("0", s), ("1-2", s)..."""
     groups: list[list[StageMemory]] = []
     for stage in stages:
-        if groups and (groups[-1][0].training, groups[-1][0].generation) == (stage.training, stage.generation):
+        if groups and (groups[-1][0].training, groups[-1][0].others) == (stage.training, stage.others):
             groups[-1].append(stage)
         else:
             groups.append([stage])
@@ -65,16 +65,17 @@ def _alike(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
 def _memory(plan: Plan) -> list[str]:
     names = list(plan.stages[0].training)
     alike, per_stage = _alike(plan.stages), plan.cluster.gpus // plan.config.parallel.pp
-    rows = [["stage (ranks)", *names, "reserved", "training", "generation", "verdict"]]
+    phases = list(plan.stages[0].others)
+    rows = [["stage (ranks)", *names, "reserved", "update", *phases, "verdict"]]
     for name, stage in alike:
         first, last = (int(n) for n in (name.split("-")[0], name.split("-")[-1]))
         ranks = f"{first * per_stage}-{(last + 1) * per_stage - 1}"
-        sums = [sum(phase.values()) + RESERVED if phase else 0 for phase in (stage.training, stage.generation)]
+        sums = [total + RESERVED for total in (sum(stage.training.values()), *stage.others.values())]
         spare = plan.cluster.gpu.memory - max(sums)
         told = f"fits, {_gib(spare)} left" if spare >= 0 else f"{_gib(-spare)} too much"
         cells = [*(stage.training[n] for n in names), RESERVED, *sums]
-        rows.append([f"{name} ({ranks})", *(_gib(v) if v else "-" for v in cells), told])
-    return ["memory of a rank at the peak, GiB:", *table(rows)]
+        rows.append([f"{name} ({ranks})", *map(_gib, cells), told])
+    return ["memory of a rank at the peak of an update, and all of it in the other phases, GiB:", *table(rows)]
 
 
 def _servers(plan: Plan) -> list[str]:
@@ -95,7 +96,8 @@ def _rest(plan: Plan) -> list[str]:
     lines = [
         f"host memory of the fullest node: {_gib(host.load)} GiB to load a checkpoint, {_gib(host.save)} to save one, "
         f"{_gib(host.rollouts)} for a step's rollouts"
-        + (f", {_gib(host.reference)} for the reference policy" if host.reference else ""),
+        + (f", {_gib(host.reference)} for the reference policy" if host.reference else "")
+        + (f", {_gib(host.offloaded)} for what waits while servers generate" if host.offloaded else ""),
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
         "",
@@ -114,13 +116,19 @@ def _rest(plan: Plan) -> list[str]:
     shares = {"generation": t.generate, "log-probs": t.logprobs, "update": t.update, "the weights' push": t.push}
     longest = max(shares, key=lambda name: shares[name])
     fullest = max(plan.stages, key=lambda stage: stage.peak)
-    phase = max((fullest.training, fullest.generation), key=lambda phase: sum(phase.values()))
+    phase = {"update": sum(fullest.training.values()), **fullest.others}
     item = max(phase, key=lambda name: phase[name])
     lines.append(
-        f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; {item} has "
-        f"{_gib(phase[item])} of the {_gib(plan.peak)} GiB of the fullest rank (stage {fullest.stage})"
+        f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; memory is fullest in {item}, on the "
+        f"ranks of stage {fullest.stage}: {_gib(plan.peak)} GiB, most of it {_largest(fullest, item)}"
     )
     return lines
+
+
+def _largest(stage: StageMemory, phase: str) -> str:
+    if phase == "update":
+        return max(stage.training, key=lambda name: stage.training[name])
+    return "the server" if phase == "generate" else "state and the server's weights"
 
 
 def verdict(plan: Plan) -> str:

@@ -22,7 +22,7 @@ RECOMPUTE = ("none", "full")
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
     """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
-    the shortest step first (within 5 % the simpler one), then those that do not, the least too much first. Colocated
+    the shortest step first (within 10 % the simpler one), then those that do not, the least too much first. Colocated
     servers are spread over all GPUs."""
     plans = []
     for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
@@ -50,7 +50,7 @@ def _order(plan: Plan) -> tuple[float, ...]:
     if not plan.fits:
         return (1, plan.peak)
     p, step = plan.config.parallel, plan.times.step
-    return (0, round(math.log(step, 1.05)), p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
+    return (0, round(math.log(step, 1.1)), p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
 
 
 def _powers(most: int) -> list[int]:

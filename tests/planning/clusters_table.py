@@ -22,7 +22,19 @@ DOCUMENT = ROOT / "docs" / "clusters.md"
 PAPER = CONFIGS / "paper.yaml"
 ORDER = [name.lower() for name in PUBLISHED]
 ON_HARDWARE = sorted(CONFIGS.glob("hardware/*/*.yaml"), key=lambda file: (ORDER.index(file.stem), file.parent.name))
-TITLES = ["model", "GPUs", "layout", "state", "activations, head", "server", "peak", "of", "sequences", "step"]
+TITLES = [
+    "model",
+    "GPUs",
+    "layout",
+    "state",
+    "activations, head",
+    "update",
+    "generate",
+    "save",
+    "of",
+    "sequences",
+    "step",
+]
 
 
 def planned(hardware: Path, method: str) -> Plan:
@@ -43,7 +55,8 @@ def generated() -> str:
         plan = planned(file, "dynamo")
         fullest = max(plan.stages, key=lambda stage: stage.peak)
         working = fullest.training["activations"] + fullest.training["head, backward"]
-        figures = [fullest.static.total, working, fullest.training["server"], fullest.peak + RESERVED]
+        phases = (sum(fullest.training.values()), fullest.others["generate"], fullest.others["save"])
+        figures = [fullest.static.total, working, *(phase + RESERVED for phase in phases)]
         rows.append(
             [
                 file.stem,
@@ -58,10 +71,11 @@ def generated() -> str:
         keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
         words = f"{configs} {keys} output_dir=/runs/{file.stem}"
         job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
+        nemo = "--executor slurm --account $ACCOUNT --venv .venv"
         lines += [
             f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",
             f"dynamo-megatron launch slurm {words} {job}",
-            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} --executor slurm --venv .venv",
+            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} {nemo}",
             "",
         ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -19,12 +19,12 @@ def test_a_layout_that_fits(capsys):
     assert main(["plan", *ON_16, *GPUS]) == 0
     said = capsys.readouterr().out
     assert "14,770,033,664 parameters (as published" in said
-    assert "layout: tp 4 x dp 4, sequence-parallel, recompute full" in said
+    assert "layout: tp 4 x dp 4, sequence-parallel, recompute none" in said
     assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
 
 
 def test_one_that_does_not(capsys):
-    assert main(["plan", *ON_16, *GPUS, "trainer.recompute=none"]) == 1
+    assert main(["plan", *ON_16, *GPUS, "trainer.micro_batch_tokens=20480"]) == 1
     assert "too much" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -60,10 +60,12 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
         (["parallel.tp=3"], "parallel: 16 ranks can't be cut into tp 3"),
         (["parallel.tp=16"], "parallel.tp: 16 does not divide the 40 (attention heads)"),
         (["paralel.tp=2"], "unknown key paralel; did you mean parallel?"),
-        (["rollout.tp=3", "rollout.servers=1"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
+        (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
+        (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
         (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on 16"),
         (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
+        (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
         (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),
         (["model.path=/no/model"], "shapes known without a folder: Qwen2.5-1.5B"),
     ],

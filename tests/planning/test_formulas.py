@@ -113,10 +113,15 @@ def test_a_plan_adds_up():
     (stage,) = plan.stages
     saved = formulas.saved_activations(spec, config.parallel, "bfloat16", "full", 20480, 48, 1)
     assert stage.training["activations"] == saved
-    assert plan.peak == sum(stage.training.values()) + RESERVED
-    held = plan.servers.weights + plan.servers.pool
-    assert held == pytest.approx(0.4 * 79.1 * GIB) and stage.training["server"] == held
-    assert stage.generation == {"trainer": stage.static.total, "server": held}
+    assert plan.peak == max(sum(stage.training.values()), *stage.others.values()) + RESERVED
+    weights, state, buckets = plan.servers.weights, stage.static.total, 3 * 512 * 2**20
+    held = weights + plan.servers.pool
+    assert held == pytest.approx(0.4 * 79.1 * GIB) and stage.training["server"] == 2 * GIB
+    push = stage.static.parameters + weights + buckets + 2 * GIB
+    assert stage.others == {"generate": held, "push": push, "save": state + weights + 2 * GIB}
+    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"offload": False})})
+    (both,) = make_plan(apart, spec, cluster, workload(config, spec, None)).stages
+    assert both.training["server"] == held and both.others["push"] == state + held + buckets
     assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
     assert plan.times.step == pytest.approx(
         plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
