@@ -2,7 +2,7 @@
 
     python -P benchmarks/weight_delta.py RUN [RUN ...] --lr 1e-6 RECORDED [--steps 3] [--out benchmarks/results]
 
-RUN: the folder of a run with recorded rollouts, which are trained on again from its model (the first steps whose rewards
+RUN: the folder of a run whose recorded rollouts are trained on again from its model (the first steps whose rewards
 differ), on one rank, in bfloat16 with float32 main weights; run it where the run was started. `--lr`: learning rates,
 RECORDED for the run's own. Each is measured twice: `fresh`, from the model's own weights, whose main weights lie on
 bfloat16 values, so that a small step rounds back to them; and `settled`, where every main weight starts anywhere within
