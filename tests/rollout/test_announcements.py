@@ -86,7 +86,7 @@ def test_servers_come_and_go_and_are_condemned(tmp_path):
 def test_an_older_runs_files_are_not_taken(tmp_path):
     folder = servers_folder(tmp_path)
     folder.mkdir()
-    old = {"token": "old", "incarnation": 7, "host": "h", "endpoint": {}}
+    old = {"token": "old", "incarnation": 7, "host": os.uname().nodename, "endpoint": vars(endpoint("server-0", 7))}
     (folder / "server-0.json").write_text(json.dumps(old))
     (folder / "run.json").write_text(json.dumps({"token": "old", "condemned": {}}))
 

@@ -38,11 +38,12 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         rid = (await request.json())["rid"]
         self.asked.append(rid)
+        number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
             await asyncio.sleep(0.01)
-            made = self.behaviour(rid, len(self.asked)) if self.behaviour else None
+            made = self.behaviour(rid, number) if self.behaviour else None
             if asyncio.iscoroutine(made):
                 made = await made
             return made if made is not None else web.json_response(reply(rid))
@@ -187,9 +188,9 @@ def test_a_response_that_never_ends_is_aborted():
 
 def test_the_deadline_aborts_what_waits_and_what_is_under_way():
     server = Server(lambda rid, number: asyncio.sleep(60) if number > 10 else None)
-    outcomes, *_ = sample(server, deadline=1.0, step_deadline=1.0, concurrency=4)
+    outcomes, *_ = sample(server, deadline=4.0, step_deadline=4.0, concurrency=4, health_timeout=60.0)
     late = [name for name, (r, _) in outcomes.items() if r.error]
-    assert len(late) == 30 and all("rollout.step_deadline (1 s)" in outcomes[name][0].error for name in late)
+    assert len(late) == 30 and all("rollout.step_deadline (4 s)" in outcomes[name][0].error for name in late)
     assert len(server.asked) == 14 and sorted(server.aborted) == sorted(server.asked[10:])
 
 
