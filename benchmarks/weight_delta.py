@@ -2,10 +2,11 @@
 
     python -P benchmarks/weight_delta.py RUN [RUN ...] --lr 1e-6 RECORDED [--steps 3] [--out benchmarks/results]
 
-RUN: the folder of a run with recorded rollouts, which are trained on again from its model, on one rank, in bfloat16
-with float32 main weights. `--lr`: learning rates, RECORDED for the run's own. Each is measured twice: `fresh`, from the
-model's own weights, whose main weights lie on bfloat16 values, so that a small step rounds back to them; and `settled`,
-where every main weight starts anywhere within its rounding interval, as it does after many steps.
+RUN: the folder of a run whose recorded rollouts are trained on again from its model (the first steps whose rewards
+differ), on one rank, in bfloat16 with float32 main weights; run it where the run was started. `--lr`: learning rates,
+RECORDED for the run's own. Each is measured twice: `fresh`, from the model's own weights, whose main weights lie on
+bfloat16 values, so that a small step rounds back to them; and `settled`, where every main weight starts anywhere within
+its rounding interval, as it does after many steps.
 
 Writes weight_delta.json with, for every step: `changed`, the share of values that differ; `bits`, per value of the
 model, of an ideal coder of the differences of the bit patterns (order-0 entropy), of a bitmap and the changed values,
@@ -15,6 +16,7 @@ and of a list of 4-byte indices and the changed values. A plain push is 16 bits 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -105,15 +107,12 @@ def measured(run: Path, lr: float | None, settled: bool, steps: int, layout: Lay
         settle(policy)
     before, rows = bit_patterns(policy), []
     first = before
-    for step in range(1, steps + 1):
-        batch = step_batch(run, step, config)
+    batches = ((step, step_batch(run, step, config)) for step in range(1, config.trainer.steps + 1))
+    for step, batch in itertools.islice(((n, b) for n, b in batches if b.advantages.any()), steps):
         stats = policy.token_stats(batch.rollouts, batch.mini_batches)
         updates = [policy.update(batch, mini, stats, None, lr) for mini in batch.mini_batches]
         after = bit_patterns(policy)
-        skipped = sum(u["skipped"] for u in updates)
-        rows.append(
-            {"step": step, "updates": len(updates), "updates without a gradient": skipped, **delta(before, after)}
-        )
+        rows.append({"step": step, "updates": len(updates), **delta(before, after)})
         print(f"{run.name} lr {lr:g} {'settled' if settled else 'fresh'}: {rows[-1]}", flush=True)
         before = after
     return {
