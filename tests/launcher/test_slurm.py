@@ -161,7 +161,7 @@ def test_a_refused_config_is_not_requeued(cluster, launched):
     assert "rollout.recorded: /nowhere has no rollouts/ folder" in batch_log(output, job)
 
 
-LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "reward.workers=1")
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400")
 
 
 @pytest.mark.full
