@@ -95,7 +95,7 @@ fi
 # What went wrong: a rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail.
 ended=$(sed '/Terminating StepId/,$d' "$logs/srun.log" | sed -n 's/^srun: error: .*: tasks\{0,1\} \([0-9]*\)/\1/p')
 first=$(grep -v 'Exited with exit code' <<<"$ended" | sed -n '1s/[^0-9].*//p')
-[[ -n $first ]] || first=$(tail -n 1 "$logs/rank-0.log" 2>/dev/null | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
+[[ -n $first ]] || first=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
 [[ -n $first ]] || first=$(sed -n '1s/[^0-9].*//p' <<<"$ended")
 say "failed (exit code $code)${first:+; the first to fail was rank $first}"
 grep '^srun: error: .*: tasks\{0,1\} ' "$logs/srun.log"
