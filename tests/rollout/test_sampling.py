@@ -109,7 +109,7 @@ def sample(*servers: Server, requests: int = 40, deadline: float | None = None, 
         async with fleet_of(*servers, **rollout) as (fleet, config):
             if pushed:
                 endpoints = await fleet.begin_push(0)
-                await fleet.end_push(0, dict.fromkeys(e.name for e in endpoints))
+                await fleet.end_push(0, dict.fromkeys(endpoints))
             asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
             limit = None if deadline is None else time.monotonic() + deadline
             sampling = Sampling(fleet, config, asked, take, limit)

@@ -77,12 +77,12 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
     }
 
 
-def test_replace_and_append(tmp_path):
+def test_discard_and_append(tmp_path):
     store = RolloutStore(tmp_path)
     rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
     for r in rollouts:
         store.append(r)
-    store.replace(3, rollouts[:1])
+    store.discard(3, ["000003-0000-001", "000003-0000-002"])
     store.append(rollouts[2])
     assert store.finished(3) == [rollouts[0], rollouts[2]]
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.jsonl"]
