@@ -122,9 +122,7 @@ class Collector:
         teaching = {g for g, t in zip(sampled.batch.group_ids, teaches, strict=True) if t}
         self._missing = self._config.data.batch_prompts - len(teaching)
         last = self._results[-1].counts
-        in_time = (
-            last["aborted"] < last["requested"]
-        )  # past the step's deadline a further round would get nothing either
+        in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
         if self._missing and sampling and len(self._results) <= sampling.rounds and in_time:
             return None
         for note in sampled.notes:

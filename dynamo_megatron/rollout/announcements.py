@@ -94,6 +94,7 @@ class NodeSide:
         self._run = _Watched(self._folder / RUN)
         self._token = ""
         self._incarnations = dict.fromkeys(names, 0)
+        self._served = dict.fromkeys(names, 0)
         self._said: dict[str, dict[str, Any]] = {}
 
     def up(self, endpoint: Endpoint) -> None:
@@ -115,7 +116,6 @@ class NodeSide:
 
     async def run(self, supervisor: Supervisor) -> None:
         """Beats, and passes on what the controller says of servers; returns when the run has ended."""
-        served = dict.fromkeys(self._names, 0)
         while True:
             said = self._run.read()
             if said is None or said["token"] != self._token or self._run.silence > SILENCE:
@@ -124,8 +124,8 @@ class NodeSide:
                 if name in self._incarnations:
                     supervisor.condemn(name, incarnation, why)
             for name in self._names:
-                if served[name] < (count := said["served"].get(name, 0)):
-                    served[name] = count
+                if self._served[name] < (count := said["served"].get(name, 0)):
+                    self._served[name] = count
                     supervisor.served(name)
             for name, what in self._said.items():
                 _write(self._folder / f"{name}.json", what)

@@ -88,6 +88,32 @@ def test_discard_and_append(tmp_path):
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.jsonl"]
 
 
+def test_reject_parses_no_other_line(tmp_path):
+    store = RolloutStore(tmp_path)
+    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
+    for r in rollouts:
+        store.append(r)
+    path = step_file(tmp_path, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    broken = lines[0][:60] + b"\n"
+    path.write_bytes(broken + b"".join(lines[1:]))
+    store.reject(3, ["000003-0000-001"])
+    now = path.read_bytes()
+    assert now.startswith(broken + b"".join(lines[1:])) and now.count(b"\n") == 4
+    path.write_bytes(now.removeprefix(broken))
+    assert store.finished(3) == [dataclasses.replace(rollouts[1], status="rejected"), rollouts[2]]
+
+
+def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path):
+    RolloutStore(tmp_path).append(rollout("000003-0000-000"))
+    path = step_file(tmp_path, 3)
+    whole = path.read_bytes()
+    for torn in (whole + b"x" * 3_000_000, b"x" * 3_000_000):
+        path.write_bytes(torn)
+        RolloutStore(tmp_path).append(rollout("000003-0000-001"))
+        assert len(path.read_bytes()) == len(whole) * (2 if torn.startswith(whole) else 1)
+
+
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     store = RolloutStore(tmp_path)
     store.append(rollout("000003-0000-000"))
