@@ -139,8 +139,8 @@ class _Fleet:
     def begin_push(self, version: int, on_poll: Any) -> list[Endpoint]:
         return self.endpoints
 
-    def end_push(self, version: int, outcomes: dict[str, str | None], on_poll: Any) -> None:
-        self.outcomes = outcomes
+    def end_push(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Any) -> None:
+        self.outcomes = {e.name: why for e, why in outcomes.items()}
 
 
 class _Keys:

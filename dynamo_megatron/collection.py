@@ -121,7 +121,9 @@ class Collector:
         teaches = informative(sampled.batch.rewards, sampled.batch.group_ids)
         teaching = {g for g, t in zip(sampled.batch.group_ids, teaches, strict=True) if t}
         self._missing = self._config.data.batch_prompts - len(teaching)
-        if self._missing and sampling and len(self._results) <= sampling.rounds:
+        last = self._results[-1].counts
+        in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
+        if self._missing and sampling and len(self._results) <= sampling.rounds and in_time:
             return None
         for note in sampled.notes:
             self._journal.say(note)

@@ -54,7 +54,6 @@ class RolloutConfig(Section):
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()
-    offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     proof: ProofConfig = ProofConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     server_args: list[str] = []  # passed to sglang.launch_server as they are

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
 
@@ -66,9 +65,9 @@ class Rollout:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
 
     @classmethod
-    def from_json(cls, line: str) -> Rollout:
+    def from_json(cls, line: str | bytes) -> Rollout:
         """Raises ValueError for text that is not one complete rollout."""
-        fields = json.loads(line)
+        fields = from_json(line)
         try:
             rollout = cls(**fields)
         except TypeError as error:

@@ -29,6 +29,7 @@ class Serving:
     ):
         self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
         self._turns = turns
+        self._spent = PushReport()  # on pushes since `push` last returned
 
     def memory(self, phase: str) -> None:
         """Has servers and ranks take turns with memory (`resharding.memory.PHASES`). Collective over all ranks."""
@@ -36,17 +37,23 @@ class Serving:
             self._turns.enter(phase)
 
     def push(self, version: int) -> PushReport:
+        """Brings the servers to `version`. The report is of all pushes since the last call: those that reached no
+        server, and those that `ask` needed, count. Raises RolloutError.
+        """
+        self._push(version)
+        spent, self._spent = self._spent, PushReport()
+        return spent
+
+    def _push(self, version: int) -> None:
         """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
-            try:
-                self.memory("weights")
-                report = self._pusher.push(version, on_poll=self._coordinator.check)
+            self.memory("weights")
+            self._spent += self._pusher.push(version, on_poll=self._coordinator.check)
+            if not self._spent.needed:
                 if self._turns is not None:
                     self._turns.know(self._pusher.endpoints)
-                return report
-            except PushNeeded as needed:
-                cause = str(needed)
-        raise RolloutError(f"{TRIES} pushes in a row reached no server; {cause}")
+                return
+        raise RolloutError(f"{TRIES} pushes in a row reached no server; {self._spent.needed}")
 
     def close(self) -> None:
         self._pusher.close()
@@ -70,5 +77,5 @@ class Serving:
             made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
             if needed is None:
                 return made
-            self.push(version)
+            self._push(version)
         raise RolloutError(f"waited for {what}, and lost the servers {TRIES} times in a row: {needed}")

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +54,12 @@ class PushReport:
     proof_seconds: float = 0.0  # of these, asking the servers for their checksums
     bytes: int = 0  # written for all servers together, and sent to each rank of each
     floor_bytes: int = 0  # every server rank's own parameters, once
+    needed: str = ""  # why no server took the weights, where none did
+
+    def __add__(self, other: PushReport) -> PushReport:
+        """Two pushes one after the other, as one that came to what `other` did."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "needed"}
+        return PushReport(**sums, needed=other.needed)
 
 
 class WeightPusher:
@@ -81,8 +87,8 @@ class WeightPusher:
     def push(self, version: int, on_poll: Callable[[], None] | None = None) -> PushReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
 
-        `on_poll` is called on every rank while it waits for servers, and may raise. Raises PushNeeded, on every rank,
-        where none took them but some will be back; RolloutError; OSError where the disk is full.
+        `on_poll` is called on every rank while it waits for servers, and may raise. Where none took them but some will
+        be back, the report says why. Raises RolloutError; OSError where the disk is full.
         """
         self._pushes += 1
         start = time.monotonic()
@@ -104,23 +110,21 @@ class WeightPusher:
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in sorted(expected.items())}
         sent = sum(self._layout.gather(under_way.sent))
 
-        def settle() -> PushReport | PushNeeded:
+        def settle() -> PushReport:
+            needed = ""
             self._on_servers(under_way, lambda e: self._transport.finish(e, version), on_poll)
             proving = time.monotonic()
             self._prove(under_way, sums, on_poll)
             proof_seconds = time.monotonic() - proving
             try:
-                self._rollout.end_push(version, {e.name: under_way.failed.get(e.name) for e in endpoints}, on_poll)
-            except PushNeeded as needed:  # for all ranks
-                return needed
+                self._rollout.end_push(version, {e: under_way.failed.get(e.name) for e in endpoints}, on_poll)
+            except PushNeeded as error:
+                needed = str(error)
             end = time.monotonic()
             floor = sum(floor_bytes(self._policy.spec, e.tp, self._itemsize) for e in endpoints)
-            return PushReport(end - start, end - paused, proof_seconds, sent, floor)
+            return PushReport(end - start, end - paused, proof_seconds, sent, floor, needed)
 
-        report = self._from_rank_0("end", settle)
-        if isinstance(report, PushNeeded):
-            raise report
-        return report
+        return self._from_rank_0("end", settle)
 
     @property
     def endpoints(self) -> list[Endpoint]:

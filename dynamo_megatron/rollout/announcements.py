@@ -2,20 +2,21 @@
 
 The controller (the rollout process of rank 0) writes `run.json`: a token of this run, and which incarnations of servers
 are to be restarted. Each node's `serve` writes `NAME.json` with that token: the server's Endpoint, or why it is gone.
-Who is alive touches its files; the reader compares a file's time with the one it saw before, never with its own clock,
-so that the nodes' clocks need not agree and an older run's files are never taken.
+Who is alive writes its files again and again, so that a write that fails does no harm. The reader compares a file's
+time with the one it saw before, never with its own clock, so that the nodes' clocks need not agree and an older run's
+files are never taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,24 @@ class Announced:
         self._folder, self._names, self._listener = servers_folder(output_dir), names, listener
         self._token = secrets.token_hex(16)
         self._condemned: dict[str, tuple[int, str]] = {}
+        self._served: Counter[str] = Counter()
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted by its node."""
         self._condemned[name] = incarnation, why
-        self._say()
+
+    def served(self, name: str) -> None:
+        """The server took a push."""
+        self._served[name] += 1
 
     async def run(self) -> None:
         """For ever; cancel it, and the nodes' servers end."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._say()
         files = {name: _Watched(self._folder / f"{name}.json") for name in self._names}
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
         try:
             while True:
-                (self._folder / RUN).touch()
+                _write(self._folder / RUN, {"token": self._token, "condemned": self._condemned, "served": self._served})
                 for name, file in files.items():
                     said = file.read()
                     if said is None or said["token"] != self._token:
@@ -74,10 +78,7 @@ class Announced:
                 await asyncio.sleep(BEAT_EVERY)
         finally:
             for path in (self._folder / RUN, *(f.path for f in files.values())):
-                path.unlink(missing_ok=True)
-
-    def _say(self) -> None:
-        _write(self._folder / RUN, {"token": self._token, "condemned": self._condemned})
+                _remove(path)
 
 
 def unreachable(said: dict[str, Any]) -> bool:
@@ -93,6 +94,8 @@ class NodeSide:
         self._run = _Watched(self._folder / RUN)
         self._token = ""
         self._incarnations = dict.fromkeys(names, 0)
+        self._served = dict.fromkeys(names, 0)
+        self._said: dict[str, dict[str, Any]] = {}
 
     def up(self, endpoint: Endpoint) -> None:
         self._incarnations[endpoint.name] = endpoint.incarnation
@@ -112,7 +115,7 @@ class NodeSide:
         self._token = said["token"]
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Beats, and passes on what the controller wants restarted; returns when the run has ended."""
+        """Beats, and passes on what the controller says of servers; returns when the run has ended."""
         while True:
             said = self._run.read()
             if said is None or said["token"] != self._token or self._run.silence > SILENCE:
@@ -121,18 +124,20 @@ class NodeSide:
                 if name in self._incarnations:
                     supervisor.condemn(name, incarnation, why)
             for name in self._names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(self._folder / f"{name}.json")
+                if self._served[name] < (count := said["served"].get(name, 0)):
+                    self._served[name] = count
+                    supervisor.served(name)
+            for name, what in self._said.items():
+                _write(self._folder / f"{name}.json", what)
             await asyncio.sleep(BEAT_EVERY)
 
     def leave(self) -> None:
         """Takes back what it has said."""
         for name in self._names:
-            (self._folder / f"{name}.json").unlink(missing_ok=True)
+            _remove(self._folder / f"{name}.json")
 
     def _say(self, name: str, incarnation: int, what: dict[str, Any]) -> None:
-        said = {"token": self._token, "host": socket.gethostname(), "incarnation": incarnation, **what}
-        _write(self._folder / f"{name}.json", said)
+        self._said[name] = {"token": self._token, "host": socket.gethostname(), "incarnation": incarnation, **what}
 
 
 class _Watched:
@@ -141,16 +146,19 @@ class _Watched:
     def __init__(self, path: Path):
         self.path, self.beats = path, False
         self._time: int | None = None
+        self._said: dict[str, Any] | None = None
         self._changed = time.monotonic()
 
     def read(self) -> dict[str, Any] | None:
-        """What it says; None without a file."""
+        """What it says, or where it cannot be read what it said last; None without a file."""
         try:
             with open(self.path, encoding="utf-8") as file:  # opening makes a network file system look anew
                 now = os.fstat(file.fileno()).st_mtime_ns
-                said = json.load(file)
+                said = self._said = json.load(file)
         except FileNotFoundError:
             return None
+        except OSError:
+            return self._said
         if now != self._time:
             self.beats, self._time, self._changed = self._time is not None, now, time.monotonic()
         return said
@@ -161,9 +169,19 @@ class _Watched:
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:
-    """Whole or not at all; readable to its owner only, since it may hold an API key."""
+    """Whole or not at all, where the disk does not take it; readable to its owner only: it may hold an API key."""
     aside = path.with_suffix(".tmp")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(said, file)
-    aside.replace(path)
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(said, file)
+        aside.replace(path)
+    except OSError as error:
+        print(f"{path}: cannot be written now: {error.strerror}", flush=True)  # to the log of the process
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"{path}: cannot be removed: {error.strerror}", flush=True)

@@ -17,6 +17,7 @@ from dynamo_megatron.rollout.result import RolloutError
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about this request; any other one is about the server
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
 
 
 class ServerLost(Exception):
@@ -87,9 +88,12 @@ class SGLangClient:
     async def kv_cache_share(self) -> float:
         """Share of the server's KV cache in use. Raises RolloutError."""
         status, reply = await self._control("GET", "/v1/loads?include=core", CONTROL_TIMEOUT)
-        if status != 200:
-            raise RolloutError(f"the rollout server {self.url} does not tell its load: {_message(reply)}")
-        return max((load["token_usage"] for load in reply["loads"]), default=0.0)
+        try:
+            return max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
+        except MALFORMED:
+            raise RolloutError(
+                f"the rollout server {self.url} does not tell its load: {status} {_message(reply)}"
+            ) from None
 
     async def generate(
         self,
@@ -119,26 +123,26 @@ class SGLangClient:
         try:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
                 status, reply = await self._post("/generate", payload)
+        except (aiohttp.ClientError, ValueError) as error:  # first: no connection in time is a TimeoutError, too
+            raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
         except TimeoutError:
             await self.abort(request_id)
             return Response(
                 finish_reason="abort",
                 error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
             )
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ValueError) as error:
-            raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {_message(reply)}")
         if status != 200:
             raise ServerLost(f"the rollout server {self.url} answers with {status}: {_message(reply)}")
         try:
             return self._response(request_id, reply["meta_info"])
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise ServerLost(f"the rollout server {self.url} answers with nonsense: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
         """Ends a request whose connection is closed already, which would end it too, only later."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
             async with asyncio.timeout(CONTROL_TIMEOUT):
                 await self._post("/abort_request", {"rid": request_id})
 
@@ -156,10 +160,10 @@ class SGLangClient:
                 self._session.request(method, self.url + path, json=payload, headers=self._headers) as reply,
             ):
                 return reply.status, await _body(reply)
+        except (aiohttp.ClientError, ValueError) as error:
+            raise RolloutError(f"the rollout server {self.url} does not answer {path}: {error}") from error
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
-        except aiohttp.ClientError as error:
-            raise RolloutError(f"the rollout server {self.url} does not answer {path}: {error}") from error
 
     async def _post(self, path: str, payload: dict[str, Any]) -> tuple[int, Any]:
         async with self._session.post(self.url + path, json=payload, headers=self._headers) as reply:
@@ -173,12 +177,16 @@ class SGLangClient:
         if isinstance(matched, str) and matched not in self._config.stop:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
             return Response(error=f"{request_id}: the engine stopped it: {matched}")
+        if finish["type"] not in ("stop", "length"):
+            raise ValueError(f"finish_reason {finish['type']!r}")
+        tokens = [token for _, token, _ in meta["output_token_logprobs"]]
+        spans = meta.get("weight_versions")
+        if spans is None:  # an SGLang that does not say it of each token
+            spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         return Response(
-            tokens=[token for _, token, _ in meta["output_token_logprobs"]],
+            tokens=tokens,
             logprobs=[float(logprob) for logprob, _, _ in meta["output_token_logprobs"]],
-            weight_versions=[
-                (_version(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]
-            ],
+            weight_versions=[(_version(span["version"]), span["start"], span["end"]) for span in spans],
             finish_reason=finish["type"],
         )
 

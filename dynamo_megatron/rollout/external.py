@@ -1,4 +1,4 @@
-"""Servers that run already, wherever they are, and that are used as they are."""
+"""Servers that run already, or will, wherever they are, and that are used as they are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.supervisor import FAILED_STARTS, FIRST_PAUSE, LONGEST_PAUSE, Listener
+from dynamo_megatron.rollout.supervisor import Listener, pause
 
 
 class External:
-    """Tells `listener` of the servers at `urls` (by name) when they answer. One that failed may come back.
+    """Tells `listener` of the servers at `urls` (by name) when they answer. Whoever runs them may start or restart them
+    at any time: none is given up.
 
     Raises ValueError where `rollout.api_key_env` names no variable.
     """
@@ -26,9 +27,13 @@ class External:
             raise ValueError(f"rollout.api_key_env: the environment variable {variable} is not set")
         self._key = os.environ[variable] if variable is not None else ""
         self._condemned = {name: asyncio.Event() for name in urls}
+        self._failures = dict.fromkeys(urls, 0)  # since it last took a push
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         self._condemned[name].set()
+
+    def served(self, name: str) -> None:
+        self._failures[name] = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -36,7 +41,7 @@ class External:
                 group.create_task(self._keep(name))
 
     async def _keep(self, name: str) -> None:
-        incarnation, failures = 1, 0
+        incarnation = 1
         condemned = self._condemned[name]
         rollout = self._config.rollout
         async with open_session() as session:
@@ -46,15 +51,11 @@ class External:
                     client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()
                 except RolloutError as error:
-                    failures += 1
-                    final = failures >= FAILED_STARTS
-                    self._listener.down(name, str(error), final)
-                    if final:
-                        return
+                    self._listener.down(name, str(error), False)
                 else:
-                    failures = 0
                     condemned.clear()
                     self._listener.up(endpoint)
                     await condemned.wait()
                     incarnation += 1
-                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, failures - 1)))
+                self._failures[name] += 1
+                await asyncio.sleep(pause(self._failures[name]))

@@ -28,12 +28,17 @@ from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
+REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 
 
 class Source(Protocol):
     """Where servers come from; it tells the fleet by `up` and `down`."""
 
-    def condemn(self, name: str, incarnation: int, why: str) -> None: ...
+    def condemn(self, name: str, incarnation: int, why: str) -> None:
+        """Has this incarnation of the server, or an earlier one, restarted."""
+
+    def served(self, name: str) -> None:
+        """The server took a push: its failures before that no longer slow a restart."""
 
     async def run(self) -> None: ...
 
@@ -62,7 +67,7 @@ class Fleet:
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int]):
         self._config, self._session, self._eos_token_ids = config, session, eos_token_ids
         self._members: dict[str, Member] = {}
-        self._missing: dict[str, str] = {}  # name -> why it was last out, of those that were up or tried to be
+        self._missing: dict[str, str] = {}  # name -> why it is out, of those that were up or tried to be
         self._final: set[str] = set()  # names of those that will not come again
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first push
@@ -123,6 +128,8 @@ class Fleet:
         if member is not None:
             member.gone.set_result(why)
             self.notes.append(f"{name} left the rotation: {why}")
+        elif name not in self._missing:
+            self.notes.append(f"{name} did not come up: {why}")
         self._missing[name] = why
 
     def _announce(self) -> None:
@@ -138,13 +145,17 @@ class Fleet:
         return {name: m for name, m in sorted(self._members.items()) if m.version == version}
 
     async def wait_started(self) -> None:
-        """Until each server is up or has failed to start. Raises RolloutError where none is up."""
-        deadline = time.monotonic() + self._config.rollout.start_timeout
-        while not self._members.keys() | self._missing.keys() >= set(self._names):
-            if not await self._change(deadline):
+        """Until one server is up, and each other one, too, or has failed to start, or start_timeout is over. Raises
+        RolloutError where none is up by then."""
+        limit = self._config.rollout.start_timeout
+        deadline = time.monotonic() + limit
+        while not self._members or not self._members.keys() | self._missing.keys() >= set(self._names):
+            if self._final >= set(self._names) or not await self._change(deadline):
                 break
         if not self._members:
             raise RolloutError(self._why_none())
+        if silent := sorted(set(self._names) - self._members.keys() - self._missing.keys()):
+            self.notes.append(f"{', '.join(silent)} did not come up within rollout.start_timeout ({limit:g} s)")
 
     async def wait_serving(self) -> None:
         """Until a server may answer. Raises PushNeeded where that takes a push, RolloutError where none comes up."""
@@ -169,14 +180,15 @@ class Fleet:
             if self._final >= set(self._names) or not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
-    async def end_push(self, version: int, outcomes: Mapping[str, str | None]) -> None:
+    async def end_push(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
         """As RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
-        for name, failure in outcomes.items():
-            member = self._members.get(name)
-            if member is None:
+        for endpoint, failure in outcomes.items():
+            member = self._members.get(endpoint.name)
+            if member is None or member.endpoint != endpoint:  # a restart since then has none of these weights
                 continue
             if failure is None:
                 member.version = version
+                member.source.served(endpoint.name)
             else:
                 self.condemn(member, f"weight version {version} did not arrive: {failure}")
         if not self.serving():
@@ -228,11 +240,22 @@ class Fleet:
 
     async def doubt(self, member: Member, error: str) -> None:
         """A request was lost there: is the server, too?"""
-        member.refusals += 1
-        if member.refusals >= REFUSALS:
-            self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
-        elif not await member.client.healthy(self._config.rollout.health_timeout):
+        self.refused(member.name, error)
+        if not member.gone.done() and not await member.client.healthy(self._config.rollout.health_timeout):
             self.condemn(member, error)
+
+    def refused(self, name: str, error: str) -> None:
+        """The server did not take a request that another one takes."""
+        if (member := self._members.get(name)) is not None:
+            member.refusals += 1
+            if member.refusals >= REFUSALS:
+                self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
+
+    def rejected(self, shares: Mapping[str, float]) -> None:
+        """`shares`: of what each server answered, what was not sampled from the policy."""
+        for name, share in shares.items():
+            if share > REJECTED_SHARE and name in self._members:
+                self.condemn(self._members[name], f"{share:.0%} of its rollouts were rejected")
 
     def report(self) -> tuple[dict[str, ServerUse], list[str]]:
         """What happened since the last report: by server, and in words."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
@@ -20,6 +22,7 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import (
     Accounted,
+    PushNeeded,
     RolloutError,
     RolloutResult,
     ServerUse,
@@ -31,6 +34,24 @@ from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.store import RolloutStore
 
 
+@dataclass
+class _Call:
+    """A call of `generate`. Where it ends for want of a server the next one goes on with it: outcomes are final."""
+
+    wanted: dict[str, Prompt]
+    version: int | None  # of the weights
+    rollouts: dict[str, Accounted]
+    notes: list[str]
+    started: float = field(default_factory=time.monotonic)
+    errors: list[str] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)
+    answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
+    late: int = 0
+
+    def __post_init__(self) -> None:
+        self.reused = len(self.rollouts)
+
+
 class Generator:
     """Fleet, store and reward workers. What it opens goes on `stack`."""
 
@@ -39,6 +60,8 @@ class Generator:
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
+        self._cut: _Call | None = None  # the last call, where it ended for want of a server
+        self._answered: dict[str, str] = {}  # of the last call: rollout_id -> server
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -53,42 +76,57 @@ class Generator:
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        await self._fleet.wait_started()
+        await self._watched(self._fleet.wait_started())
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._fleet_run
+        await asyncio.wait([self._fleet_run])
+
+    async def carry_out(self, command: str, arguments: tuple) -> Any:
+        """What the method of this name returns. Raises RolloutError where nobody looks after the servers any more."""
+        return await self._watched(getattr(self, command)(*arguments))
+
+    async def _watched(self, work: Coroutine) -> Any:
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._fleet_run}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            task.cancel()
+        error = self._fleet_run.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise RolloutError(f"the rollout servers are no longer looked after: {error!r}") from error
 
     async def begin_push(self, version: int) -> list[Endpoint]:
-        if self._fleet_run.done():
-            await self._fleet_run  # raises why nobody looks after the servers any more
         return await self._fleet.begin_push(version)
 
-    async def end_push(self, version: int, outcomes: dict[str, str | None]) -> None:
+    async def end_push(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_push(version, outcomes)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
-        started = time.monotonic()
         if self._begun[0] != step:
-            self._begun = step, started
+            self._begun = step, time.monotonic()
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
             for k in range(n)
         }
-        rollouts, notes = self._reusable(step, wanted, range(first, first + len(prompts)))
-        reused = len(rollouts)
-        errors: list[str] = []
-        last_response = started
-        self.done = reused
+        version = self._fleet.version
+        call, self._cut = self._cut, None
+        if call is None or (call.wanted, call.version) != (wanted, version):
+            positions = range(first, first + len(prompts))
+            rollouts, notes = await asyncio.to_thread(self._reusable, step, wanted, positions)
+            call = _Call(wanted, version, rollouts, notes)
+        rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
+        self.done = len(rollouts)
 
         async def take(request: Request, response: Response, server: str) -> None:
-            nonlocal last_response
-            last_response = time.monotonic()
             if response.error:
-                errors.append(response.error)
+                call.errors.append(response.error)
             else:
+                call.answered[request.name] = server
                 self._lengths.observe(request.prompt_id, len(response.tokens))
             rollout = await self._score(step, request.name, wanted[request.name], response, server)
             self._store.append(rollout)
@@ -105,46 +143,56 @@ class Generator:
         sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
         try:
             await sampling.run()
+        except PushNeeded:
+            self._cut = call
+            raise
         finally:
             self._count(sampling.uses)
-        if deadline is not None and time.monotonic() >= deadline:
-            self._check_share(step, rollouts.values(), sampling.uses)
+            call.finished += sampling.finished
+            call.late += sampling.late
+        if first == 0:  # a later round only refills: for want of time it ends no run
+            self._check_share(step, call)
         for status in ("reward_timeout", "reward_error"):
             if late := sum(r.status == status for r in rollouts.values()):
                 notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
-        if errors:
+        if errors := call.errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
         happened, said = self._fleet.report()
         self._count(happened)
         uses, self._uses = self._uses, {}
         notes += [f"step {step}: {note}" for note in said]
         now = time.monotonic()
-        times = {"generate": now - started, "reward_tail": now - last_response, "tail": tail_seconds(sampling.finished)}
+        times = {
+            "generate": now - call.started,
+            "reward_tail": now - max(call.finished, default=call.started),
+            "tail": tail_seconds(call.finished),
+        }
         return RolloutResult.of(
-            {name: rollouts[name] for name in wanted}, reused=reused, times=times, notes=notes, uses=uses
+            {name: rollouts[name] for name in wanted}, reused=call.reused, times=times, notes=notes, uses=uses
         )
 
     def _count(self, uses: dict[str, ServerUse]) -> None:
         for server, use in uses.items():
             self._uses.setdefault(server, ServerUse()).add(use)
 
-    def _check_share(self, step: int, rollouts: Collection[Accounted], uses: dict[str, ServerUse]) -> None:
+    def _check_share(self, step: int, call: _Call) -> None:
         """Raises RolloutError where the step's deadline came before enough rollouts did."""
-        rollout = self._config.rollout
-        there = sum(r.batch is not None for r in rollouts)
-        if there < rollout.min_share * len(rollouts):
-            waited = ", ".join(sorted(name for name in uses if name)) or "a server"
+        rollout, wanted = self._config.rollout, len(call.wanted)
+        there = wanted - call.late
+        if there < rollout.min_share * wanted:
+            waited = ", ".join(sorted(name for name in self._uses if name)) or "a server"
             raise RolloutError(
-                f"step {step}: {there} of {len(rollouts)} rollouts were there at rollout.step_deadline "
+                f"step {step}: {there} of {wanted} rollouts were there at rollout.step_deadline "
                 f"({rollout.step_deadline:g} s), rollout.min_share asks for {rollout.min_share:g} of them; "
                 f"waited for {waited}"
             )
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
-        named = set(rollout_ids)
-        for rollout in self._store.finished(step):
-            if rollout.rollout_id in named:
-                self._store.append(dataclasses.replace(rollout, status="rejected"))
+        """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
+        await asyncio.to_thread(self._store.reject, step, rollout_ids)
+        answered = self._answered
+        whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
+        self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[ProblemResult]:
         config, samples = self._config.eval, self._config.eval.samples
@@ -225,30 +273,30 @@ class Generator:
     def _reusable(
         self, step: int, wanted: dict[str, Prompt], positions: range
     ) -> tuple[dict[str, Accounted], list[str]]:
-        """What an interrupted run, or a call that ended for want of a server, left of these positions of the step.
-
-        The file keeps nothing else of them.
-        """
-        found = self._store.finished(step)
-        here = [r for r in found if position_of(r.group_id) in positions]
-        kept, why = {}, {"failed": 0, "rejected": 0, "of another prompt": 0, "of another weight version": 0}
-        for rollout in here:
-            prompt = wanted.get(rollout.rollout_id)
-            if rollout.status in NOT_TRAINED:
-                why[rollout.status] += 1
-            elif (
-                prompt is None
-                or rollout.prompt_id != prompt.prompt_id
-                or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
-            ):
-                why["of another prompt"] += 1
-            elif any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
-                why["of another weight version"] += 1
-            else:
-                kept[rollout.rollout_id] = Accounted.of(rollout)
-        reasons = [f"{count} {reason}" for reason, count in why.items() if count]
-        if not reasons:
+        """What an interrupted run left of these positions of the step. The file keeps nothing else of them."""
+        found: dict[str, Accounted | str] = {}  # or why it is not kept
+        for rollout in self._store.lines(step):
+            if position_of(rollout.group_id) in positions:
+                found[rollout.rollout_id] = self._unusable(rollout, wanted) or Accounted.of(rollout)
+        kept = {name: r for name, r in found.items() if isinstance(r, Accounted)}
+        dropped = {name: why for name, why in found.items() if isinstance(why, str)}
+        if not dropped:
             return kept, []
-        dropped = {r.rollout_id for r in here} - kept.keys()
-        self._store.replace(step, [r for r in found if r.rollout_id not in dropped])
+        self._store.discard(step, dropped)
+        reasons = [f"{count} {why}" for why, count in sorted(Counter(dropped.values()).items())]
         return kept, [f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}"]
+
+    def _unusable(self, rollout: Rollout, wanted: dict[str, Prompt]) -> str:
+        """Why not; "" where it is usable."""
+        prompt = wanted.get(rollout.rollout_id)
+        if rollout.status in NOT_TRAINED:
+            return rollout.status
+        if (
+            prompt is None
+            or rollout.prompt_id != prompt.prompt_id
+            or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
+        ):
+            return "of another prompt"
+        if any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
+            return "of another weight version"
+        return ""

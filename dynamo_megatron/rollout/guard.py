@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 POLL_EVERY = 0.5  # seconds
+KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
 LOOK_EVERY = 10.0  # seconds between looks at the shared memory in use
 SHARED_MEMORY = "/dev/shm/"
 
@@ -70,7 +71,9 @@ def main(folder: str, command: list[str]) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while left := members(process.pid):  # a killed process keeps its port and its memory until it has ended
+    deadline = time.monotonic() + KILLED_WITHIN
+    # A killed process keeps its port and its memory until it has ended.
+    while (left := members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     others = [pid for pid in processes() if pid not in left]
     for segment in segments - shared_memory_of(others):

@@ -42,7 +42,7 @@ class RecordedRollouts:
         return [] if self._evaluator is None else self._evaluator.begin_push(version, on_poll)
 
     def end_push(
-        self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
+        self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Callable[[], None] | None = None
     ) -> None:
         if self._evaluator is not None:
             self._evaluator.end_push(version, outcomes, on_poll)

@@ -37,7 +37,8 @@ class Request:
 class Sampling:
     """Asks `fleet` for a response to each of `requests`.
 
-    Once `run` is over, `uses` (by server) and `finished` (monotonic seconds of each response) say how it went.
+    Once `run` is over, `uses` (by server), `finished` (monotonic seconds of each response) and `late` (how many
+    requests the deadline ended) say how it went.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Sampling:
         self._busy_since: dict[Member, float] = {}
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
+        self.late = 0
 
     async def run(self) -> None:
         """Raises PushNeeded, once all that came has been taken, where no server is left to ask, RolloutError where
@@ -135,11 +137,15 @@ class Sampling:
             response = Response(error=f"{request.name}: lost with {', '.join(request.lost)}; the last: {error}")
         finally:
             self._leave(request, member)
-        member.refusals = 0
-        if response.finish_reason == "error" and not request.refused and len(self._fleet.serving()) > 1:
-            request.refused.append(member.name)  # it may be that server's fault: another one is asked
-            self._pending.appendleft(request)
-            return
+        if response.finish_reason == "error":
+            if not request.refused and len(self._fleet.serving()) > 1:
+                request.refused.append(member.name)  # it may be that server's fault: another one is asked
+                self._pending.appendleft(request)
+                return
+        else:
+            member.refusals = 0
+            for name in request.refused:
+                self._fleet.refused(name, f"it refused {request.name}, which {member.name} answered")
         await self._done(request, response, member.name)
 
     async def _ask(self, request: Request, member: Member) -> Response:
@@ -168,6 +174,7 @@ class Sampling:
         return self._late() if late else response
 
     def _late(self) -> Response:
+        self.late += 1
         return Response(
             finish_reason="abort", error=f"no response at rollout.step_deadline ({self._config.step_deadline:g} s)"
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import RolloutError
+
+BLOCK = 1 << 20  # bytes
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -22,14 +25,20 @@ def read_rollouts(path: Path) -> list[Rollout]:
     A last line without a newline was torn by a kill and is left out. Raises ValueError (path:line) for any other line
     that is not a rollout.
     """
-    rollouts: dict[str, Rollout] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rollout = Rollout.from_json(line.decode())
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
-        rollouts[rollout.rollout_id] = rollout
-    return list(rollouts.values())
+    return list({rollout.rollout_id: rollout for rollout in read_lines(path)}.values())
+
+
+def read_lines(path: Path) -> Iterator[Rollout]:
+    """The rollout of each line, one in memory at a time. Raises ValueError as `read_rollouts`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                rollout = Rollout.from_json(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            yield rollout
 
 
 def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
@@ -69,17 +78,34 @@ class RolloutStore:
 
     def finished(self, step: int) -> list[Rollout]:
         """What the file of this step holds; empty without a file."""
+        return list({rollout.rollout_id: rollout for rollout in self.lines(step)}.values())
+
+    def lines(self, step: int) -> Iterator[Rollout]:
+        """The same line by line: of two with one rollout_id the later one counts."""
         self.close()  # the next append looks at the file's end anew
         path = step_file(self._folder, step)
-        return read_rollouts(path) if path.exists() else []
+        return read_lines(path) if path.exists() else iter(())
 
-    def replace(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Makes `rollouts` all that the file of this step holds."""
+    def reject(self, step: int, rollout_ids: Collection[str]) -> None:
+        """Gives these rollouts of the file the status "rejected". No other line is parsed: a step may have GBs."""
+        names, found = set(rollout_ids), {}
+        self.close()
+        with step_file(self._folder, step).open("rb") as file:
+            for line in file:
+                if (name := _id_of(line)) in names:
+                    found[name] = line
+        for line in found.values():
+            self.append(dataclasses.replace(Rollout.from_json(line), status="rejected"))
+
+    def discard(self, step: int, rollout_ids: Collection[str]) -> None:
+        """Leaves these rollouts out of the file of this step."""
+        names = set(rollout_ids)
         self.close()
         path = step_file(self._folder, step)
         aside = path.with_suffix(".tmp")
         try:
-            aside.write_text("".join(rollout.to_json() + "\n" for rollout in rollouts))
+            with path.open("rb") as file, aside.open("wb") as kept:
+                kept.writelines(line for line in file if line.endswith(b"\n") and _id_of(line) not in names)
             aside.replace(path)
         except OSError as error:
             raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
@@ -93,5 +119,14 @@ class RolloutStore:
         self.close()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._descriptor, self._step = descriptor, step
-        content = path.read_bytes()
-        os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+        start, newline = os.fstat(descriptor).st_size, -1
+        while start > 0 and newline < 0:
+            start = max(0, start - BLOCK)
+            newline = os.pread(descriptor, BLOCK, start).rfind(b"\n")
+        os.ftruncate(descriptor, start + newline + 1)
+
+
+def _id_of(line: bytes) -> str:
+    """The rollout_id, which `Rollout.to_json` writes first; "" where the line is not one of its."""
+    words = line[:100].split(b'"', 4)
+    return words[3].decode() if words[1:2] == [b"rollout_id"] and len(words) == 5 else ""

@@ -13,8 +13,13 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure in a row
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
 FAILED_STARTS = 4  # in a row, after which a server is not started again
+
+
+def pause(failures: int) -> float:
+    """Seconds before a restart after so many failures, at least one, since the server last took a push."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 
 class Listener(Protocol):
@@ -37,11 +42,16 @@ class Supervisor:
         self._config, self._names, self._listener = config, list(names), listener
         self._running: dict[str, int] = {}  # name -> incarnation, from `up` on
         self._condemned: dict[str, tuple[int, str]] = {}
+        self._failures = dict.fromkeys(names, 0)  # since it last took a push
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, ended by force and started again."""
         self._condemned[name] = incarnation, why
+
+    def served(self, name: str) -> None:
+        """The server took a push."""
+        self._failures[name] = 0
 
     async def run(self) -> None:
         """For ever; cancel it. The servers are gone when it is."""
@@ -59,9 +69,9 @@ class Supervisor:
 
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name
-        incarnation, failures = 1, 0
+        incarnation, failed_starts = 1, 0
         while True:
-            came_up = False
+            failed_starts += 1
             try:
                 if incarnation > 1:
                     server = self._server(slot, incarnation)
@@ -69,20 +79,20 @@ class Supervisor:
                 force = False
                 try:
                     await server.wait_ready()
-                    came_up, failures = True, 0
+                    failed_starts = 0
                     self._listener.up(server.endpoint)
                     why = await self._until_condemned(server)
                     force = True
                 finally:
                     await _in_thread(server.stop, *([0.0] if force else []))
-            except (RolloutError, ValueError) as error:
+            except (RolloutError, ValueError, OSError) as error:  # OSError: a disk that is full, a file handle lost
                 why = str(error)
-            failures += not came_up
-            final = failures >= FAILED_STARTS
+            self._failures[name] += 1
+            final = failed_starts >= FAILED_STARTS
             self._listener.down(name, why, final)
             if final:
                 return
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, failures - 1)))
+            await asyncio.sleep(pause(self._failures[name]))
             incarnation += 1
 
     async def _until_condemned(self, server: SGLangServer) -> str:

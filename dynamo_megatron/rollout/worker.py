@@ -114,10 +114,10 @@ class RolloutWorker:
         return self._call("begin_push", (version,), on_poll)
 
     def end_push(
-        self, version: int, outcomes: dict[str, str | None], on_poll: Callable[[], None] | None = None
+        self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Callable[[], None] | None = None
     ) -> None:
-        """`outcomes` of begin_push's servers by name: None (proved to have `version`: into the rotation) or why not
-        (restarted, counted, noted). Raises PushNeeded where no server took it.
+        """`outcomes` of what begin_push returned: None (proved to have `version`: into the rotation) or why not
+        (restarted, counted, noted). A server restarted since then is stale. Raises PushNeeded where no server took it.
         """
         return self._call("end_push", (version, outcomes), on_poll)
 
@@ -230,7 +230,7 @@ async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[in
         opened = await _answer(connection, generator, generator.open())
         while opened:
             command, arguments = await inbox.get()
-            await _answer(connection, generator, getattr(generator, command)(*arguments))
+            await _answer(connection, generator, generator.carry_out(command, arguments))
 
 
 async def _answer(connection: Connection, generator: Generator, work: Awaitable[Any]) -> bool:

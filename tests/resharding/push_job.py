@@ -54,7 +54,7 @@ class Fleet:
         return self.endpoints
 
     def end_push(self, version, outcomes, on_poll):
-        self.outcomes = outcomes
+        self.outcomes = {e.name: why for e, why in outcomes.items()}
 
 
 def changed(name: str, tensor: torch.Tensor, push: int) -> torch.Tensor:

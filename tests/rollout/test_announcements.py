@@ -26,6 +26,9 @@ class Recorder:
     def down(self, name, why, final):
         self.heard.append(("down", name, why, final))
 
+    def served(self, name):
+        self.heard.append(("served", name))
+
     def condemn(self, name, incarnation, why):
         if ("condemn", name, incarnation, why) not in self.heard:
             self.heard.append(("condemn", name, incarnation, why))
@@ -67,6 +70,8 @@ def test_servers_come_and_go_and_are_condemned(tmp_path):
         side.down("server-0", "hung", False)
         side.up(endpoint("server-0", 3))  # before the run may have looked
         await until(lambda: ("up", "server-0", 3) in fleet.heard)
+        run.served("server-1")
+        await until(lambda: ("served", "server-1") in supervisor.heard)
         serving.cancel()  # the node is gone
         await until(lambda: fleet.heard[-1][0] == "down" and fleet.heard[-2][0] == "down")
         assert {h[1] for h in fleet.heard[-2:]} == set(NAMES) and "no sign of life" in fleet.heard[-1][2]
@@ -75,7 +80,7 @@ def test_servers_come_and_go_and_are_condemned(tmp_path):
         running.cancel()
         await asyncio.wait([running])
         await asyncio.wait_for(again, 10)  # the run has ended: so does the node
-        assert supervisor.heard == [("condemn", "server-0", 2, "hung")]
+        assert supervisor.heard == [("condemn", "server-0", 2, "hung"), ("served", "server-1")]
         ups = [(name, incarnation) for kind, name, incarnation, *_ in fleet.heard if kind == "up"]
         assert sorted(ups) == [*[("server-0", 2)], *[("server-0", 3)] * 2, *[("server-1", 1)] * 2]
         assert not list(servers_folder(tmp_path).iterdir())

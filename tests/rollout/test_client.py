@@ -1,13 +1,17 @@
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import time
 
 import pytest
 import torch
+from aiohttp import web
+from stand_ins import Server, listening, reply
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.rollout import client
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 
@@ -127,6 +131,36 @@ def test_a_server_that_is_gone_is_named():
 
     with pytest.raises(ServerLost, match=f"the rollout server {url} does not answer"):
         asyncio.run(work())
+
+
+def test_a_server_that_takes_no_connection_is_lost_and_no_rollout_timed_out(monkeypatch):
+    monkeypatch.setattr(client, "CONTROL_TIMEOUT", 0.3)
+
+    async def work(url):
+        async with open_session() as session:
+            await SGLangClient(session, Endpoint("dead", 1, url, 1, ""), RolloutConfig(), [END]).generate("r", PROMPT)
+
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # the kernel lets the next ones wait
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        with pytest.raises(ServerLost, match="does not answer"):
+            asyncio.run(work(f"http://127.0.0.1:{full.getsockname()[1]}"))
+
+
+def test_an_older_sglang_says_its_weight_version_once():
+    meta = reply("r")["meta_info"]
+    del meta["weight_versions"]
+
+    async def work():
+        server = Server(lambda rid, number: web.json_response({"meta_info": {**meta, "weight_version": "4"}}))
+        async with listening(server) as url, open_session() as session:
+            return await SGLangClient(session, Endpoint("old", 1, url, 1, ""), RolloutConfig(), []).generate("r", [1])
+
+    assert asyncio.run(work()).weight_versions == [(4, 0, 3)]
 
 
 def test_a_server_answers_nobody_without_its_key(sglang_server):

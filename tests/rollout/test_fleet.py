@@ -62,7 +62,7 @@ def push(worker: RolloutWorker, version: int) -> list[str]:
         headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{endpoint.url}/update_weight_version", body, headers)
         urllib.request.urlopen(request, timeout=60).close()
-    worker.end_push(version, {e.name: None for e in endpoints})
+    worker.end_push(version, dict.fromkeys(endpoints))
     return [e.name for e in endpoints]
 
 
@@ -170,8 +170,8 @@ def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
     endpoints = {e.name: e for e in worker.begin_push(3)}
     assert set(endpoints) == {"server-0", "server-1"}
     push(worker, 3)
-    worker.begin_push(3)
-    worker.end_push(3, {"server-0": None, "server-1": "the second bucket did not arrive"})
+    lost = {"server-1": "the second bucket did not arrive"}
+    worker.end_push(3, {e: lost.get(e.name) for e in worker.begin_push(3)})
     result = worker.generate(11, PROMPTS, [2] * 4)
     assert set(result.counts_by_server) == {"server-0"} and closed(result, 8)["failed"] == 0
     assert "weight version 3 did not arrive: the second bucket did not arrive" in " ".join(result.notes)
@@ -180,7 +180,7 @@ def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
     assert again["server-1"].incarnation == endpoints["server-1"].incarnation + 1
     assert again["server-0"].incarnation == endpoints["server-0"].incarnation
     with pytest.raises(PushNeeded, match=r"no server took the weights of step 4: .*server-0: .*all lost"):
-        worker.end_push(4, {"server-0": "all lost", "server-1": "all lost"})
+        worker.end_push(4, dict.fromkeys(again.values(), "all lost"))
 
 
 @pytest.mark.full
@@ -202,7 +202,7 @@ def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_dead
     """On the servers of the fleet, as somebody else's."""
     worker, _ = fleet
     push(worker, 0)
-    (endpoint, *_) = worker.begin_push(0)
+    endpoint, *others = worker.begin_push(0)
     os.environ["FLEET_TEST_KEY"] = endpoint.api_key
     options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
     for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
@@ -223,7 +223,7 @@ def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_dead
             assert time.monotonic() - started < 30
         finally:
             other.close()
-    worker.end_push(0, {"server-0": None, "server-1": None})
+    worker.end_push(0, dict.fromkeys([endpoint, *others]))
 
 
 @pytest.mark.full

@@ -1,99 +1,17 @@
-"""What becomes of requests when servers misbehave. The servers here are stand-ins that can be made to (real ones:
-tests/rollout/test_fleet.py)."""
+"""What becomes of requests when servers misbehave."""
 
 import asyncio
-import contextlib
 import time
 
 import pytest
 from aiohttp import web
+from stand_ins import Server, external, fleet_of, listening, reply
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-
-
-def reply(rid: str, tokens: int = 3) -> dict:
-    return {
-        "meta_info": {
-            "id": rid,
-            "finish_reason": {"type": "length", "length": tokens},
-            "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
-            "output_token_logprobs": [[-1.0, 7, None]] * tokens,
-        }
-    }
-
-
-class Server:
-    """`behaviour(request id, number of the request)`: a reply, a response, or None for the usual one."""
-
-    def __init__(self, behaviour=None, healthy: bool = True):
-        self.behaviour, self.healthy = behaviour, healthy
-        self.asked: list[str] = []
-        self.aborted: list[str] = []
-        self.under_way = self.most = 0
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        rid = (await request.json())["rid"]
-        self.asked.append(rid)
-        number = len(self.asked)
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        try:
-            await asyncio.sleep(0.01)
-            made = self.behaviour(rid, number) if self.behaviour else None
-            if asyncio.iscoroutine(made):
-                made = await made
-            return made if made is not None else web.json_response(reply(rid))
-        finally:
-            self.under_way -= 1
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json()).get("rid", "all"))
-        return web.json_response({})
-
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
-
-    async def answer(self, request: web.Request) -> web.Response:
-        return web.json_response({"loads": []})
-
-
-@contextlib.asynccontextmanager
-async def fleet_of(*servers: Server, **rollout):
-    """A fleet of them, as somebody else's servers."""
-    async with contextlib.AsyncExitStack() as stack:
-        urls = []
-        for server in servers:
-            app = web.Application()
-            app.router.add_post("/generate", server.generate)
-            app.router.add_post("/abort_request", server.abort)
-            app.router.add_get("/health", server.health)
-            for path in ("/model_info", "/v1/loads"):
-                app.router.add_get(path, server.answer)
-            app.router.add_post("/flush_cache", server.answer)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        config = Config(
-            model={"path": "none"},
-            data={"source": "none"},
-            output_dir="none",
-            rollout={"placement": "external", "urls": urls, "start_timeout": 20, "health_timeout": 1.0, **rollout},
-        )
-        session = await stack.enter_async_context(open_session())
-        fleet = Fleet(config, session, [])
-        running = asyncio.create_task(fleet.run())
-        try:
-            await fleet.wait_started()
-            yield fleet, config.rollout
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
 
 
 def sample(*servers: Server, requests: int = 40, deadline: float | None = None, pushed: bool = False, **rollout):
@@ -109,7 +27,7 @@ def sample(*servers: Server, requests: int = 40, deadline: float | None = None, 
         async with fleet_of(*servers, **rollout) as (fleet, config):
             if pushed:
                 endpoints = await fleet.begin_push(0)
-                await fleet.end_push(0, dict.fromkeys(e.name for e in endpoints))
+                await fleet.end_push(0, dict.fromkeys(endpoints))
             asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
             limit = None if deadline is None else time.monotonic() + deadline
             sampling = Sampling(fleet, config, asked, take, limit)
@@ -134,7 +52,16 @@ def test_groups_stay_together_and_no_server_has_more_than_its_share():
     assert all(len(servers) == 1 for servers in by_group.values())
 
 
-@pytest.mark.parametrize("status", [503, 401, 500, "closed", "nonsense", "not json"], ids=str)
+NONSENSE = {
+    "no meta_info": {"text": "!"},
+    "a list": [1],
+    "no tokens": {"meta_info": {"finish_reason": {"type": "length"}}},
+    "no end": {"meta_info": {"finish_reason": None}},
+    "an unheard-of end": {"meta_info": {**reply("r")["meta_info"], "finish_reason": {"type": "tired"}}},
+}
+
+
+@pytest.mark.parametrize("status", [503, 401, 500, "closed", "not json", "a page", *NONSENSE], ids=str)
 def test_a_server_that_serves_nobody_costs_no_rollout(status):
     async def close(rid):
         raise ConnectionResetError
@@ -142,8 +69,10 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
     def misbehave(rid, number):
         if status == "closed":
             return close(rid)
-        if status == "nonsense":
-            return web.json_response({"meta_info": {"finish_reason": {"type": "length"}}})
+        if status == "a page":
+            return web.Response(text="<html>", content_type="text/html")
+        if status in NONSENSE:
+            return web.json_response(NONSENSE[status])
         if status == "not json":
             return web.Response(text="{", content_type="application/json")
         return web.json_response({"error": {"message": "no"}}, status=status)
@@ -166,12 +95,16 @@ def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
     assert "the server refused it: too long" in outcomes["r7"][0].error
 
 
-def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
-    def freeze(rid, number):
-        silent.healthy = False
-        return asyncio.sleep(60)
+@pytest.mark.parametrize("loads", [{"loads": []}, {"loads": [{}]}, "busy"], ids=["known", "of a kind", "nonsense"])
+def test_a_silent_server_leaves_and_its_requests_go_elsewhere(loads):
+    """Also where it has not told its load before."""
 
-    silent = Server(freeze)
+    async def freeze(rid, number):
+        await asyncio.sleep(0.7)
+        silent.healthy = False
+        await asyncio.sleep(60)
+
+    silent = Server(freeze, loads=loads)
     started = time.monotonic()
     outcomes, _, fleet = sample(silent, Server())
     assert time.monotonic() - started < 15 and served_by(outcomes) == {"server-1"}
@@ -207,14 +140,8 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
 
 def test_servers_that_are_not_there_are_named():
     async def work():
-        config = Config(
-            model={"path": "none"},
-            data={"source": "none"},
-            output_dir="none",
-            rollout={"placement": "external", "urls": ["http://127.0.0.1:9"], "start_timeout": 5},
-        )
         async with open_session() as session:
-            fleet = Fleet(config, session, [])
+            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [])
             running = asyncio.create_task(fleet.run())
             try:
                 await fleet.wait_started()
@@ -224,6 +151,67 @@ def test_servers_that_are_not_there_are_named():
 
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*127.0.0.1:9.* does not answer"):
         asyncio.run(work())
+
+
+def test_somebody_elses_server_may_come_up_late(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.01)
+
+    async def work():
+        async with listening(Server()) as url:
+            port = int(url.rpartition(":")[2])
+        async with open_session() as session:
+            fleet = Fleet(external([url]), session, [])
+            running = asyncio.create_task(fleet.run())
+            starting = asyncio.create_task(fleet.wait_started())
+            await asyncio.sleep(1.0)  # six failures
+            async with listening(Server(), port):
+                await starting
+                assert set(fleet.serving()) == {"server-0"}
+                running.cancel()
+                await asyncio.wait([running])
+
+    asyncio.run(work())
+
+
+def test_a_start_without_one_of_the_servers_says_so():
+    async def work():
+        async def hang(request):
+            await asyncio.sleep(60)
+
+        slow = Server()
+        slow.answer = hang
+        async with fleet_of(Server(), slow, start_timeout=1) as (fleet, _):
+            assert set(fleet.serving()) == {"server-0"}
+            return fleet.notes
+
+    assert asyncio.run(work()) == ["server-1 did not come up within rollout.start_timeout (1 s)"]
+
+
+def test_a_server_restarted_in_a_push_has_not_taken_it():
+    async def work():
+        async with fleet_of(Server(), Server()) as (fleet, _):
+            endpoints = await fleet.begin_push(1)
+            fleet.condemn(fleet._members["server-0"], "killed after its proof")
+            async with asyncio.timeout(10):
+                while "server-0" not in fleet._members:
+                    await asyncio.sleep(0.05)
+            await fleet.end_push(1, dict.fromkeys(endpoints))
+            assert set(fleet.serving()) == {"server-1"}
+            again = await fleet.begin_push(2)
+            assert [e.incarnation for e in again] == [2, 1]
+            await fleet.end_push(2, dict.fromkeys(again))
+            assert set(fleet.serving()) == {"server-0", "server-1"}
+
+    asyncio.run(work())
+
+
+def test_a_server_that_refuses_what_others_answer_leaves():
+    def refuse(rid, number):
+        return web.json_response({"error": {"message": "bad"}}, status=400)
+
+    outcomes, _, fleet = sample(Server(refuse), Server(), requests=80)
+    assert not any(r.error for r, _ in outcomes.values())
+    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
 def test_the_tail_begins_when_nine_of_ten_are_there():

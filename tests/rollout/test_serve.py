@@ -45,7 +45,7 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         result.check_accounts(16)
         assert set(result.counts_by_server) == {"server-0", "server-1"} and result.counts["failed"] == 0
         before = {e.name: e for e in worker.begin_push(2)}
-        worker.end_push(2, {"server-0": "nothing came", "server-1": None})
+        worker.end_push(2, {before["server-0"]: "nothing came", before["server-1"]: None})
         deadline = time.monotonic() + 120
         while set(before) != {e.name for e in worker.begin_push(3)}:
             assert time.monotonic() < deadline, "server-0 did not come back"

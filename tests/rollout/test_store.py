@@ -77,15 +77,41 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
     }
 
 
-def test_replace_and_append(tmp_path):
+def test_discard_and_append(tmp_path):
     store = RolloutStore(tmp_path)
     rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
     for r in rollouts:
         store.append(r)
-    store.replace(3, rollouts[:1])
+    store.discard(3, ["000003-0000-001", "000003-0000-002"])
     store.append(rollouts[2])
     assert store.finished(3) == [rollouts[0], rollouts[2]]
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.jsonl"]
+
+
+def test_reject_parses_no_other_line(tmp_path):
+    store = RolloutStore(tmp_path)
+    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
+    for r in rollouts:
+        store.append(r)
+    path = step_file(tmp_path, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    broken = lines[0][:60] + b"\n"
+    path.write_bytes(broken + b"".join(lines[1:]))
+    store.reject(3, ["000003-0000-001"])
+    now = path.read_bytes()
+    assert now.startswith(broken + b"".join(lines[1:])) and now.count(b"\n") == 4
+    path.write_bytes(now.removeprefix(broken))
+    assert store.finished(3) == [dataclasses.replace(rollouts[1], status="rejected"), rollouts[2]]
+
+
+def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path):
+    RolloutStore(tmp_path).append(rollout("000003-0000-000"))
+    path = step_file(tmp_path, 3)
+    whole = path.read_bytes()
+    for torn in (whole + b"x" * 3_000_000, b"x" * 3_000_000):
+        path.write_bytes(torn)
+        RolloutStore(tmp_path).append(rollout("000003-0000-001"))
+        assert len(path.read_bytes()) == len(whole) * (2 if torn.startswith(whole) else 1)
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def push(worker: RolloutWorker, version: int) -> None:
         headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{endpoint.url}/update_weight_version", body, headers)
         urllib.request.urlopen(request, timeout=60).close()
-    worker.end_push(version, {e.name: None for e in endpoints})
+    worker.end_push(version, dict.fromkeys(endpoints))
 
 
 def requests_at_the_server(output) -> int:

@@ -1,0 +1,103 @@
+"""Servers that can be made to misbehave, unlike SGLang's own (those: tests/rollout/test_fleet.py)."""
+
+import asyncio
+import contextlib
+
+from aiohttp import web
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.client import open_session
+from dynamo_megatron.rollout.fleet import Fleet
+
+
+def reply(rid: str, tokens: int = 3) -> dict:
+    return {
+        "meta_info": {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": tokens},
+            "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
+            "output_token_logprobs": [[-1.0, 7, None]] * tokens,
+        }
+    }
+
+
+class Server:
+    """`behaviour(request id, number of the request)`: a reply, a response, or None for the usual one."""
+
+    def __init__(self, behaviour=None, healthy: bool = True, loads=None):
+        self.behaviour, self.healthy, self.loads = behaviour, healthy, loads
+        self.asked: list[str] = []
+        self.aborted: list[str] = []
+        self.under_way = self.most = 0
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        rid = (await request.json())["rid"]
+        self.asked.append(rid)
+        number = len(self.asked)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await asyncio.sleep(0.01)
+            made = self.behaviour(rid, number) if self.behaviour else None
+            if asyncio.iscoroutine(made):
+                made = await made
+            return made if made is not None else web.json_response(reply(rid))
+        finally:
+            self.under_way -= 1
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json()).get("rid", "all"))
+        return web.json_response({})
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def load(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": []} if self.loads is None else self.loads)
+
+
+@contextlib.asynccontextmanager
+async def listening(server: Server, port: int = 0):
+    """Its URL."""
+    app = web.Application()
+    app.router.add_post("/generate", server.generate)
+    app.router.add_post("/abort_request", server.abort)
+    app.router.add_get("/health", server.health)
+    app.router.add_get("/model_info", server.answer)
+    app.router.add_get("/v1/loads", server.load)
+    app.router.add_post("/flush_cache", server.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def external(urls: list[str], output="none", **rollout) -> Config:
+    return Config(
+        model={"path": "none"},
+        data={"source": "none"},
+        output_dir=str(output),
+        rollout={"placement": "external", "urls": urls, "start_timeout": 20, "health_timeout": 1.0, **rollout},
+    )
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(*servers: Server, **rollout):
+    """A fleet of them, as somebody else's servers."""
+    async with contextlib.AsyncExitStack() as stack:
+        config = external([await stack.enter_async_context(listening(server)) for server in servers], **rollout)
+        session = await stack.enter_async_context(open_session())
+        fleet = Fleet(config, session, [])
+        running = asyncio.create_task(fleet.run())
+        try:
+            await fleet.wait_started()
+            yield fleet, config.rollout
+        finally:
+            running.cancel()
+            await asyncio.wait([running])

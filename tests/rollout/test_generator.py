@@ -1,0 +1,150 @@
+"""What a step's rollouts come to where servers, time or the disk give out."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from aiohttp import web
+from stand_ins import Server, external, listening
+
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.rollout.external import External
+from dynamo_megatron.rollout.generator import Generator
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.store import RolloutStore
+
+PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
+REWARDS = """
+import time
+def slow(prompt, response):
+    time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def with_generator(tiny_model, tmp_path, monkeypatch):
+    """run(work, *servers, **rollout): `work(generator, push)` with a Generator of these servers."""
+    (tmp_path / "generator_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+    async def go(work, servers, rollout):
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(listening(server)) for server in servers]
+            config = external(urls, output=tmp_path, **rollout)
+            reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
+            model = config.model.model_copy(update={"path": str(tiny_model)})
+            generator = Generator(config.model_copy(update={"reward": reward, "model": model}), [], stack)
+
+            async def push(version):
+                await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
+
+            await generator.open()
+            return await work(generator, push)
+
+    return lambda work, *servers, **rollout: asyncio.run(go(work, servers, rollout))
+
+
+def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):
+    """The first one takes too long; then the server fails, and comes back."""
+    failing = True
+
+    async def misbehave(rid, number):
+        if server.aborted and failing:
+            return web.json_response({}, status=503)
+        await asyncio.sleep(60 if rid == "000001-0000-000" else 0.04)
+
+    async def work(generator, push):
+        nonlocal failing
+        await push(0)
+        counts = [16, 16, 0]
+        with pytest.raises(PushNeeded):
+            await generator.generate(1, PROMPTS, counts, 0)
+        there = {r.rollout_id: r for r in RolloutStore(tmp_path).finished(1)}
+        assert there["000001-0000-000"].finish_reason == "abort" and 1 < len(there) < 32
+        failing = False
+        before = len(server.asked)
+        await push(0)
+        result = await generator.generate(1, PROMPTS, counts, 0)
+        result.check_accounts(32)
+        assert result.counts["aborted"] == 1 and result.reused == 0
+        assert len(server.asked) - before == 32 - len(there)
+        assert result.uses["server-0"].retries > 0
+        assert not any("discarded" in note for note in result.notes), result.notes
+        assert any("1 of 32 rollouts failed; the first: no response to 000001-0000-000" in n for n in result.notes)
+        # Asked for once more, it is a run that was interrupted.
+        server.behaviour = None
+        again = await generator.generate(1, PROMPTS, counts, 0)
+        assert again.reused == 31 and again.counts["aborted"] == 0
+
+    server = Server(misbehave)
+    with_generator(work, server, timeout=0.5, concurrency=2)
+
+
+def test_a_deadline_in_a_later_round_of_the_step_ends_no_run(with_generator):
+    async def work(generator, push):
+        assert (await generator.generate(1, PROMPTS[:2], [2, 2], 0)).counts["completed"] == 0
+        await asyncio.sleep(1.5)
+        late = await generator.generate(1, PROMPTS[:2], [2, 2], 2)
+        late.check_accounts(4)
+        assert late.counts["aborted"] == 4
+        server.behaviour = lambda rid, number: asyncio.sleep(60)
+        with pytest.raises(RolloutError, match=r"step 2: 0 of 4 rollouts were there at rollout.step_deadline"):
+            await generator.generate(2, PROMPTS[:2], [2, 2], 0)
+
+    server = Server()
+    with_generator(work, server, step_deadline=1.5)
+
+
+def test_slow_scoring_and_a_refused_prompt_are_not_the_deadlines(with_generator):
+    def refuse(rid, number):
+        return web.json_response({"error": {"message": "no"}}, status=400) if "-0000-" in rid else None
+
+    async def work(generator, push):
+        result = await generator.generate(1, PROMPTS, [1, 1, 2], 0)
+        result.check_accounts(4)
+        assert result.counts["failed"] == 1 and result.times["generate"] > 1.5
+
+    with_generator(work, Server(refuse), step_deadline=1.5)
+
+
+def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
+    async def work(generator, push):
+        await push(0)
+        result = await generator.generate(1, PROMPTS, [8, 8, 1], 0)
+        by_server = {
+            name: [rollout for rollout, o in result.outcomes.items() if o.server == name]
+            for name in ("server-0", "server-1")
+        }
+        await generator.reject(1, [*by_server["server-1"], by_server["server-0"][0]])
+        rejected = {r.rollout_id for r in RolloutStore(tmp_path).finished(1) if r.status == "rejected"}
+        assert rejected == {*by_server["server-1"], by_server["server-0"][0]}
+        result = await generator.generate(2, PROMPTS, [2, 2, 0], 0)
+        assert {o.server for o in result.outcomes.values()} == {"server-0"}
+        assert "step 2: server-1 left the rotation: 100% of its rollouts were rejected" in result.notes
+
+    with_generator(work, Server(), Server())
+
+
+def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkeypatch):
+    keep = External.run
+
+    async def run(self):
+        keeping = asyncio.create_task(keep(self))
+        await failing.wait()
+        keeping.cancel()
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(External, "run", run)
+    failing = asyncio.Event()
+
+    async def work(generator, push):
+        asyncio.get_running_loop().call_later(0.5, failing.set)
+        started = time.monotonic()
+        for step in (1, 2):
+            with pytest.raises(RolloutError, match=r"servers are no longer looked after: OSError.*Stale file handle"):
+                await generator.carry_out("generate", (step, PROMPTS, [1, 1, 1], 0))
+        assert time.monotonic() - started < 10
+
+    with_generator(work, Server(lambda rid, number: asyncio.sleep(60)))

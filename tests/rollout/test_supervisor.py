@@ -1,0 +1,80 @@
+"""Restarts: when, and after what. The servers do not start, or are stand-ins that end."""
+
+import asyncio
+
+from stand_ins import external
+
+from dynamo_megatron.rollout import supervisor
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.supervisor import Supervisor, pause
+
+
+class Recorder:
+    def __init__(self):
+        self.ups, self.downs = [], []
+
+    def up(self, endpoint):
+        self.ups.append(endpoint.incarnation)
+
+    def down(self, name, why, final):
+        self.downs.append((why, final))
+
+
+class Ending:
+    """Comes up and ends."""
+
+    def __init__(self, config, model, log, *, name, incarnation, slot, slots):
+        self.endpoint = Endpoint(name, incarnation, "http://127.0.0.1:1", 1, "")
+
+    def start(self):
+        pass
+
+    async def wait_ready(self):
+        pass
+
+    def check(self):
+        raise RolloutError("out of memory")
+
+    def stop(self, grace=0.0):
+        pass
+
+
+def test_pauses_double_up_to_a_minute():
+    assert [pause(n) for n in (1, 2, 3, 7, 2000)] == [1.0, 2.0, 4.0, 60.0, 60.0]
+
+
+def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    (tmp_path / "file").touch()
+    heard = Recorder()
+    config = external(["http://unused"], output=tmp_path / "file")
+    asyncio.run(asyncio.wait_for(Supervisor(config, ["server-0"], heard).run(), 20))
+    assert len(heard.downs) == supervisor.FAILED_STARTS and "Not a directory" in heard.downs[0][0]
+    assert [final for _, final in heard.downs] == [False, False, False, True]
+
+
+def test_a_server_that_starts_and_fails_waits_longer_each_time_until_a_push(tmp_path, monkeypatch):
+    heard, failures = Recorder(), []
+
+    def noted(count: int) -> float:
+        failures.append(count)
+        if len(failures) == 5:
+            servers.served("server-0")
+        return 0.001
+
+    monkeypatch.setattr(supervisor, "pause", noted)
+    monkeypatch.setattr(supervisor, "SGLangServer", Ending)
+    servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
+
+    async def work():
+        running = asyncio.create_task(servers.run())
+        async with asyncio.timeout(20):
+            while len(failures) < 7:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(work())
+    assert failures[:7] == [1, 2, 3, 4, 5, 1, 2] and heard.ups[:7] == [1, 2, 3, 4, 5, 6, 7]
+    assert not any(final for _, final in heard.downs)
