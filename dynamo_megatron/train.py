@@ -10,7 +10,7 @@ import torch
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.strata import prompt_strata
@@ -123,8 +123,10 @@ class TrainJob(Job):
     def run(self) -> None:
         try:
             self._trainer.run()
-        finally:
+        except StopRequested:
             self._trainer.serving.close()
+            raise
+        self._trainer.serving.close()  # not after a failure: the ranks may be out of step, and it is what is to be told
 
     def close(self) -> None:
         super().close()

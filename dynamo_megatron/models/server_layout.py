@@ -7,6 +7,7 @@ layers/vocab_parallel_embedding.py, layers/quantization/unquant.py; experts cut 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,23 +38,22 @@ class ServerLayout:
 
     places: Mapping[str, tuple[str, int]]  # Hugging Face tensor -> (parameter, first element of its shard there)
     sizes: Mapping[str, int]  # parameter -> elements of a rank's shard, padding included
-    unpadded: Mapping[str, int]  # Hugging Face tensor -> elements of a rank's shard where none of it is padding
 
 
+@functools.cache
 def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
     """Of a server of `tp_size` ranks that divide the model (`check_server_parallel`)."""
     shapes = huggingface_shapes(spec)
-    places, unpadded, sizes = {}, {}, {}
+    places, sizes = {}, {}
     for name in parameter_names(spec):
         parts = huggingface_names(spec, name)
         fused = _fused_name(parts, expert_number(name) is not None)
         for part in parts:
             shard = server_shard(spec, part, torch.empty(shapes[part], device="meta"), 0, tp_size)
             places[part] = fused, sizes.get(fused, 0)
-            unpadded[part] = shard.numel()
             elements = server_vocab_rows(spec, tp_size) * shard.shape[1] if _cut(part) == "vocab" else shard.numel()
             sizes[fused] = sizes.get(fused, 0) + elements
-    return ServerLayout(places, sizes, unpadded)
+    return ServerLayout(places, sizes)
 
 
 def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:

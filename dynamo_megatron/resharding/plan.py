@@ -7,6 +7,7 @@ travel together. In a *round* every sender has at most one bucket.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from dynamo_megatron.models.mapping import (
     huggingface_names,
     huggingface_shapes,
     is_expert,
-    is_sharded,
     parameter_names,
 )
 from dynamo_megatron.models.server_layout import server_shard
@@ -37,11 +37,6 @@ class Bucket:
     parameters: tuple[str, ...]  # Megatron's, global
     names: tuple[str, ...]  # the Hugging Face tensors they become, in order
     nbytes: int  # of those
-
-    @property
-    def gathered(self) -> tuple[str, ...]:
-        """The parameters that tensor-parallel ranks hold parts of, where they do."""
-        return tuple(name for name in self.parameters if is_sharded(name))
 
 
 @dataclass(frozen=True)
@@ -133,6 +128,7 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> I
             yield OUTPUT_LAYER
 
 
+@functools.cache
 def floor_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
     """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, call
+from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.resharding.tensor_hash import Sha256, TileHash
 from dynamo_megatron.rollout.endpoint import Endpoint
 
@@ -118,12 +118,15 @@ def layer_of(name: str) -> int | None:
 
 def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
     """What is wrong with `ranks`, the `ranks` of a weights_checker reply; None: nothing."""
-    reported = {r["parallelism_info"][0]["tp_rank"]: r["checksums"] for r in ranks}
+    try:
+        reported = {r["parallelism_info"][0]["tp_rank"]: dict(r["checksums"]) for r in ranks}
+    except (LookupError, TypeError, ValueError):
+        return "/weights_checker does not answer in the form of SGLang 0.5.23"
     wrong: dict[str, set[str]] = {
         "not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()},
         "different on two training ranks": set(expected.disagreed),
     }
-    if len(reported) != len(expected.ranks):
+    if reported.keys() != set(range(len(expected.ranks))):
         return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
     for rank, should in enumerate(expected.ranks):
         has = reported[rank]
@@ -142,13 +145,15 @@ def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | No
     `timeout` in seconds. Raises ServerError where the server does not say.
     """
     skip = [f"model.layers.{i}." for i in expected.unproved_layers]
-    reply = call(endpoint, "/weights_checker", {"action": "checksum", "skip_tensor_list": skip}, timeout)
-    return compare(expected, reply["ranks"])
+    asked = {"action": "checksum", "skip_tensor_list": skip}
+    (ranks,) = call_for(endpoint, "/weights_checker", asked, timeout, "ranks")
+    return compare(expected, ranks)
 
 
 def server_device(endpoint: Endpoint) -> str:
     """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
-    return "cpu" if call(endpoint, "/server_info", None, CONTROL_TIMEOUT)["device"] == "cpu" else "cuda"
+    (device,) = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "device")
+    return "cpu" if device == "cpu" else "cuda"
 
 
 def _some(names: Collection[str]) -> str:

@@ -27,6 +27,16 @@ def call(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout:
     return reply
 
 
+def call_for(
+    endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout: float, *names: str
+) -> tuple[Any, ...]:
+    """As `call`: what the server's reply has under `names`. Raises ServerError also where it has not."""
+    reply = call(endpoint, path, payload, timeout)
+    if not isinstance(reply, dict) or not reply.keys() >= set(names):
+        raise ServerError(f"{path} said nothing of {', '.join(names)}: {_message(reply)}")
+    return tuple(reply[name] for name in names)
+
+
 def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout: float) -> tuple[int, Any]:
     """As `call`, with the status whatever it is. Raises ServerError where no reply comes within `timeout` seconds."""
     headers = {"Content-Type": "application/json"}
@@ -35,11 +45,12 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
     data = None if payload is None else json.dumps(payload).encode()
     asked = urllib.request.Request(endpoint.url + path, data=data, headers=headers)
     try:
-        with _opener.open(asked, timeout=timeout) as reply:
+        try:
+            reply = _opener.open(asked, timeout=timeout)
+        except urllib.error.HTTPError as refusal:  # a reply too, whose body may break off like any other's
+            reply = refusal
+        with reply:
             return reply.status, _body(reply.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, _body(error.read())
     except TimeoutError:
         raise ServerError(f"{path} had no answer within {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
@@ -78,7 +89,7 @@ def set_version(endpoint: Endpoint, version: int) -> None:
 
 
 def check_version(endpoint: Endpoint, version: int) -> None:
-    reported = call(endpoint, "/model_info", None, CONTROL_TIMEOUT)["weight_version"]
+    (reported,) = call_for(endpoint, "/model_info", None, CONTROL_TIMEOUT, "weight_version")
     if reported != str(version):
         raise ServerError(f"/model_info says weight version {reported!r}, not {version}")
 

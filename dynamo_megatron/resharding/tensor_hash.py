@@ -10,6 +10,7 @@ import hashlib
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 MASK = 0xFFFFFFFF
 TILE_WORDS = 8192
@@ -78,18 +79,22 @@ class TileHash:
 
     def _add_words(self, start: int, words: torch.Tensor) -> None:
         self._covered.append((start, start + len(words)))
-        for offset in range(0, len(words), CHUNK_WORDS):
-            chunk = words[offset : offset + CHUNK_WORDS].long() & MASK
-            first = start + offset
-            index = torch.arange(first, first + len(chunk), device=words.device)
-            tiles = index // TILE_WORDS - first // TILE_WORDS
-            i = index & MASK
-            for lane, (seed, (factor, rotation)) in enumerate(zip(SEEDS, POSITION, strict=True)):
+        sums = []
+        for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
+            chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
+            first = start + max(0, offset)
+            i = torch.arange(first, first + len(chunk), device=words.device) & MASK
+            around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # what others add to these tiles
+            lanes = []
+            for seed, (factor, rotation) in zip(SEEDS, POSITION, strict=True):
                 rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK
                 mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
-                sums = torch.zeros(int(tiles[-1]) + 1, dtype=torch.int64, device=words.device)
-                here = slice(first // TILE_WORDS, first // TILE_WORDS + len(sums))
-                self._sums[lane, here] += sums.index_add_(0, tiles, mixed).cpu()
+                lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
+            sums.append(torch.stack(lanes))
+        if sums:
+            total = torch.cat(sums, 1).cpu()  # one transfer
+            tile = start // TILE_WORDS
+            self._sums[:, tile : tile + total.shape[1]] += total
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,28 @@
 
 import base64
 import io
+import os
 import pickle
 import sys
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.resharding.server_api import ServerError
 from dynamo_megatron.resharding.threads import Call, for_each
-from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport, is_local
+from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport, ipc, is_local
 from dynamo_megatron.resharding.transports.flat import FlatBuffer
+from dynamo_megatron.resharding.transports.group import _serve_store
 from dynamo_megatron.resharding.transports.ipc import _Pickler
 from dynamo_megatron.resharding.transports.tensor import TensorTransport
+from dynamo_megatron.rollout.endpoint import Endpoint
 
+GONE = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
 CPU, GPU, TWO_HOSTS = Machine(cuda=False, hosts=1), Machine(cuda=True, hosts=1), Machine(cuda=False, hosts=2)
 ELSEWHERE = {"placement": "external", "urls": ["http://192.0.2.1:80"]}
 HERE = {"placement": "external", "urls": ["http://127.0.0.1:80", "http://localhost:81"]}
@@ -119,6 +127,44 @@ def test_a_handle_is_small_and_names_only_what_sglang_lets_in():
     assert safe <= set(seen)
     assert not [module for module, _ in seen if module.startswith(("sglang", "dynamo_megatron"))]
     transport.end()
+
+
+def test_a_send_that_failed_leaves_no_shared_memory():
+    before = {segment.name for segment in Path("/dev/shm").iterdir()}
+    transport = TensorTransport()
+    for size in (100, 1000):  # the first one's buffer is too small for the second
+        transport.stage(0, {"a": torch.randn(size)})
+        with pytest.raises(ServerError):
+            transport.send(GONE)
+    transport.end()
+    left = {segment.name for segment in Path("/dev/shm").iterdir()} - before
+    assert not [name for name in left if name.startswith(f"torch_{os.getpid()}_")]
+
+
+def test_a_groups_store_is_on_one_address():
+    store = _serve_store("127.0.0.1", 2)
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
+
+
+def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):
+    """A server with GPUs that this process has not, and one that does not say which it has."""
+    monkeypatch.setattr(ipc, "_uuid", ["a", "b"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = {"server-0": (1, 1), "server-1": (1, 1), "server-2": None}
+
+    def call_for(endpoint, *_):
+        if said[endpoint.name] is None:
+            raise ServerError("/server_info said nothing of base_gpu_id")
+        return said[endpoint.name]
+
+    monkeypatch.setattr(ipc, "call_for", call_for)
+    transport = ipc.IpcTransport(SimpleNamespace(local_rank=1, rank=0, gather=lambda value: [value]))
+    servers = [Endpoint(name, 1, "http://127.0.0.1:9", tp, "") for name, tp in zip(said, (1, 2, 1), strict=True)]
+    transport._locate(servers)
+    assert [transport._ranks[server] for server in servers] == [[0], [], []]
+    with pytest.raises(ServerError, match="not those of training ranks"):
+        transport.send(servers[1])
 
 
 def test_the_pickler_of_cuda_tensors_leaves_cpu_tensors_to_torch():

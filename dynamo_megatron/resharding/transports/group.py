@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import socket
 import time
 import uuid
@@ -27,8 +28,10 @@ from dynamo_megatron.resharding.transports.flat import FlatBuffer
 from dynamo_megatron.rollout.endpoint import Endpoint
 
 JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
+GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: what the server says comes first
 LEAVE_TIMEOUT = 5.0
-POLL_EVERY = 0.001  # seconds
+POLL_EVERY = 0.01  # seconds
+ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by default a broken group ends the process
 
 
 class GroupTransport(Streamed):
@@ -37,16 +40,18 @@ class GroupTransport(Streamed):
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
+        self._left: dict[str, list[str]] = {}  # server's name -> groups that it may still have its end of
 
     def connect(self, endpoint: Endpoint) -> None:
         known = self._groups.get(endpoint.name)
         if known is not None and known[0] == endpoint:
             return
         self.forget(endpoint)
+        for left in self._left.pop(endpoint.name, []):
+            _ask_to_leave(endpoint, left)
         name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
         size, address = 1 + endpoint.tp, _address_towards(endpoint.url)
-        timeout = datetime.timedelta(seconds=JOIN_TIMEOUT)
-        store = dist.TCPStore(address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = _serve_store(address, size)
         payload = {
             "master_address": address,
             "master_port": store.port,
@@ -57,8 +62,8 @@ class GroupTransport(Streamed):
         }
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
         group = self._join(store, name, size)
-        theirs.result()
         self._groups[endpoint.name] = endpoint, name, group
+        theirs.result()
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         self._buffer.fill(tensors)
@@ -76,34 +81,42 @@ class GroupTransport(Streamed):
             torch.cuda.set_device(self._device)  # this thread has a current device of its own
             torch.cuda.current_stream().synchronize()  # the buffer is filled
         theirs = Call(call, endpoint, "/update_weights_from_distributed", payload, TRANSFER_TIMEOUT)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.asyncOp = 0, True
-        ours = group.broadcast([self._buffer.used], options)
-        while not ours.is_completed():
+        # In a thread: NCCL meets in the first one, and is stuck where the server does not come.
+        ours = Call(self._broadcast, group, self._buffer.used)
+        deadline = time.monotonic() + GROUP_TIMEOUT
+        while not ours.wait(POLL_EVERY):
             if theirs.failed():
                 break  # the server will not take part: waiting would take as long as the group's timeout
-            time.sleep(POLL_EVERY)
+            if time.monotonic() > deadline:
+                raise ServerError(f"the broadcast to it was not done within {GROUP_TIMEOUT:g} s")
         else:
-            ours.wait()  # raises what went wrong
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+            ours.result()  # raises what went wrong
         theirs.result()
         return self._buffer.used.nbytes * endpoint.tp
+
+    def _broadcast(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # as above
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        group.broadcast([buffer], options).wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def forget(self, endpoint: Endpoint) -> None:
         known = self._groups.pop(endpoint.name, None)
         if known is not None:
-            known[2].abort()
-            dist.destroy_process_group(known[2])
+            _, name, group = known
+            self._left.setdefault(endpoint.name, []).append(name)
+            _leave(group)
 
     def end(self) -> None:
         self._buffer = FlatBuffer(self._allocate)
 
     def close(self) -> None:
         for endpoint, name, group in self._groups.values():
-            with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
-                request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
-            dist.destroy_process_group(group)
+            _ask_to_leave(endpoint, name)
+            _leave(group)
         self._groups.clear()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -111,17 +124,51 @@ class GroupTransport(Streamed):
 
     def _join(self, store: dist.TCPStore, name: str, size: int) -> dist.ProcessGroup:
         """As sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the same."""
-        group, _ = _new_process_group_helper(
-            size,
-            0,
-            [],
-            dist.Backend(self._backend),
-            dist.PrefixStore(name, store),
-            group_name=name,
-            timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
-        )
+        # With gloo the members meet here, with NCCL in the first broadcast.
+        timeout = GROUP_TIMEOUT if self._backend == "nccl" else JOIN_TIMEOUT
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
+        try:
+            group, _ = _new_process_group_helper(
+                size,
+                0,
+                [],
+                dist.Backend(self._backend),
+                dist.PrefixStore(name, store),
+                group_name=name,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
+        finally:
+            del os.environ[ERROR_HANDLING]
+            if before is not None:
+                os.environ[ERROR_HANDLING] = before
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
+
+
+def _serve_store(address: str, size: int) -> dist.TCPStore:
+    """Where a group's members meet; it listens on `address` alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _ask_to_leave(endpoint: Endpoint, name: str) -> None:
+    with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
+        request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    group.abort()  # else it would wait for what is under way
+    dist.destroy_process_group(group)
 
 
 def _address_towards(url: str) -> str:

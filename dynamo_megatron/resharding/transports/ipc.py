@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.resharding.plan import Bucket
-from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call
+from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
 from dynamo_megatron.resharding.transports import is_local
 from dynamo_megatron.resharding.transports.base import Streamed
 from dynamo_megatron.resharding.transports.flat import FlatBuffer
@@ -34,6 +34,7 @@ class IpcTransport(Streamed):
         self._copy: torch.Tensor | None = None  # what servers read: it stays where it is as long as they do
         self._ranks: dict[Endpoint, list[int]] = {}  # the training rank on the GPU of each of a server's ranks
         self._handles: list[str] = []  # by training rank, of the bucket of this turn
+        self._failed: set[Endpoint] = set()  # in this push
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         self._staged.fill(tensors)
@@ -53,7 +54,10 @@ class IpcTransport(Streamed):
         dist.broadcast(here, src=bucket.sender)
         torch.cuda.current_stream().synchronize()
         metadata = self._layout.gather(self._staged.tensors if own is bucket else None)[bucket.sender]
-        self._handles = self._layout.gather(_handle({"flattened_tensor": here, "metadata": metadata}))
+        # Only what is read: an unread handle keeps its memory from being freed.
+        reads = any(self._layout.rank in self._ranks[e] for e in endpoints if e not in self._failed)
+        handle = _handle({"flattened_tensor": here, "metadata": metadata}) if reads else ""
+        self._handles = self._layout.gather(handle)
         return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
 
     def send(self, endpoint: Endpoint) -> int:
@@ -68,9 +72,14 @@ class IpcTransport(Streamed):
         call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
         return self._size * endpoint.tp
 
+    def forget(self, endpoint: Endpoint) -> None:
+        self._failed.add(endpoint)
+
     def end(self) -> None:
         self._staged, self._copy = FlatBuffer(self._allocate), None
         torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # servers have the same GPUs
+        self._failed.clear()
 
     def _locate(self, endpoints: Sequence[Endpoint]) -> None:
         """Which training rank is on which server rank's GPU; asked once of every incarnation."""
@@ -82,10 +91,14 @@ class IpcTransport(Streamed):
         for endpoint in new:
             if is_local(endpoint.url):
                 try:
-                    info = call(endpoint, "/server_info", None, CONTROL_TIMEOUT)
+                    first, step = call_for(
+                        endpoint, "/server_info", None, CONTROL_TIMEOUT, "base_gpu_id", "gpu_id_step"
+                    )
                 except ServerError:
                     continue  # it is then found nowhere, and `send` says so
-                gpus = [info["base_gpu_id"] + rank * info["gpu_id_step"] for rank in range(endpoint.tp)]
+                gpus = [first + rank * step for rank in range(endpoint.tp)]
+                if max(gpus) >= torch.cuda.device_count():
+                    continue
                 uuids = [_uuid(gpu) for gpu in gpus]
                 if own in uuids:
                     mine[endpoint.name] = uuids.index(own)

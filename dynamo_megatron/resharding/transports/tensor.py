@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import io
+import weakref
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import torch
 import torch.multiprocessing
@@ -49,4 +51,11 @@ class TensorTransport(Streamed):
 
 
 def _shared(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    """Shared memory that goes with the tensor. torch would leave it there as soon as one handle is not read, which is
+    what happens when a server fails: with a reader more than there are, no reader takes it away, and we do."""
+    tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    storage = tensor.untyped_storage()
+    storage._shared_incref()
+    name = storage._share_filename_cpu_()[1].decode()
+    weakref.finalize(tensor, Path(f"/dev/shm{name}").unlink, missing_ok=True)
+    return tensor

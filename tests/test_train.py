@@ -1,0 +1,24 @@
+from types import SimpleNamespace
+
+import pytest
+
+from dynamo_megatron.coordination import StopRequested
+from dynamo_megatron.train import TrainJob
+
+
+@pytest.mark.parametrize(("ending", "closes"), [(None, 1), (StopRequested("SIGTERM"), 1), (ValueError("the cause"), 0)])
+def test_links_to_servers_are_closed_where_the_ranks_are_in_step(ending, closes):
+    closed = []
+
+    def run():
+        if ending is not None:
+            raise ending
+
+    job = TrainJob.__new__(TrainJob)
+    job._trainer = SimpleNamespace(run=run, serving=SimpleNamespace(close=lambda: closed.append(1)))
+    if ending is None:
+        job.run()
+    else:
+        with pytest.raises(type(ending), match=str(ending)):
+            job.run()
+    assert len(closed) == closes
