@@ -146,8 +146,9 @@ def slurm(
     ranks_per_node: int = 8,
     gpus_per_node: int = 8,
     time: str = "04:00:00",
-    stop_before: int = 300,
+    stop_before: int = 1800,
     retries: int = 3,
+    requeue: bool = True,
 ) -> run.SlurmExecutor:
     """Jobs from a login node of the cluster, one rank a GPU."""
     return run.SlurmExecutor(
@@ -158,8 +159,8 @@ def slurm(
         gpus_per_node=gpus_per_node,
         time=time,
         signal=f"USR1@{stop_before}",
-        retries=retries,
-        additional_parameters={"requeue": True},
+        retries=retries if requeue else 0,
+        additional_parameters={"requeue" if requeue else "no_requeue": True},
         srun_args=["--mpi=none"],
         setup_lines=SETUP,
         packager=run.Packager(),
@@ -197,8 +198,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Runs the experiment, or prints what would be. Raises ConfigError; returns an exit code: 0 if all tasks succeeded,
     or, detached, were submitted."""
     job = JobOptions.from_arguments(options)
-    if job.rollout_nodes:
-        raise ConfigError("--rollout-nodes: launch slurm has them, launch nemo does not")
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
@@ -233,7 +232,8 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmEx
             gpus_per_node=job.gpus_per_node or None,
             time=job.time,
             stop_before=job.stop_before,
-            retries=options.retries if job.requeue else 0,
+            retries=options.retries,
+            requeue=job.requeue,
         )
     )
     executor.cpus_per_task = job.cpus_per_task

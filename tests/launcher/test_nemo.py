@@ -51,7 +51,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
     assert code == 0, text
     for name in ("convert", "train-lr-1e-6", "eval-lr-1e-6", "train-lr-1e-5", "eval-lr-1e-5"):
         assert f"Task {name}" in text
-    for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@300", "requeue"):
+    for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@1800", "requeue"):
         assert f"#SBATCH --{flag}" in text
     assert "export MASTER_ADDR=${head_node_ip%% *}" in text and "TORCHX_MAX_RETRIES=3" in text
     assert not (tmp_path / "run").exists()
