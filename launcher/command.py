@@ -1,8 +1,11 @@
-"""What every launcher starts, as an argument list, and what none may write down."""
+"""What every launcher starts, as an argument list, where the ranks meet, and what none may write down."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +21,15 @@ UNQUOTED = str.maketrans("", "", "'\"\\")  # however a value is quoted, this is 
 def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
     """The argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
+
+
+def free_port() -> int:
+    """For the ranks to meet at, in a while: below the range that systems take ports of outgoing connections from."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ConfigError("MASTER_PORT: 100 ports between 12000 and 32000 are all taken on this machine")
 
 
 def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:

@@ -64,6 +64,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--account", "us"), "--time: nemo-run needs it"),
         (("--nodes", "2", "--venv", "x"), "--nodes: goes with --executor slurm"),
         ((), "--venv: name the trainer's virtual environment"),
+        (("--venv", "x", "--idle-restarts", "2"), "unknown option --idle-restarts"),
         (("--venv", "x", "--sweep", "optimizer.lr"), "--sweep: 'optimizer.lr' is not key=value,value"),
         (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
         (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
@@ -79,8 +80,10 @@ def test_what_is_refused(nemo, run_folder, words, message):
 @pytest.mark.full
 def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     words = ("config=config.yaml", "keys=['output_dir=x']", "executor=slurm", "executor.account=us", "executor.nodes=3")
-    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
+    more = ("executor.requeue=False", "tasks=train,eval")
+    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, *more)
     assert code == 0, text
+    assert "#SBATCH --no-requeue" in text and "TORCHX_MAX_RETRIES=0" in text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
 
 

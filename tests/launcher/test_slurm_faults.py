@@ -1,11 +1,10 @@
-"""What `slurm.sh` makes of srun's messages and of a SLURM that does not answer: with commands of SLURM that are made up,
-since a real one fails too seldom."""
+"""What `slurm.sh` makes of srun's messages and of a SLURM that does not answer: with commands that are made up, since a
+real SLURM fails too seldom."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
