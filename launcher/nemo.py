@@ -148,7 +148,6 @@ def slurm(
     time: str = "04:00:00",
     stop_before: int = 1800,
     retries: int = 3,
-    requeue: bool = True,
 ) -> run.SlurmExecutor:
     """Jobs from a login node of the cluster, one rank a GPU."""
     return run.SlurmExecutor(
@@ -159,8 +158,8 @@ def slurm(
         gpus_per_node=gpus_per_node,
         time=time,
         signal=f"USR1@{stop_before}",
-        retries=retries if requeue else 0,
-        additional_parameters={"requeue" if requeue else "no_requeue": True},
+        retries=retries,
+        additional_parameters={"requeue": True},
         srun_args=["--mpi=none"],
         setup_lines=SETUP,
         packager=run.Packager(),
@@ -232,11 +231,12 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmEx
             gpus_per_node=job.gpus_per_node or None,
             time=job.time,
             stop_before=job.stop_before,
-            retries=options.retries,
-            requeue=job.requeue,
+            retries=options.retries if job.requeue else 0,
         )
     )
     executor.cpus_per_task = job.cpus_per_task
+    if not job.requeue:
+        executor.additional_parameters = {"no_requeue": True}
     for option in job.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True

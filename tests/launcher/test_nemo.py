@@ -80,15 +80,18 @@ def test_what_is_refused(nemo, run_folder, words, message):
 @pytest.mark.full
 def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     words = ("config=config.yaml", "keys=['output_dir=x']", "executor=slurm", "executor.account=us", "executor.nodes=3")
-    more = ("executor.requeue=False", "tasks=train,eval")
-    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, *more)
+    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
     assert code == 0, text
-    assert "#SBATCH --no-requeue" in text and "TORCHX_MAX_RETRIES=0" in text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
 
 
-@pytest.fixture
-def evaluating(run_folder):
+@pytest.mark.full
+def test_no_requeue(nemo, run_folder):
+    words = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--venv", "x", "--no-requeue", "--dry-run")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", "parallel.pp=1", *words)
+    assert code == 0 and "TORCHX_MAX_RETRIES=0" in text, text
+    assert "#SBATCH --no-requeue" in text and "#SBATCH --requeue" not in text
+run_folder):
     """Keys of a training of four steps and of an evaluation after it."""
     return (
         "trainer.steps=4",
