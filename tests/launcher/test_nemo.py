@@ -91,7 +91,10 @@ def test_no_requeue(nemo, run_folder):
     code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", "parallel.pp=1", *words)
     assert code == 0 and "TORCHX_MAX_RETRIES=0" in text, text
     assert "#SBATCH --no-requeue" in text and "#SBATCH --requeue" not in text
-run_folder):
+
+
+@pytest.fixture
+def evaluating(run_folder):
     """Keys of a training of four steps and of an evaluation after it."""
     return (
         "trainer.steps=4",
