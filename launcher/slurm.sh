@@ -134,7 +134,8 @@ if [[ -z $lost ]]; then
     "Exited with exit code "*) code=${how##* } ;;
     *) # a signal, or nothing where srun itself was ended
       [[ -z $asked ]] || ((code <= 128)) || go_on_later "ended before all was saved"
-      [[ $(try squeue --noheader --job "$SLURM_JOB_ID" --format %T) == RUNNING ]] || exit 75 ;;
+      state=$(try squeue --noheader --job "$SLURM_JOB_ID" --format %T)
+      [[ ${state:-RUNNING} == RUNNING ]] || exit 75 ;;
   esac
 fi
 
