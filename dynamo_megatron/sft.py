@@ -110,6 +110,7 @@ class SFTJob(Job):
             every = config.checkpoint.every
             if every and (step % every == 0 or step == steps):
                 self._checkpoints.save()
+        self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
         self._checkpoints.export_final()
 
     def _share(self) -> tuple[Sequences | None, str | None]:

@@ -98,6 +98,7 @@ class Trainer:
             self._save()
             self.checkpoints.settle()
             raise
+        self.coordinator.step = max(self.start, self.coordinator.step)  # the export may take as long as a step
         self.serving.memory("save")
         self.checkpoints.export_final()
 

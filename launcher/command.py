@@ -1,8 +1,11 @@
-"""What every launcher starts, as an argument list, and what none may write down."""
+"""What every launcher starts, as an argument list, where the ranks meet, and what none may write down."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +15,21 @@ from dynamo_megatron.config_files import ConfigError, compose
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 SECRET_OPTION = re.compile(r"api[-_]key\b|auth[-_]token\b|secret|password", re.IGNORECASE)
 SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
+UNQUOTED = str.maketrans("", "", "'\"\\")  # however a value is quoted, this is left of it
 
 
 def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
     """The argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
+
+
+def free_port() -> int:
+    """For the ranks to meet at, in a while: below the range that systems take ports of outgoing connections from."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ConfigError("MASTER_PORT: 100 ports between 12000 and 32000 are all taken on this machine")
 
 
 def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
@@ -37,8 +50,10 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Con
 def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
     that is a secret by its name, or one of `words` looks like one. The message never shows the value."""
+    bare = text.translate(UNQUOTED)
     for name, value in sorted(environment.items()):
-        if SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET and value in text:
+        secret = value.translate(UNQUOTED)
+        if SECRET_NAME.search(name) and len(secret) >= SHORTEST_SECRET and secret in bare:
             raise ConfigError(
                 f"{name}: its value would be written into the script; leave it out: jobs get the environment of the "
                 "submission, or a file of --env-file"

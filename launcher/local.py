@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from dynamo_megatron.launcher.command import free_port
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -41,9 +42,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     processes: list[subprocess.Popen] = []
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank in range(ranks):
         environment = {
             "OMP_NUM_THREADS": str(threads),

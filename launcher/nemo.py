@@ -146,7 +146,7 @@ def slurm(
     ranks_per_node: int = 8,
     gpus_per_node: int = 8,
     time: str = "04:00:00",
-    stop_before: int = 300,
+    stop_before: int = 1800,
     retries: int = 3,
 ) -> run.SlurmExecutor:
     """Jobs from a login node of the cluster, one rank a GPU."""
@@ -197,8 +197,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Runs the experiment, or prints what would be. Raises ConfigError; returns an exit code: 0 if all tasks succeeded,
     or, detached, were submitted."""
     job = JobOptions.from_arguments(options)
-    if job.rollout_nodes:
-        raise ConfigError("--rollout-nodes: launch slurm has them, launch nemo does not")
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
@@ -238,6 +236,8 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmEx
         )
     )
     executor.cpus_per_task = job.cpus_per_task
+    if not job.requeue:
+        executor.additional_parameters = {"no_requeue": True}
     for option in job.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.config_files import ConfigError
 
+EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
@@ -27,7 +28,7 @@ class JobOptions:
     account: str | None = None
     time: str | None = None  # as sbatch takes it
     name: str | None = None
-    stop_before: int = 300  # seconds
+    stop_before: int = 1800  # seconds
     requeue: bool = True
     idle_restarts: int = 3
     container_image: str | None = None
@@ -38,11 +39,16 @@ class JobOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.time is not None and _seconds(self.time) <= self.stop_before:
+        if self.time is not None and _seconds(self.time) <= self.stop_before + EARLY:
             raise ConfigError(
-                f"--stop-before: {self.stop_before} s before the end of --time {self.time} there is nothing left to "
-                "train in; give more time or a smaller number"
+                f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
+                "is nothing left to train in; give more time or a smaller number"
             )
+        for name in ("name", "partition", "account"):
+            if "\n" in (getattr(self, name) or ""):
+                raise ConfigError(
+                    f"--{name}: {getattr(self, name)!r} has a line break, which would end its #SBATCH line"
+                )
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts: goes with --container-image")
         for option in self.sbatch:
@@ -58,13 +64,6 @@ class JobOptions:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--nodes", type=_count, default=1, help="nodes that train (default 1)")
-        parser.add_argument(
-            "--rollout-nodes",
-            type=_count_or_0,
-            default=0,
-            metavar="K",
-            help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
-        )
         parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
         parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: a node's GPUs, at least 1")
         parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores of a rank; default: the cluster's")
@@ -75,22 +74,15 @@ class JobOptions:
         parser.add_argument(
             "--stop-before",
             type=_count,
-            default=300,
             metavar="SECONDS",
-            help="before the limit: save, exit 75 and requeue (default 300)",
+            help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
+            "of --time)",
         )
         parser.add_argument(
             "--requeue",
             action=argparse.BooleanOptionalAction,
             default=True,
             help="go on in the queue after the time limit, a preemption or a node's failure (default: yes)",
-        )
-        parser.add_argument(
-            "--idle-restarts",
-            type=_count,
-            default=3,
-            metavar="N",
-            help="give up when the job has stopped so many times in a row without a new checkpoint (default 3)",
         )
         parser.add_argument("--container-image", metavar="IMAGE", help="for pyxis/enroot")
         parser.add_argument(
@@ -121,6 +113,8 @@ class JobOptions:
         names = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in vars(options).items() if name in names and value is not None}
         given.setdefault("ranks_per_node", options.gpus_per_node or 1)
+        if options.time is not None:
+            given.setdefault("stop_before", min(1800, _seconds(options.time) // 4))
         if options.venv is not None:
             given["python"] = os.path.join(options.venv, "bin", "python")
             if options.container_image is None:
@@ -138,6 +132,24 @@ def _seconds(time: str) -> int:
     parts = [int(part) for part in (match["rest"] or time).split(":")]
     hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `launch slurm` takes besides the options of a job."""
+    parser.add_argument(
+        "--rollout-nodes",
+        type=_count_or_0,
+        default=0,
+        metavar="K",
+        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
+    )
+    parser.add_argument(
+        "--idle-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="give up when the job has stopped so many times in a row without a new checkpoint (default 3)",
+    )
 
 
 def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +171,9 @@ def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key=value,value,...",
         help="a training for each value, of each combination where given several times; output_dir gets a folder each",
     )
-    parser.add_argument("--retries", type=_count_or_0, default=3, help="requeues of a SLURM job (default 3)")
+    parser.add_argument(
+        "--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"
+    )
     parser.add_argument("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)")
     parser.add_argument("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster")
     parser.add_argument("--detach", action="store_true", help="return once submitted (--executor slurm)")

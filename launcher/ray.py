@@ -134,8 +134,15 @@ class Run:
         self._asked.add(number)
 
     def _place(self, group: PlacementGroup) -> None:
-        """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them."""
+        """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them.
+
+        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers."""
         node_of = placement_group_table(group)["bundles_to_node_id"]
+        if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
+            raise RunFailed(
+                f"ray: {self._ranks} ranks would lie unevenly, between {min(shares)} and {max(shares)} a node; give "
+                "--ranks that fill whole nodes, or wait for nodes that are free"
+            )
         nodes = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in range(self._ranks)))}
         bundles = sorted(range(self._ranks), key=lambda bundle: (nodes[node_of[bundle]], bundle))
         bundles += range(self._ranks, len(self._bundles))

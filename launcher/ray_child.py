@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,16 +10,15 @@ from pathlib import Path
 
 import ray
 
+from dynamo_megatron.launcher.command import free_port
+
 
 class Child:
     """A rank, or a server's node, as a child process under the guard: it ends with this process."""
 
     def node(self) -> tuple[str, list[str], int, int]:
         """(address, GPUs that Ray gave to this actor, a free port, cores)."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], port, os.cpu_count() or 1
+        return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
 
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot, or None."""

@@ -59,9 +59,11 @@ def submit(script: Path) -> int:
 def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
     """The script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path that
     SLURM cannot write to."""
-    if "\\" in str(output) or "\n" in str(output) or '"' in str(output):
+    if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
     folder, words = Path.cwd(), [*files, *keys]
+    if "\n" in str(folder):
+        raise ConfigError(f"{str(folder)!r}: an sbatch script takes no folder with a line break in its name")
     container = []
     if job.container_image is not None:
         mounts = [f"{folder}:{folder}", f"{output}:{output}", *filter(None, [job.container_mounts])]
@@ -83,6 +85,7 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
         "ranks_per_node": job.ranks_per_node,
         "requeue": "yes" if job.requeue else "no",
         "idle_restarts": job.idle_restarts,
+        "last_call": min(60, job.stop_before // 2),  # seconds before the limit
     }
     head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
     head += [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]

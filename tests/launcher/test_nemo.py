@@ -51,7 +51,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
     assert code == 0, text
     for name in ("convert", "train-lr-1e-6", "eval-lr-1e-6", "train-lr-1e-5", "eval-lr-1e-5"):
         assert f"Task {name}" in text
-    for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@300", "requeue"):
+    for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@1800", "requeue"):
         assert f"#SBATCH --{flag}" in text
     assert "export MASTER_ADDR=${head_node_ip%% *}" in text and "TORCHX_MAX_RETRIES=3" in text
     assert not (tmp_path / "run").exists()
@@ -64,6 +64,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--account", "us"), "--time: nemo-run needs it"),
         (("--nodes", "2", "--venv", "x"), "--nodes: goes with --executor slurm"),
         ((), "--venv: name the trainer's virtual environment"),
+        (("--venv", "x", "--idle-restarts", "2"), "unknown option --idle-restarts"),
         (("--venv", "x", "--sweep", "optimizer.lr"), "--sweep: 'optimizer.lr' is not key=value,value"),
         (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
         (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
@@ -82,6 +83,14 @@ def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
     assert code == 0, text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
+
+
+@pytest.mark.full
+def test_no_requeue(nemo, run_folder):
+    words = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--venv", "x", "--no-requeue", "--dry-run")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", "parallel.pp=1", *words)
+    assert code == 0 and "TORCHX_MAX_RETRIES=0" in text, text
+    assert "#SBATCH --no-requeue" in text and "#SBATCH --requeue" not in text
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def start(run_folder, address):
     """start(name, *words) -> (process, output_dir, log): `launch ray` in the background, ended with the test."""
     started = []
 
-    def one(name: str, *words: object, ranks: int = 2) -> tuple[subprocess.Popen, Path, Path]:
+    def one(name: str, *words: object, ranks: int = 2, address: str = address) -> tuple[subprocess.Popen, Path, Path]:
         output, log = run_folder / name, run_folder / f"{name}-{time.monotonic_ns()}.log"
         keys = ["config.yaml", f"output_dir={output}", "--ranks", str(ranks), "--address", address, *words]
         with open(log, "w") as file:
@@ -143,6 +143,22 @@ def test_no_room(start):
     said = log.read_text().splitlines()[-1]
     assert said.startswith("ray: no room for 4 x {'CPU': 1} within 3 s (--wait); free in the cluster: {'CPU': 2")
     assert "lower --ranks" in said and not output.exists()
+
+
+@pytest.mark.full
+def test_nodes_with_different_numbers_of_ranks_are_refused(start):
+    from ray.cluster_utils import Cluster
+
+    uneven = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        uneven.add_node(num_cpus=1)
+        process, output, log = start("uneven", ranks=4, address=uneven.address)
+        assert process.wait(120) == 1
+        said = log.read_text().splitlines()[-1]
+        assert said.startswith("ray: 4 ranks would lie unevenly, between 1 and 3 a node; give --ranks"), said
+        assert not output.exists()
+    finally:
+        uneven.shutdown()
 
 
 def test_a_layout_that_does_not_fit_is_refused(start):

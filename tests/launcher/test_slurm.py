@@ -95,6 +95,18 @@ def test_the_time_limit_again_and_again(cluster, launched, rows, same_weights):
 
 
 @pytest.mark.full
+def test_a_step_that_is_longer_than_what_is_left(cluster, launched, rows, same_weights):
+    code = SLOW.replace("{seconds}", "500 if step == 6 and os.environ.get('SLURM_RESTART_COUNT', '0') == '0' else 0")
+    job, output = launched("--time", "2", "--stop-before", "20", code=f"import os{code}")
+    cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    assert len(rows(output)) == 5
+    assert "busy until the time limit: requeued" in batch_log(output, job)
+    cluster.wait(job, output)
+    assert "(step 4)" in rank_log(output, job, 0), "goes on from the last checkpoint"
+    same_weights(output)
+
+
+@pytest.mark.full
 def test_preemption(cluster, launched, rows, same_weights):
     job, output = launched(code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
@@ -199,3 +211,14 @@ def test_servers_on_a_node_of_their_own(cluster, launched, rows):
     assert [row["step"] for row in rows(output)] == [1, 2]
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     assert (output / "logs" / f"slurm-{job}" / "servers-0.log").is_file()
+
+
+@pytest.mark.full
+def test_servers_that_are_refused_end_the_run(cluster, launched):
+    split = ("rollout.placement=split", "rollout.host=nowhere0", "--rollout-nodes", "1")
+    job, output = launched(*LIVE, *split, "--nodes", "1", "--ranks-per-node", "2")
+    cluster.wait(job, output, "FAILED")
+    assert cluster.field(job, "Restarts") == "0"
+    said = batch_log(output, job)
+    assert "the servers have ended, and the ranks have not: they are ended" in said
+    assert "rollout.host: 'nowhere0' is neither an address nor an interface" in said.splitlines()[-1]

@@ -101,7 +101,9 @@ def test_what_sbatch_is_asked():
     ("words", "message"),
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
-        (("--time", "5"), "--stop-before: 300 s before the end of --time 5 there is nothing left"),
+        (("--time", "5", "--stop-before", "240"), "--stop-before: 240 s before the end of --time 5, or a minute"),
+        (("--name", "a\n#SBATCH --exclusive"), "--name: 'a\\n#SBATCH --exclusive' has a line break"),
+        (("--partition", "a\nb"), "--partition: 'a\\nb' has a line break"),
         (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
         (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
@@ -135,6 +137,11 @@ def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
     assert main(["launch", "slurm", "c.yaml", "tracking.name=0123456789abcdef"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("WANDB_API_KEY: its value would be written") and "0123" not in said
+    for value in ('it\'s "quoted"', "back\\slashed"):  # in bash's quotes and in sbatch's
+        monkeypatch.setenv("WANDB_API_KEY", value)
+        assert main(["launch", "slurm", "c.yaml", f"tracking.name=({value})"]) == 2
+        assert main(["launch", "slurm", "c.yaml", f"--sbatch=--comment={value} "]) == 2
+        assert capsys.readouterr().err.count("WANDB_API_KEY: its value would be written") == 2
     for word in ('rollout.server_args=["--api-key","x"]', "a.password=x", "b=--hf-auth-token"):
         with pytest.raises(ConfigError, match=r"looks like a secret") as error:
             refuse_secrets("", [word], {})
@@ -170,15 +177,18 @@ def test_defaults_of_the_options():
     job = JobOptions.from_arguments(parser.parse_args(["--gpus-per-node", "8", "--nodes", "3"]))
     assert (job.ranks_per_node, job.ranks) == (8, 24)
     assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
+    for time, seconds in ((None, 1800), ("1-0", 1800), ("1:00:00", 900)):
+        words = ["--time", time] if time else []
+        assert JobOptions.from_arguments(parser.parse_args(words)).stop_before == seconds
     inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
     assert inside.python == "env/bin/python"
 
 
 @pytest.mark.parametrize(
     ("time", "seconds"),
-    [("1", 60), ("1:30", 90), ("1:00:30", 3630), ("1-0", 86400), ("2-3:30", 185400), ("0-0:10:01", 601)],
+    [("2", 120), ("1:30", 90), ("1:00:30", 3630), ("1-0", 86400), ("2-3:30", 185400), ("0-0:10:01", 601)],
 )
 def test_times_are_read_as_sbatch_reads_them(time, seconds):
-    JobOptions(time=time, stop_before=seconds - 1)
+    JobOptions(time=time, stop_before=seconds - 61)
     with pytest.raises(ConfigError, match="--stop-before"):
-        JobOptions(time=time, stop_before=seconds)
+        JobOptions(time=time, stop_before=seconds - 60)
