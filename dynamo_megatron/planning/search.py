@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.plan import Plan, Workload, make_plan
-from dynamo_megatron.planning.report import table
-from dynamo_megatron.run import check_ranks
+from dynamo_megatron.planning.report import cautions, table
 
 SHOWN = 20
 CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
@@ -104,5 +104,6 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         best, p = plans[0].config, plans[0].config.parallel
         words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
+        lines += cautions(plans[0])
         lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
     return "\n".join(lines)
