@@ -63,6 +63,9 @@ class Job:
     def prepare_node(self) -> None:
         """The first rank of every node but rank 0's, before Megatron is imported: starts that node's processes."""
 
+    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        """On every rank, before the policy takes memory: until what `prepare` has started is up. `host`: all ranks."""
+
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
         raise NotImplementedError
@@ -113,6 +116,8 @@ def run_rank(job: Job) -> int:
         store = connect_store(config.trainer.timeout)
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
+        # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
+        job.wait_ready(coordinator, layout.host)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
         job.run()
