@@ -190,7 +190,8 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from dynamo_megatron.train import TrainJob as Job
     else:
         from dynamo_megatron.sft import SFTJob as Job
-    from dynamo_megatron.run import default_ranks, run_rank
+    from dynamo_megatron.layout_checks import default_ranks
+    from dynamo_megatron.run import run_rank
 
     job = Job(config)
     if "RANK" in os.environ and not options.print_config:
@@ -223,8 +224,8 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     if not words:
         raise ConfigError("preflight: name a config, or --install")
     config, _ = compose(*_files_and_keys(words))
+    from dynamo_megatron.layout_checks import default_ranks
     from dynamo_megatron.preflight.command import preflight
-    from dynamo_megatron.run import default_ranks
 
     return preflight(config, options.ranks or default_ranks(config), with_server=not options.no_server)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import traceback
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
-from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
-from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.layout_checks import check_layout, describe_layout
+from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
@@ -64,6 +63,9 @@ class Job:
     def prepare_node(self) -> None:
         """The first rank of every node but rank 0's, before Megatron is imported: starts that node's processes."""
 
+    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        """On every rank, before the policy takes memory: until what `prepare` has started is up. `host`: all ranks."""
+
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
         raise NotImplementedError
@@ -81,80 +83,6 @@ class Job:
         """Ends what `prepare` started, whatever has happened."""
         if self.journal is not None:
             self.journal.close()
-
-
-def check_layout(config: Config, world_size: int) -> ModelSpec:
-    """Raises ConfigError where model, layout and the number of ranks do not fit."""
-    try:
-        spec = load_model_config(config.model.path, config.model.family)
-        if config.algorithm.kl.reference is not None:
-            check_reference(spec, config.algorithm.kl.reference)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    check_ranks(config, spec, world_size)
-    return spec
-
-
-def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
-    """Raises ConfigError where the layout fits neither the model nor so many ranks."""
-    p = config.parallel
-    if world_size % p.model_ranks:
-        raise ConfigError(
-            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
-            "start a multiple of that"
-        )
-    if (world_size // p.pp) % p.ep:
-        raise ConfigError(
-            f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
-            f"({world_size} ranks, pp {p.pp})"
-        )
-    try:
-        spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
-        raise ConfigError(
-            "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
-        )
-
-
-def check_reference(spec: ModelSpec, folder: str) -> None:
-    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
-    try:
-        if is_torch_dist(folder):  # a run's checkpoint, or a converted model
-            open_weights(folder, spec)
-            return
-        reference = load_model_config(folder, spec.family).dimensions()
-    except ValueError as error:
-        raise ValueError(f"algorithm.kl.reference: {error}") from None
-    for name, own in spec.dimensions().items():
-        if reference[name] != own and name != "max_positions":
-            raise ValueError(
-                f"algorithm.kl.reference: {folder} has {name} {reference[name]}, the policy {own}; "
-                "the reference must be a model of the policy's shape"
-            )
-
-
-def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
-    """The derived values that every job shows."""
-    p = config.parallel
-    sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": ranks // p.model_ranks}
-    extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
-    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
-    layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
-    experts = ""
-    if spec.num_experts:
-        experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
-    return {
-        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
-        "device": "CUDA" if torch.cuda.is_available() else "CPU",
-        "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
-        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
-    }
-
-
-def default_ranks(config: Config) -> int:
-    return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
 def run_rank(job: Job) -> int:
@@ -188,6 +116,8 @@ def run_rank(job: Job) -> int:
         store = connect_store(config.trainer.timeout)
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
+        # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
+        job.wait_ready(coordinator, layout.host)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
         job.run()

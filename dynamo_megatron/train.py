@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
@@ -91,6 +92,17 @@ class TrainJob(Job):
             ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
+    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        if self.journal is not None:
+            self.journal.progress.phase("starting server")
+        coordinator.from_rank_0(
+            "rollouts-ready",
+            "the rollout server to start",
+            lambda: self._rollout.wait_ready(coordinator.check_stop),
+            host,
+            timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
+        )
+
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.policy.backend import Fusions
@@ -99,14 +111,6 @@ class TrainJob(Job):
         config, leads = self.config, policy.layout.rank == 0
         if leads:
             self.journal.say(f"optional packages: {Fusions.detect()}")
-            self.journal.progress.phase("starting server")
-        coordinator.from_rank_0(
-            "rollouts-ready",
-            "the rollout server to start",
-            lambda: self._rollout.wait_ready(coordinator.check_stop),
-            policy.layout.host,
-            timeout=config.rollout.start_timeout + config.trainer.timeout,
-        )
         self._trainer = Trainer(
             config,
             policy,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
 from dynamo_megatron.models.published import PUBLISHED, published_config
 from dynamo_megatron.planning.hardware import GPUS, Cluster
 from dynamo_megatron.planning.plan import make_plan, workload
 from dynamo_megatron.planning.report import describe
 from dynamo_megatron.planning.search import ranked, search_table
-from dynamo_megatron.run import check_ranks
 
 # Keys that training needs and a plan does not.
 UNNEEDED = {"data": {"source": "none"}, "output_dir": "none"}

@@ -6,7 +6,7 @@ et al., Efficient Large-Scale Language Model Training (arXiv 2104.04473), pipeli
 ZeRO (arXiv 1910.02054), what Megatron's distributed optimizer shards; [M] megatron-core 0.16.1, the file named; and
 this project's own files. A name ends in what it counts where that is not bytes: elements, seconds, FLOPs.
 
-"Saved" are the tensors that autograd keeps from the forward for the backward pass; tests/planning/test_activations.py
+"Saved" are the tensors that autograd keeps from the forward for the backward pass; tests/planning/test_memory.py
 counts them in the policy's own model.
 """
 
@@ -136,6 +136,22 @@ def static_memory(chunks: Sequence[Chunk], dtype: str, dp_cp: int, expert_dp: in
     return Static(held * WIDTH[dtype], held * GRADIENT, share * state, share)
 
 
+@dataclass(frozen=True)
+class StageState:
+    """Of each rank of a pipeline stage: its parameters, elements, and what it holds."""
+
+    dense: int
+    experts: int
+    static: Static
+
+
+def stage_state(spec: ModelSpec, p: ParallelConfig, dtype: str, ranks: int, stage: int) -> StageState:
+    """Stage `stage` (from 0) of `ranks` in all."""
+    chunks = stage_parameters(spec, p, stage)
+    static = static_memory(chunks, dtype, max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep)))
+    return StageState(sum(sum(c.dense) for c in chunks), sum(sum(c.experts) for c in chunks), static)
+
+
 def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_copies: int = 1) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
@@ -159,9 +175,25 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_co
         attention += norm * (q + kv) + 4 * (q + kv) / d
     if not spec.num_experts:
         return norms + attention + w * 5 * spec.ffn_hidden_size / t
-    k, f = spec.router_topk, spec.moe_ffn_hidden_size
-    expert = w * h + w * 6 * f + 24  # the routed token; as above, and the product with its probability; indices
-    return norms + attention + (k * expert + 5 * spec.num_experts) / t
+    return norms + attention + expert_activations(spec, p, dtype) + 5 * spec.num_experts / t
+
+
+def expert_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
+    """Of `layer_activations` what the experts' rows make of it, if every rank gets as many rows as it sends; it grows
+    with the rows: a rank whose experts get twice as many saves it twice. 0 without experts."""
+    if not spec.num_experts:
+        return 0.0
+    w = WIDTH[dtype]
+    # The routed token; the parts of SwiGLU as in a dense layer, and the product with its probability; indices.
+    row = w * spec.hidden_size + w * 6 * spec.moe_ffn_hidden_size + 24
+    return spec.router_topk * row / p.tp
+
+
+def attention_scores(spec: ModelSpec, p: ParallelConfig, dtype: str, length: float) -> float:
+    """Bytes of one layer's attention scores of a sequence of `length` on a context-parallel rank, which no figure here
+    contains: torch's attention may build them where a mask keeps it from its flash kernels, as under context
+    parallelism without TransformerEngine (policy/attention.py)."""
+    return WIDTH[dtype] * spec.num_attention_heads / p.tp * length * length / p.cp
 
 
 def kept_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: str, *, norm_copies: int = 1) -> float:
@@ -306,9 +338,20 @@ def expert_parallel_bytes(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens
     return spec.num_layers / p.pp * 2 * (p.ep - 1) / p.ep * copies * spec.hidden_size * WIDTH[dtype]
 
 
-def data_parallel_bytes(static: Static, ranks: int) -> float:
-    """Bytes that a rank sends in one update: reduce-scatter of the gradients, all-gather of the parameters; [Z]."""
-    return (ranks - 1) / ranks * (static.gradients + static.parameters)
+def exchanges(kind: str, recompute: str, *, gathered_again: bool = False) -> float:
+    """Times that a pass sends what its forward pass does. log-probs: once. update: the gradients come back the same
+    way, and with full recomputation the forward's exchange is repeated. `gathered_again`: sequence parallelism's
+    backward gathers, besides, each column-parallel layer's input for the weight's gradient: three halves of the
+    forward's; [M] tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication."""
+    if kind == "logprobs":
+        return 1.0
+    return (2.5 if gathered_again else 2.0) + (1.0 if recompute == "full" else 0.0)
+
+
+def data_parallel_bytes(elements: int, dtype: str, ranks: int) -> float:
+    """Bytes that a rank sends in one update of parameters that `ranks` share: reduce-scatter of the float32 gradients,
+    all-gather of the parameters; [Z]."""
+    return (ranks - 1) / ranks * elements * (GRADIENT + WIDTH[dtype])
 
 
 def decode_seconds(

@@ -13,9 +13,13 @@ from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, Cluster
 
-# CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never measured.
+# A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
+# measured.
 RESERVED = 4 * GIB
-# Of a server that has released weights, cache and graphs: its CUDA context and NCCL's buffers. An allowance as well.
+# A server beside its weights and KV cache: activations, CUDA graphs, context, NCCL. What SGLang keeps free of a GPU of
+# more than 60 GiB at least where it chooses --mem-fraction-static itself (srt/arg_groups/memory_hook.py).
+SERVER_WORKING = 10 * GIB
+# Of that, once it has released graphs and activations: context and NCCL's buffers. An allowance as well.
 SERVER_REMAINS = 2 * GIB
 PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
@@ -67,6 +71,11 @@ class Servers:
     @property
     def gpus(self) -> int:
         return self.count * self.tp
+
+    @property
+    def peak(self) -> float:
+        """Bytes on a GPU while it generates."""
+        return self.weights + self.pool + SERVER_WORKING
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.cluster.gpu.memory and not self._server_short
+        return self.peak <= self.cluster.gpu.memory and not self.server_too_large and not self._server_short
+
+    @property
+    def server_too_large(self) -> bool:
+        """On a GPU of its own; with ranks beside it `peak` says it."""
+        return self.servers is not None and self.servers.peak > self.cluster.gpu.memory
 
     @property
     def _server_short(self) -> bool:
@@ -141,22 +155,19 @@ def workload(config: Config, spec: ModelSpec, response: int | None) -> Workload:
 
 
 def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Plan:
-    """The layout must fit model and cluster (`run.check_layout`). Raises ConfigError where the servers do not."""
+    """The layout must fit model and cluster (`check_ranks`). Raises ConfigError where the servers do not."""
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
     dp = cluster.gpus // p.model_ranks
-    dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
     updates = min(config.algorithm.loss.mini_batches, config.data.batch_prompts)
-    of_update = config.rollout_budget * work.mean / updates
-    micro_batches = max(1, -(-int(of_update) // (dp * t.micro_batch_tokens)))
-    if p.vpp > 1:
-        micro_batches = -(-micro_batches // p.pp) * p.pp
+    micro_batches = _micro_batches(config, dp, work.mean, updates)
+    most = _micro_batches(config, dp, work.longest, updates)  # responses may grow: memory is for the longest
     servers = _servers(config, spec, cluster, work)
     stages = []
     for stage in range(p.pp):
-        chunks = formulas.stage_parameters(spec, p, stage)
-        static = formulas.static_memory(chunks, dtype, dp_cp, expert_dp)
-        layers, batches = formulas.in_flight(p, spec.num_layers, stage, micro_batches)
+        state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage)
+        static = state.static
+        layers, batches = formulas.in_flight(p, spec.num_layers, stage, most)
         saved = formulas.saved_activations(spec, p, dtype, t.recompute, tokens, layers, batches)
         passing = formulas.backward_memory(spec, p, dtype, tokens)
         if stage == p.pp - 1:
@@ -174,9 +185,8 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         others: dict[str, float] = {}
         if servers is not None and config.rollout.placement == "colocated":
             training["server"], others = _shared(config, static, servers)
-        dense, experts = (sum(map(sum, parts)) for parts in zip(*((c.dense, c.experts) for c in chunks), strict=True))
-        stages.append(StageMemory(stage, dense, experts, static, training, others))
-    times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates, dp_cp)
+        stages.append(StageMemory(stage, state.dense, state.experts, static, training, others))
+    times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates)
     return Plan(
         config=config,
         spec=spec,
@@ -193,6 +203,13 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     )
 
 
+def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
+    """Of an update on each rank, if prompt and response have `length` tokens in the mean."""
+    p, of_update = config.parallel, config.rollout_budget * length / updates
+    count = max(1, -(-int(of_update) // (dp * config.trainer.micro_batch_tokens)))
+    return -(-count // p.pp) * p.pp if p.vpp > 1 else count
+
+
 def takes_turns(config: Config) -> bool:
     """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
     return config.rollout.placement == "colocated" and config.rollout.offload is not False
@@ -200,7 +217,7 @@ def takes_turns(config: Config) -> bool:
 
 def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
-    held, push = servers.weights + servers.pool, PUSH_BUCKETS * config.rollout.sync.bucket_bytes
+    held, push = servers.peak, PUSH_BUCKETS * config.rollout.sync.bucket_bytes
     if not takes_turns(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {
@@ -258,19 +275,26 @@ def _times(
     servers: Servers | None,
     micro_batches: int,
     updates: int,
-    dp_cp: int,
 ) -> Times:
     p, gpu, dtype, recompute = config.parallel, cluster.gpu, config.model.dtype, config.trainer.recompute
     budget, dp = config.rollout_budget, cluster.gpus // p.model_ranks
     forward = formulas.forward_flops(spec, [(budget, work.mean)]) / (cluster.gpus * gpu.flops)
     own_tokens = budget * work.mean / dp
-    exchange = formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
-    exchange += formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
-    exchange += formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
-    reduce = max(formulas.data_parallel_bytes(s.static, dp_cp) for s in stages) / cluster.link(dp_cp, p.tp)
+    hidden = formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
+    others = formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
+    others += formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
+    dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
+    reduce = max(
+        formulas.data_parallel_bytes(s.dense, dtype, dp_cp) / cluster.link(dp_cp, p.tp)
+        + formulas.data_parallel_bytes(s.experts, dtype, expert_dp) / cluster.link(expert_dp, p.ep)
+        for s in stages
+    )
     idle = formulas.bubble(p, micro_batches)
-    logprobs, update = (formulas.pass_factor(kind, recompute) for kind in ("logprobs", "update"))
-    once, often = logprobs * (forward + exchange), update * (forward + exchange)
+    exchange_once = formulas.exchanges("logprobs", recompute) * (hidden + others)
+    exchange_often = formulas.exchanges("update", recompute, gathered_again=p.sequence_parallel) * hidden
+    exchange_often += formulas.exchanges("update", recompute) * others
+    once = formulas.pass_factor("logprobs", recompute) * forward + exchange_once
+    often = formulas.pass_factor("update", recompute) * forward + exchange_often
     # The forward passes of the statistics run through all mini-batches one after another.
     idle_once = idle / updates
     generate = push = 0.0
@@ -283,7 +307,7 @@ def _times(
         logprobs=once * (1 + idle_once),
         update=often * (1 + idle) + updates * reduce,
         push=push,
-        communication=(logprobs + update) * exchange + updates * reduce,
+        communication=exchange_once + exchange_often + updates * reduce,
         bubble=once * idle_once + often * idle,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dynamo_megatron.config import Config
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
-from dynamo_megatron.planning.plan import RESERVED, Plan, StageMemory
+from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, Plan, StageMemory
 
 
 def layout(config: Config, dp: int) -> str:
@@ -85,7 +85,7 @@ def _servers(plan: Plan) -> list[str]:
     where = "on the training's GPUs" if plan.config.rollout.placement == "colocated" else f"on {s.gpus} GPUs more"
     return [
         f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB weights, {_gib(s.pool)} GiB KV "
-        f"cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token)",
+        f"cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs and activations",
         f"  a server holds {s.tokens:,.0f} tokens: {s.longest_sequences:,.1f} sequences of {plan.work.longest}; "
         f"{s.running:,.0f} run at once",
     ]
@@ -118,10 +118,33 @@ def _rest(plan: Plan) -> list[str]:
     fullest = max(plan.stages, key=lambda stage: stage.peak)
     phase = {"update": sum(fullest.training.values()), **fullest.others}
     item = max(phase, key=lambda name: phase[name])
+    lines += cautions(plan)
     lines.append(
         f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; memory is fullest in {item}, on the "
         f"ranks of stage {fullest.stage}: {_gib(plan.peak)} GiB, most of it {_largest(fullest, item)}"
     )
+    return lines
+
+
+def cautions(plan: Plan) -> list[str]:
+    """What the figures leave out and this layout may meet."""
+    p, spec, dtype = plan.config.parallel, plan.spec, plan.config.model.dtype
+    lines = []
+    if p.cp > 1:
+        scores = formulas.attention_scores(spec, p, dtype, plan.work.longest)
+        lines.append(
+            f"cp {p.cp} is reckoned with TransformerEngine: torch's own attention, under the mask that cp needs, may "
+            f"build the scores, {_gib(scores)} GiB a layer for the longest sequence"
+        )
+    if spec.num_experts:
+        tokens = max(plan.config.trainer.micro_batch_tokens, plan.work.longest) / p.cp
+        held, _ = formulas.in_flight(p, spec.num_layers, 0, max(plan.micro_batches, p.pp))
+        layers = 1 if plan.config.trainer.recompute == "full" else held
+        more = formulas.expert_activations(spec, p, dtype) * tokens * layers
+        lines.append(
+            f"tokens are taken to spread evenly over the experts: a rank that gets twice its share needs "
+            f"{_gib(more)} GiB more"
+        )
     return lines
 
 
@@ -135,6 +158,11 @@ def verdict(plan: Plan) -> str:
     spare = plan.cluster.gpu.memory - plan.peak
     if spare < 0:
         return f"does not fit: {_gib(-spare)} GiB too much on the fullest rank"
+    if plan.server_too_large:
+        return (
+            f"does not fit: a server needs {_gib(plan.servers.peak)} GiB of a GPU's {_gib(plan.cluster.gpu.memory)}, "
+            f"{_gib(SERVER_WORKING)} of them beside weights and KV cache; lower rollout.memory_fraction"
+        )
     if not plan.fits:
         return (
             f"does not fit: a server's KV cache holds {plan.servers.tokens:,.0f} tokens, a sequence may have "

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.plan import Plan, Workload, make_plan
-from dynamo_megatron.planning.report import table
-from dynamo_megatron.run import check_ranks
+from dynamo_megatron.planning.report import cautions, table
 
 SHOWN = 20
 CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
@@ -22,8 +22,8 @@ RECOMPUTE = ("none", "full")
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
     """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
-    the shortest step first (within 10 % the simpler one), then those that do not, the least too much first. Colocated
-    servers are spread over all GPUs."""
+    the shortest step first (within 10 % of it the simpler one), then those that do not, the least too much first.
+    Colocated servers are spread over all GPUs."""
     plans = []
     for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
         options = []
@@ -42,15 +42,21 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
                 options.append(make_plan(candidate, spec, cluster, work))
             except ConfigError:
                 continue  # the model's heads do not let a server have so many ranks
-        plans.append(min(options, key=_order))
-    return sorted(plans, key=_order)
+        plans.append(_in_order(options)[0])
+    return _in_order(plans)
 
 
-def _order(plan: Plan) -> tuple[float, ...]:
-    if not plan.fits:
-        return (1, plan.peak)
-    p, step = plan.config.parallel, plan.times.step
-    return (0, round(math.log(step, 1.1)), p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
+def _in_order(plans: list[Plan]) -> list[Plan]:
+    shortest = min((plan.times.step for plan in plans if plan.fits), default=1.0)
+
+    def key(plan: Plan) -> tuple[float, ...]:
+        if not plan.fits:
+            return (1, plan.peak)
+        p, step = plan.config.parallel, plan.times.step
+        slower = int(math.log(step / shortest, 1.1))  # by so many times 10 %
+        return (0, slower, p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
+
+    return sorted(plans, key=key)
 
 
 def _powers(most: int) -> list[int]:
@@ -104,5 +110,6 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         best, p = plans[0].config, plans[0].config.parallel
         words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
+        lines += cautions(plans[0])
         lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
@@ -23,6 +24,11 @@ BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
 
 def devices(subject: Subject) -> Iterator[Finding]:
     """A rank's device computes and all ranks reach each other."""
+    if not torch.cuda.is_available() and (sign := gpus_given()):
+        raise ValueError(
+            f"devices: {sign}, and torch {torch.__version__} sees no GPU; install its CUDA build, see that nvidia-smi "
+            "works here and the container gets the GPUs, or set CUDA_VISIBLE_DEVICES= for a run on CPUs"
+        )
     if torch.cuda.is_available() and torch.cuda.device_count() < subject.ranks_here:
         raise ValueError(
             f"devices: {subject.ranks_here} ranks on this node and {torch.cuda.device_count()} GPUs to be seen "
@@ -36,6 +42,17 @@ def devices(subject: Subject) -> Iterator[Finding]:
             f"{first['device']} x {len(reports)} here: all-reduce over {first['world_size']} ranks "
             f"({first['backend']}), {first['bytes'] / 1e6:.0f} MB in {first['seconds'] * 1e3:.1f} ms"
         )
+
+
+def gpus_given() -> str | None:
+    """What says that this process was meant to have GPUs; None where nothing does, or they are hidden from it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return None if visible in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES is {visible}"
+    if (given := os.environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+        return f"SLURM_GPUS_ON_NODE is {given}"
+    files = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    return f"there is {files[0]}" if files else None
 
 
 def _judge(report: dict[str, Any]) -> Iterator[Finding]:

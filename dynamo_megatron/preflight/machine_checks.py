@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -25,9 +26,9 @@ from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.server import listening_address
 
-STATE_BYTES = 12  # a parameter's float32 master copy and Adam's two moments
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
 SLOW_CHECKPOINT = 600.0  # seconds
+ROLLOUT_TOKEN = 33  # bytes of a response's token in rollouts/: its id 7, logprob 22, text 4, as JSON
 ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
 PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
@@ -60,8 +61,8 @@ def check_ports(config: Config) -> None:
 
 
 def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
-    """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, and the
-    weights being pushed."""
+    """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, the
+    weights being pushed, and of the rollouts, whose lengths nobody knows, one step's at their longest."""
     weights = formulas.weight_bytes(spec, config.model.dtype)
     exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
     if config.checkpoint.export_hf == "every":
@@ -71,16 +72,17 @@ def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
         f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
         f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
         "the weights pushed": weights,
+        "a step's rollouts": config.rollout_budget * config.rollout.max_new_tokens * ROLLOUT_TOKEN,
     }
 
 
 def check_room(config: Config, spec: ModelSpec) -> str:
     """What the run needs and what there is. Raises ValueError where the disk has no room for it.
 
-    What an earlier start of the run has left in its folder counts as room."""
+    Checkpoints, exports and pushed weights that an earlier start has left count as room: they will be replaced."""
     output = Path(config.output_dir)
     needed = room_needed(config, spec)
-    there = sum(f.stat().st_size for f in output.rglob("*") if f.is_file()) if output.is_dir() else 0
+    there = sum(_folder_size(folder) for name in ("checkpoints", "hf*", "push") for folder in output.glob(name))
     stat = os.statvfs(_existing(output))
     free = stat.f_bavail * stat.f_frsize
     told = ", ".join(f"{what} {_size(size)}" for what, size in needed.items() if size)
@@ -92,6 +94,16 @@ def check_room(config: Config, spec: ModelSpec) -> str:
     return f"{_size(free)} free for {told}"
 
 
+def _folder_size(folder: Path) -> int:
+    """Bytes of its files; one that another process removes meanwhile has none."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
 def disk(subject: Subject) -> Iterator[Finding]:
     """Room for the run's files, and the disk's speed with what a checkpoint then takes."""
     told = check_room(subject.config, subject.spec)
@@ -100,10 +112,19 @@ def disk(subject: Subject) -> Iterator[Finding]:
         speed = _write_speed(folder)
     except OSError as error:
         raise ValueError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
-    seconds = formulas.checkpoint_bytes(subject.spec, subject.config.model.dtype) / speed
+    config = subject.config
+    seconds = formulas.checkpoint_bytes(subject.spec, config.model.dtype) / speed
     yield ok(f"{told}; this node writes {_size(speed)}/s, a checkpoint would take it {seconds:.1f} s")
     if seconds > SLOW_CHECKPOINT:
         yield note("checkpoints are slow here: name a faster disk in output_dir, or set checkpoint.async: true")
+    needed = room_needed(config, subject.spec)
+    rollouts = config.trainer.steps * needed.pop("a step's rollouts") // 2
+    stat = os.statvfs(folder)
+    if rollouts + sum(needed.values()) > stat.f_bavail * stat.f_frsize:
+        yield note(
+            f"rollouts are kept: {config.trainer.steps} steps of responses half as long as rollout.max_new_tokens "
+            f"would be {_size(rollouts)}, more than is free beside the checkpoints; move rollouts/ away in time"
+        )
 
 
 def _write_speed(folder: Path) -> float:
@@ -121,19 +142,20 @@ def _write_speed(folder: Path) -> float:
 def host_memory(subject: Subject) -> Iterator[Finding]:
     """What the ranks here keep in host memory against what is available, the job's own limit included."""
     config, ranks = subject.config, subject.ranks_here
-    shard = formulas.model_elements(subject.spec) // (config.parallel.tp * config.parallel.pp)
+    p, dtype = config.parallel, config.model.dtype
+    states = [formulas.stage_state(subject.spec, p, dtype, subject.ranks, stage) for stage in range(p.pp)]
+    fullest = max(states, key=lambda state: state.static.total)
+    static = fullest.static
     needed = {
         f"{ranks} processes": ranks * PROCESS_BYTES,
-        "loading a checkpoint": ranks * formulas.load_staging(shard),
+        "loading a checkpoint": ranks * formulas.load_staging(fullest.dense + fullest.experts),
     }
     if not torch.cuda.is_available():
-        width = formulas.WIDTH[config.model.dtype] + formulas.GRADIENT + STATE_BYTES
-        needed["weights, gradients and optimizer"] = ranks * shard * width
+        needed["weights, gradients and optimizer"] = ranks * static.total
         if config.rollout.engine == "sglang":
-            needed["the server"] = formulas.weight_bytes(subject.spec, config.model.dtype) + PROCESS_BYTES
+            needed["the server"] = formulas.weight_bytes(subject.spec, dtype) + PROCESS_BYTES
     if config.checkpoint.async_save:
-        data_parallel = max(1, subject.ranks // config.parallel.model_ranks)
-        needed["checkpoint.async's copy"] = ranks * shard * (2 + STATE_BYTES) // data_parallel
+        needed["checkpoint.async's copy"] = ranks * (static.parameters + static.optimizer)
     available = min(psutil.virtual_memory().available, _cgroup_room())
     told = ", ".join(f"{what} {_size(value)}" for what, value in needed.items())
     if sum(needed.values()) > available:
@@ -151,17 +173,24 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _cgroup_room() -> float:
-    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one."""
-    folder = Path("/sys/fs/cgroup")
-    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
-        if line.startswith("0::"):
-            folder /= line[3:].strip("/")
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes to this process's memory limit (SLURM's or a container's), under cgroups of either version; infinite
+    without one. Cached pages of files, which the kernel gives back first, count as room."""
+    files = ("memory.max", "memory.current", "inactive_file")
+    folder, groups = root, [line.split(":", 2) for line in own.read_text(encoding="ascii").splitlines()]
+    for _, controllers, group in groups:
+        if controllers == "":
+            folder = root / group.strip("/")
+    for _, controllers, group in groups:
+        if "memory" in controllers.split(","):  # version 1, or both at once
+            folder = root / "memory" / group.strip("/")
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     room = float("inf")
     for level in (folder, *folder.parents):
-        limit, used = level / "memory.max", level / "memory.current"
+        limit, used, statistics = level / files[0], level / files[1], level / "memory.stat"
         if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-            room = min(room, int(text) - int(used.read_text()))
+            counts = dict(line.split() for line in statistics.read_text().splitlines())
+            room = min(room, int(text) - int(used.read_text()) + int(counts[files[2]]))
     return room
 
 

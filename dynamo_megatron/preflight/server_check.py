@@ -37,14 +37,11 @@ def server(subject: Subject) -> Iterator[Finding]:
     try:
         said = asyncio.run(_try(config, subject, log))
     except (RolloutError, ServerLost, TimeoutError) as error:
-        kept = Path(tempfile.gettempdir()) / "preflight-sglang.log"
-        shutil.copy(log, kept)
+        # The folder stays: the message names the log in it.
         raise ValueError(
-            f"{str(error).replace(str(log), str(kept))}; if the cause is not the model's, name another "
-            "rollout.python or correct rollout.server_args"
+            f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     yield ok(said)
 
 

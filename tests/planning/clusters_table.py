@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 from dynamo_megatron.config_files import compose
+from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import RESERVED, Plan, make_plan, workload
 from dynamo_megatron.planning.report import layout
-from dynamo_megatron.run import check_ranks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

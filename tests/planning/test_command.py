@@ -33,6 +33,29 @@ def test_a_server_too_small_for_a_sequence(capsys):
     assert "a server's KV cache holds" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_a_server_of_its_own_gpu_that_leaves_no_room_beside_its_cache(capsys):
+    words = ["rollout.placement=split", "rollout.memory_fraction=0.9"]
+    assert main(["plan", *ON_16, *GPUS, *words]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == (
+        "does not fit: a server needs 81.2 GiB of a GPU's 79.1, 10.0 of them beside weights and KV cache; "
+        "lower rollout.memory_fraction"
+    )
+
+
+def test_what_the_figures_leave_out_is_said(capsys):
+    assert main(["plan", *ON_16, *GPUS, "parallel.cp=2"]) == 0
+    # 40 heads over tp 4, 10240 x 5120 scores of 2 bytes
+    assert "may build the scores, 1.0 GiB a layer" in capsys.readouterr().out
+    experts = CONFIGS / "hardware" / "h100x32" / "qwen3-30b-a3b.yaml"
+    files = [str(CONFIGS / "models" / experts.name), str(experts), str(CONFIGS / "paper.yaml")]
+    assert main(["plan", *files, "--gpus", "32", "--gpu", "h100-80"]) == 0
+    assert "tokens are taken to spread evenly over the experts" in capsys.readouterr().out
+    assert main(["plan", *ON_16, *GPUS]) == 0
+    said = capsys.readouterr().out
+    assert "scores" not in said and "evenly" not in said
+
+
 def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-32B"]["config"]))
     assert main(["plan", *ON_16, f"model.path={tmp_path}", *GPUS]) == 1
@@ -48,6 +71,9 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
     rows = [line.split() for line in lines[3:-1]]
     assert [row[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)] and len(rows) == 20
     assert all(row[-1] == "yes" for row in rows)
+    # Of those within 10 % of the shortest step the ones without context parallelism come first.
+    near = [row for row in rows if float(row[10]) <= 1.1 * min(float(row[10]) for row in rows)]
+    assert rows[: len(near)] == near and [row[4] for row in near] == sorted(row[4] for row in near)
     # What is said of the first layout is what the plan says of it.
     keys = lines[-1].removeprefix("the first: ").split()
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, *keys]) == 0
@@ -66,6 +92,7 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
         (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
+        (["--gpus-per-node", "6"], "--gpus: 16 do not fill nodes of 6 (--gpus-per-node)"),
         (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),
         (["model.path=/no/model"], "shapes known without a folder: Qwen2.5-1.5B"),
     ],

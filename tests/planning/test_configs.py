@@ -13,7 +13,8 @@ MODELS = sorted(CONFIGS.glob("models/*.yaml"))
 @pytest.mark.parametrize("method", ["dynamo", "dynamo_published"])
 def test_it_fits(hardware, method):
     plan = planned(hardware, method)
-    assert plan.fits, (plan.peak, plan.cluster.gpu.memory)
+    # What no GPU has confirmed needs a margin.
+    assert plan.fits and plan.peak <= 0.9 * plan.cluster.gpu.memory, (plan.peak, plan.cluster.gpu.memory)
     assert plan.servers.gpus == plan.cluster.gpus  # a server rank on every GPU
     assert plan.servers.longest_sequences >= 4
 
@@ -42,6 +43,16 @@ def test_the_paper_s_sizes():
     assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c) == (0.2, 0.28, 10.0)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps, optimizer.clip_grad) == (1e-6, 0.1, 10, 1.0)
     assert config.algorithm.kl.coef == 0 and config.rollout.temperature == 1.0
+
+
+@pytest.mark.parametrize("method", ["clip_cov", "kl_cov"])
+def test_a_method_s_open_clips_stay_open_in_the_order_that_paper_yaml_says(method):
+    method = CONFIGS / "methods" / f"{method}.yaml"
+    alone, _ = compose([str(method)], [], {**UNNEEDED, "model": {"path": "none"}})
+    config, _ = compose([str(PAPER), str(method)], [], {**UNNEEDED, "model": {"path": "none"}})
+    for key in ("clip_ratio_low", "clip_ratio_high"):
+        assert getattr(config.algorithm.loss, key) == getattr(alone.algorithm.loss, key) >= 1
+    assert config.rollout_budget == 8192 and "Before clip_cov.yaml" in PAPER.read_text()
 
 
 def test_the_published_method_has_the_same_sizes():

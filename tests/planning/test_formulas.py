@@ -115,8 +115,8 @@ def test_a_plan_adds_up():
     assert stage.training["activations"] == saved
     assert plan.peak == max(sum(stage.training.values()), *stage.others.values()) + RESERVED
     weights, state, buckets = plan.servers.weights, stage.static.total, 3 * 512 * 2**20
-    held = weights + plan.servers.pool
-    assert held == pytest.approx(0.4 * 79.1 * GIB) and stage.training["server"] == 2 * GIB
+    held = weights + plan.servers.pool + 10 * GIB
+    assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
     push = stage.static.parameters + weights + buckets + 2 * GIB
     assert stage.others == {"generate": held, "push": push, "save": state + weights + 2 * GIB}
     apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"offload": False})})
@@ -126,3 +126,54 @@ def test_a_plan_adds_up():
     assert plan.times.step == pytest.approx(
         plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
     )
+
+
+def planned(name, gpu, gpus, response, **parts):
+    config = Config.model_validate(
+        {
+            "model": {"path": "none", "max_length": 10240},
+            "data": {"source": "none", "batch_prompts": 64},
+            "output_dir": "none",
+            "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}},
+            "rollout": {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5},
+            **parts,
+        }
+    )
+    return make_plan(config, spec_of(name), Cluster(GPUS[gpu], gpus, 8), workload(config, spec_of(name), response))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 2.5), ("full", 3.5)])
+def test_communication_of_14b_by_hand(recompute, times):
+    """tp 4, sequence-parallel, dp 4 on 16 H100: 512 rollouts of 256 + 1000 tokens, four updates."""
+    plan = planned(
+        "Qwen2.5-14B",
+        "h100-80",
+        16,
+        1000,
+        parallel={"tp": 4, "sequence_parallel": True},
+        trainer={"recompute": recompute},
+    )
+    tokens = 512 * 1256 / 4
+    forward = 48 * 2 * 2 * (3 / 4) * 2 * 5120 * tokens / 450e9  # two all-reduces a layer, each 2 (tp - 1) / tp
+    parameters = plan.stages[0].dense
+    reduce = 3 / 4 * 6 * parameters / (2 * 50e9)  # of 4 ranks, 2 in each node
+    # Log-probs forward; backward gathers a third half, or without sequence parallelism as much as forward.
+    assert plan.times.communication == pytest.approx((1 + times) * forward + 4 * reduce)
+
+
+def test_communication_of_experts_by_hand():
+    """Qwen3-30B-A3B, ep 8 x dp 16 on 16 H200: an expert is on two ranks, 8 apart, what is dense on all 16."""
+    plan = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8}, trainer={"recompute": "none"})
+    tokens = 512 * 1256 / 16
+    forward = 48 * 2 * (7 / 8) * 8 * tokens * 2048 * 2 / 450e9  # to 8 experts and back
+    dense = 15 / 16 * 6 * 1_541_093_376 / (8 * 50e9)
+    experts = 1 / 2 * 6 * 3_623_878_656 / 50e9
+    assert plan.times.communication == pytest.approx((1 + 2) * forward + 4 * (dense + experts))
+
+
+def test_memory_is_for_responses_that_have_grown():
+    """Where the mean response makes fewer micro-batches than stages, the longest make as many as are held at once."""
+    parts = {"parallel": {"pp": 8}, "trainer": {"recompute": "full", "micro_batch_tokens": 10240}}
+    short, long = (planned("Qwen2.5-14B", "h100-80", 16, response, **parts) for response in (100, 8192))
+    assert short.micro_batches < 8 <= long.micro_batches
+    assert short.stages[0].training["activations"] == long.stages[0].training["activations"]

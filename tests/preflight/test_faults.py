@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dynamo_megatron.preflight.device_checks import _run_ranks
+from dynamo_megatron.config_files import compose
+from dynamo_megatron.models import load_model_config
+from dynamo_megatron.preflight import device_checks, machine_checks
 
 
 def test_all_is_well(check):
@@ -171,6 +174,32 @@ def test_a_full_disk(small_disk, failure):
     assert "has 1.05 MB free, the run needs" in said and "lower checkpoint.keep_last" in said
 
 
+def test_only_what_will_be_replaced_counts_as_room(small_disk, base):
+    config, _ = compose([str(base / "config.yaml")], [f"output_dir={small_disk}/run"])
+    spec = load_model_config(config.model.path)
+    for folder, enough in (("rollouts", False), ("checkpoints", True)):
+        file = small_disk / "run" / folder / "file"
+        file.parent.mkdir(parents=True)
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 30)
+        if enough:
+            assert "a step's rollouts" in machine_checks.check_room(config, spec)
+        else:
+            with pytest.raises(ValueError, match=r"has 1\.0\d MB free, the run needs"):
+                machine_checks.check_room(config, spec)
+
+
+def test_a_file_that_goes_meanwhile_takes_no_room(tmp_path, monkeypatch):
+    (tmp_path / "there").write_bytes(b"12345")
+    monkeypatch.setattr(machine_checks.os, "walk", lambda folder: [(str(folder), [], ["gone", "there"])])
+    assert machine_checks._folder_size(tmp_path) == 5
+
+
+def test_rollouts_that_will_fill_the_disk_are_noted(base, check):
+    level, text = check("disk", "trainer.steps=1000000000000")[-1]
+    assert level == "note" and "rollouts are kept: 1000000000000 steps" in text
+
+
 def test_a_folder_that_cannot_be_written(failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
 
@@ -189,6 +218,37 @@ def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
     edit_json(base / "model" / "config.json", num_hidden_layers=80, hidden_size=8192, intermediate_size=29568)
     said = failure("host memory")
     assert "available on this node, the run needs about" in said and "sbatch --mem" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("4:memory:/job", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_job_s_memory_limit(tmp_path, line, folder, files):
+    """Pages of files that the job has read are given back: 1000 - 700 + 500."""
+    (tmp_path / folder).mkdir(parents=True)
+    for name, text in zip((*files[:2], "memory.stat"), ("1000\n", "700\n", f"anon 9\n{files[2]} 500\n"), strict=True):
+        (tmp_path / folder / name).write_text(text)
+    (tmp_path / "own").write_text(f"12:pids:/job\n{line}\n")
+    assert machine_checks._cgroup_room(tmp_path, tmp_path / "own") == 800
+    (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
+    assert machine_checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "0,1"), ("SLURM_GPUS_ON_NODE", "2")])
+def test_gpus_that_torch_does_not_see(failure, monkeypatch, name, value):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(name, value)
+    said = failure("devices")
+    assert f"{name} is {value}, and torch" in said and "install its CUDA build" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_checks.gpus_given() is None
 
 
 def other_interpreter(folder: Path, package: str, version: str) -> Path:
@@ -237,7 +297,15 @@ def test_a_rank_that_does_not_come():
         port = str(probe.getsockname()[1])
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = {**os.environ, **job}
-    assert _run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
+    assert device_checks._run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
+
+
+def test_the_log_of_a_server_that_ends_stays(failure):
+    logs = [Path(re.search(r"see (\S+);", failure("server", "rollout.python=/bin/false"))[1]) for _ in range(2)]
+    assert logs[0] != logs[1]
+    for log in logs:
+        assert log.is_file()
+        shutil.rmtree(log.parent)
 
 
 @pytest.mark.full

@@ -1,0 +1,87 @@
+"""Whether model, layout and number of ranks fit, before any of them starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
+from dynamo_megatron.models.torch_dist import is_torch_dist
+
+
+def check_layout(config: Config, world_size: int) -> ModelSpec:
+    """Raises ConfigError where model, layout and the number of ranks do not fit."""
+    try:
+        spec = load_model_config(config.model.path, config.model.family)
+        if config.algorithm.kl.reference is not None:
+            check_reference(spec, config.algorithm.kl.reference)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_ranks(config, spec, world_size)
+    return spec
+
+
+def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
+    """Raises ConfigError where the layout fits neither the model nor so many ranks."""
+    p = config.parallel
+    if world_size % p.model_ranks:
+        raise ConfigError(
+            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
+            "start a multiple of that"
+        )
+    if (world_size // p.pp) % p.ep:
+        raise ConfigError(
+            f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
+            f"({world_size} ranks, pp {p.pp})"
+        )
+    try:
+        spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
+        )
+
+
+def check_reference(spec: ModelSpec, folder: str) -> None:
+    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
+    try:
+        if is_torch_dist(folder):  # a run's checkpoint, or a converted model
+            open_weights(folder, spec)
+            return
+        reference = load_model_config(folder, spec.family).dimensions()
+    except ValueError as error:
+        raise ValueError(f"algorithm.kl.reference: {error}") from None
+    for name, own in spec.dimensions().items():
+        if reference[name] != own and name != "max_positions":
+            raise ValueError(
+                f"algorithm.kl.reference: {folder} has {name} {reference[name]}, the policy {own}; "
+                "the reference must be a model of the policy's shape"
+            )
+
+
+def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
+    """The derived values that every job shows."""
+    p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": ranks // p.model_ranks}
+    extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
+    layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
+    experts = ""
+    if spec.num_experts:
+        experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
+    return {
+        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
+        "device": "CUDA" if torch.cuda.is_available() else "CPU",
+        "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
+        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
+    }
+
+
+def default_ranks(config: Config) -> int:
+    return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)

@@ -1,0 +1,49 @@
+"""The order of a rank's life, on a real rank."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+JOB = """
+import sys
+from dynamo_megatron.config import Config
+from dynamo_megatron.run import Job, run_rank
+
+
+class Waits(Job):
+    def check(self, ranks):
+        return {}
+
+    def prepare(self, spec):
+        pass
+
+    def wait_ready(self, coordinator, host):
+        print(f"waited with {host.size()} rank", flush=True)
+
+
+sys.exit(run_rank(Waits(Config.model_validate_json(sys.argv[1]))))
+"""
+
+
+@pytest.mark.full
+def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path):
+    """SGLang takes a share of what is free while it starts. The policy of a folder without weights cannot be built."""
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    config = {"model": {"path": str(tmp_path), "dtype": "float32"}, "data": {"source": "none"}, "output_dir": "none"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", JOB, json.dumps(config)],
+        env={**os.environ, **rank},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "safetensors" in done.stderr, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "waited with 1 rank"
