@@ -82,6 +82,7 @@ def _with_servers(config: Config, url: str | None) -> Config:
     else:
         room = torch.cuda.device_count() // config.rollout.tp
         servers = {"placement": "colocated", "urls": [], "servers": max(1, min(config.rollout.servers, room))}
+        servers["offload"] = False  # there are no ranks to take turns with
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=servers)})
 
 

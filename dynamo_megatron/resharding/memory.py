@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from dynamo_megatron.policy.offload import PARTS, Offload
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.endpoint import Endpoint
 
-CACHES = ("kv_cache", "cuda_graph")
 TAGS = ("weights", *CACHES)  # in the order in which they come back
 # What is on the device in each phase: the server's tags, the training side's parts. A server that has released its
 # weights has lost them: from `training` the way to the others is a push.
@@ -50,8 +49,8 @@ class MemoryTurns:
         self.moved = Moved()
 
     def know(self, endpoints: Sequence[Endpoint]) -> None:
-        """The servers there are now. One that has restarted has all its memory."""
-        self._released = {e: self._released.get(e, set()) for e in endpoints}
+        """The servers there are now. One that is new comes without its caches (rollout/supervisor.py)."""
+        self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
 
     def enter(self, phase: str) -> None:
         """Collective over all ranks: what the phase does not need is released everywhere, then the rest comes back."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo_megatron.rollout.endpoint import Endpoint
 
+CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
 TRANSFER_TIMEOUT = 300.0  # seconds, for one bucket
 CHECK_TIMEOUT = 600.0  # seconds, for a checksum of all weights

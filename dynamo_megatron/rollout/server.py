@@ -20,6 +20,7 @@ import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
@@ -149,6 +150,15 @@ class SGLangServer:
             response = await client.generate("warm-up", [0, 0, 0], timeout=left, max_new_tokens=4)
             if response.error:
                 raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
+
+    async def release_caches(self) -> None:
+        """Leaves the GPU to the ranks but for the weights, until they resume the caches. Raises RolloutError."""
+        try:
+            await asyncio.to_thread(
+                call, self.endpoint, "/release_memory_occupation", {"tags": list(CACHES)}, CONTROL_TIMEOUT
+            )
+        except ServerError as error:
+            raise RolloutError(f"the SGLang server did not release its caches: {error}; see {self.log}") from None
 
     def check(self) -> None:
         """Raises RolloutError, with what its log says, if the server process has ended."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer
+from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, takes_turns
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
 FAILED_STARTS = 4  # in a row, after which a server is not started again
@@ -26,7 +26,7 @@ class Listener(Protocol):
     """Hears of servers that come and go."""
 
     def up(self, endpoint: Endpoint) -> None:
-        """Healthy, warm, with the weights it was started with."""
+        """Healthy, warm, with the weights it was started with; where it takes turns with ranks without its caches."""
 
     def down(self, name: str, why: str, final: bool) -> None:
         """Gone, or not come up; `final`: for good, else a next incarnation follows."""
@@ -79,6 +79,9 @@ class Supervisor:
                 force = False
                 try:
                     await server.wait_ready()
+                    if takes_turns(self._config.rollout):
+                        # The ranks build the policy next, or are in the midst of a step: the caches' turn comes.
+                        await server.release_caches()
                     failed_starts = 0
                     self._listener.up(server.endpoint)
                     why = await self._until_condemned(server)

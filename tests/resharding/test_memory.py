@@ -1,5 +1,6 @@
 """The calls of memory release and resume, to a server on a CPU that frees nothing by them."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +31,10 @@ def turns(alone):
 @pytest.mark.full
 def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
     turns, said = turns
+    asyncio.run(sglang_server.release_caches())  # as after its start
     turns.know([sglang_server.endpoint])
     request = {"input_ids": [10, 20, 30], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    turns.enter("generate")
     before = call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]
     for phase in ("weights", "weights", "generate", "weights", "train", "weights", "generate", "save", "generate"):
         turns.enter(phase)
@@ -40,14 +43,15 @@ def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
     assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and said == []
 
 
-def test_a_server_that_is_gone_is_told_of_and_a_restarted_one_lacks_nothing(turns):
+def test_a_server_that_is_gone_is_told_of_and_a_new_one_lacks_its_caches(turns):
     turns, said = turns
     gone = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
     turns.know([gone])
     turns.enter("train")
     assert len(said) == 1 and said[0].startswith("server-0 did not release its memory: /release_memory_occupation")
-    turns.know([Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
-    turns.enter("generate")
+    turns.know([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
+    assert turns._released[again] == {"kv_cache", "cuda_graph"}
+    turns.enter("weights")
     assert len(said) == 1
     moved = turns.report()
     assert moved.released == 20 and moved.resumed == 14 and turns.report() == Moved()
