@@ -40,6 +40,26 @@ def tiny_model(make_tiny_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def server_parameters():
+    """server_parameters(spec, tensors, tp_rank, tp_size) -> {server parameter: a server rank's values, flat}, of every
+    parameter that the Hugging Face `tensors` touch."""
+    import torch
+
+    from dynamo_megatron.models.server_layout import server_layout, server_shard
+
+    def made(spec, tensors: dict[str, torch.Tensor], tp_rank: int, tp_size: int) -> dict[str, torch.Tensor]:
+        layout, result = server_layout(spec, tp_size), {}
+        for name, tensor in tensors.items():
+            parameter, start = layout.places[name]
+            shard = server_shard(spec, name, tensor, tp_rank, tp_size)
+            whole = result.setdefault(parameter, shard.new_zeros(layout.sizes[parameter]))
+            whole[start : start + shard.numel()] = shard.flatten()
+        return result
+
+    return made
+
+
+@pytest.fixture(scope="session")
 def interpreter():
     """Triton's interpreter, here or in a process of its own: skips where it cannot run our kernels."""
     triton, numpy = (tuple(map(int, metadata.version(name).split(".")[:2])) for name in ("triton", "numpy"))

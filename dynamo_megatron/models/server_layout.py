@@ -96,26 +96,6 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
     return tensor
 
 
-def server_parameters(
-    spec: ModelSpec, tensors: Mapping[str, torch.Tensor], tp_rank: int, tp_size: int
-) -> dict[str, torch.Tensor]:
-    """Server parameter -> rank `tp_rank`'s values, flat, in the tensors' dtype, of every parameter that `tensors`
-    touch. The vocabulary's padding is 0. Raises ValueError naming a tensor that a fused parameter lacks.
-    """
-    layout = server_layout(spec, tp_size)
-    touched = {layout.places[name][0] for name in tensors}
-    result: dict[str, torch.Tensor] = {}
-    for name, (parameter, start) in layout.places.items():
-        if parameter not in touched:
-            continue
-        if name not in tensors:
-            raise ValueError(f"{parameter}: made of {name} too, which is missing")
-        shard = server_shard(spec, name, tensors[name], tp_rank, tp_size)
-        whole = result.setdefault(parameter, shard.new_zeros(layout.sizes[parameter]))
-        whole[start : start + shard.numel()] = shard.flatten()
-    return result
-
-
 def _cut(name: str) -> str:
     return CUTS.get(name.split(".")[-2], "whole")
 

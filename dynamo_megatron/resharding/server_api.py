@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 
 CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
@@ -24,7 +24,7 @@ def call(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout:
     """POSTs `payload` (None: GETs), returns what the server says. Raises ServerError."""
     status, reply = request(endpoint, path, payload, timeout)
     if status != 200:
-        raise ServerError(f"{path} said {status}: {_message(reply)}")
+        raise ServerError(f"{path} said {status}: {own_words(reply)}")
     return reply
 
 
@@ -34,7 +34,7 @@ def call_for(
     """As `call`: what the server's reply has under `names`. Raises ServerError also where it has not."""
     reply = call(endpoint, path, payload, timeout)
     if not isinstance(reply, dict) or not reply.keys() >= set(names):
-        raise ServerError(f"{path} said nothing of {', '.join(names)}: {_message(reply)}")
+        raise ServerError(f"{path} said nothing of {', '.join(names)}: {own_words(reply)}")
     return tuple(reply[name] for name in names)
 
 
@@ -71,10 +71,10 @@ def open_session(endpoint: Endpoint) -> bool:
             return True
         if status == 404:
             return False
-        if "already open" not in _message(reply):
+        if "already open" not in own_words(reply):
             break
         call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
-    raise ServerError(f"/begin_weight_update said {status}: {_message(reply)}")
+    raise ServerError(f"/begin_weight_update said {status}: {own_words(reply)}")
 
 
 def close_session(endpoint: Endpoint) -> None:
@@ -105,11 +105,3 @@ def _body(raw: bytes) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def _message(reply: Any) -> str:
-    """The server's own words in one line: error replies have several shapes."""
-    if isinstance(reply, dict):
-        error = reply.get("error")
-        reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
-    return " ".join(str(reply).split())[:300]

@@ -12,7 +12,7 @@ import aiohttp
 from pydantic_core import from_json
 
 from dynamo_megatron.config_rollout import RolloutConfig
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
@@ -75,7 +75,7 @@ class SGLangClient:
         """What the server says of itself. Raises RolloutError where no SGLang server answers at `url`."""
         status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
         if status != 200 or not isinstance(reply, dict):
-            raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {_message(reply)!r:.80}")
+            raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {own_words(reply)!r:.80}")
         return reply
 
     async def healthy(self, timeout: float) -> bool:
@@ -92,7 +92,7 @@ class SGLangClient:
             return max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
         except MALFORMED:
             raise RolloutError(
-                f"the rollout server {self.url} does not tell its load: {status} {_message(reply)}"
+                f"the rollout server {self.url} does not tell its load: {status} {own_words(reply)}"
             ) from None
 
     async def generate(
@@ -132,9 +132,9 @@ class SGLangClient:
                 error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
             )
         if status in ITS_OWN_FAULT:
-            return Response(error=f"{request_id}: the server refused it: {_message(reply)}")
+            return Response(error=f"{request_id}: the server refused it: {own_words(reply)}")
         if status != 200:
-            raise ServerLost(f"the rollout server {self.url} answers with {status}: {_message(reply)}")
+            raise ServerLost(f"the rollout server {self.url} answers with {status}: {own_words(reply)}")
         try:
             return self._response(request_id, reply["meta_info"])
         except MALFORMED as error:
@@ -151,7 +151,7 @@ class SGLangClient:
         await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
         status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
         if status != 200:
-            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {_message(reply)}")
+            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {own_words(reply)}")
 
     async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
         try:
@@ -200,11 +200,3 @@ async def _body(reply: aiohttp.ClientResponse) -> Any:
     if reply.content_type != "application/json":
         return await reply.text()
     return from_json(await reply.read())  # a quarter of json's time
-
-
-def _message(reply: Any) -> str:
-    """The server's own words in one line: error replies have several shapes."""
-    if isinstance(reply, dict):
-        error = reply.get("error")
-        reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
-    return " ".join(str(reply).split())

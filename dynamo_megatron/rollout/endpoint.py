@@ -1,8 +1,9 @@
-"""A server as the ranks that send it weights see it."""
+"""A server as all see it that talk to it: the fleet, and the ranks that send weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,3 +15,11 @@ class Endpoint:
     url: str
     tp: int
     api_key: str = field(repr=False)  # sent as "Authorization: Bearer KEY"; "": the server asks for none
+
+
+def own_words(reply: Any) -> str:
+    """What a server says went wrong, in one line: error replies have several shapes."""
+    if isinstance(reply, dict):
+        error = reply.get("error")
+        reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
+    return " ".join(str(reply).split())[:300]

@@ -6,7 +6,6 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.server_layout import (
     check_server_parallel,
     server_layout,
-    server_parameters,
     server_vocab_rows,
 )
 
@@ -29,7 +28,7 @@ def model(make_tiny_model, tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen3_moe"])
-def test_every_value_is_on_a_rank_in_the_place_of_its_kind(model, family, tp):
+def test_every_value_is_on_a_rank_in_the_place_of_its_kind(model, server_parameters, family, tp):
     spec, tensors = model(family, vocab=131, tied=family == "qwen2", expert_ffn=64)
     layout, ranks = server_layout(spec, tp), [server_parameters(spec, tensors, r, tp) for r in range(tp)]
     there = torch.cat([values for rank in ranks for values in rank.values()]).unique()
@@ -48,7 +47,7 @@ def test_every_value_is_on_a_rank_in_the_place_of_its_kind(model, family, tp):
         assert torch.equal(experts[3, 1], tensors["model.layers.0.mlp.experts.3.up_proj.weight"][: 64 // tp])
 
 
-def test_the_vocabulary_is_padded_with_zeros(model):
+def test_the_vocabulary_is_padded_with_zeros(model, server_parameters):
     spec, tensors = model("llama", vocab=131)
     assert [server_vocab_rows(spec, tp) for tp in (1, 2, 4, 8)] == [192, 96, 48, 24]
     last = server_parameters(spec, {"lm_head.weight": tensors["lm_head.weight"]}, 1, 2)
@@ -57,7 +56,7 @@ def test_the_vocabulary_is_padded_with_zeros(model):
     assert torch.equal(rows[:35], tensors["lm_head.weight"][96:]) and not rows[35:].any()
 
 
-def test_more_ranks_than_key_value_heads_share_them(model):
+def test_more_ranks_than_key_value_heads_share_them(model, server_parameters):
     spec, tensors = model("qwen3", heads=8, kv_heads=2, ffn=256)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]
     name = "model.layers.0.self_attn.qkv_proj.weight"
@@ -70,10 +69,3 @@ def test_more_ranks_than_key_value_heads_share_them(model):
         check_server_parallel(spec, 4, "cpu")
     with pytest.raises(ValueError, match=r"rollout\.tp: 3"):
         check_server_parallel(spec, 3, "cuda")
-
-
-def test_a_fused_parameter_needs_all_its_parts(model):
-    spec, tensors = model("qwen2")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"layers.0.mlp.gate_up_proj.weight: made of .*up_proj.weight too"):
-        server_parameters(spec, tensors, 0, 1)

@@ -3,7 +3,6 @@ import torch
 from safetensors.torch import load_file
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.server_layout import server_parameters
 from dynamo_megatron.resharding.proof import ExpectedChecksums, compare, mismatch, proved_layers, server_device
 from dynamo_megatron.resharding.tensor_hash import Sha256
 
@@ -32,17 +31,22 @@ def expected(spec, parts, tp=1, device="cpu", layers=None):
     return ranks[0]._joined([(c._given, c._hashes) for c in ranks])
 
 
-def server(spec, tensors, tp=1):
-    """The `ranks` that an honest server on a CPU would report of `tensors`."""
-    reports = []
-    for rank in range(tp):
-        checksums = {}
-        for name, values in server_parameters(spec, tensors, rank, tp).items():
-            whole = Sha256(values.nbytes)
-            whole.add(0, values)
-            checksums[name] = f"{whole.digest():016x}"
-        reports.append({"checksums": checksums, "parallelism_info": [{"tp_rank": rank}]})
-    return reports
+@pytest.fixture
+def server(server_parameters):
+    """server(spec, tensors, tp) -> the `ranks` that an honest server on a CPU would report of `tensors`."""
+
+    def report(spec, tensors, tp=1):
+        reports = []
+        for rank in range(tp):
+            checksums = {}
+            for name, values in server_parameters(spec, tensors, rank, tp).items():
+                whole = Sha256(values.nbytes)
+                whole.add(0, values)
+                checksums[name] = f"{whole.digest():016x}"
+            reports.append({"checksums": checksums, "parallelism_info": [{"tp_rank": rank}]})
+        return reports
+
+    return report
 
 
 def wrong(tensors):
@@ -60,7 +64,7 @@ def wrong(tensors):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_differs_is_named(model, tp):
+def test_what_differs_is_named(model, server, tp):
     _, spec, tensors = model()
     should = expected(spec, [tensors], tp)
     assert compare(should, server(spec, tensors, tp)) is None
@@ -91,7 +95,7 @@ def test_experts_of_several_ranks_are_one_parameter(model, device):
     assert len(expected(spec, halves, 2, device).missing) == 1
 
 
-def test_replicas_that_have_parted_are_told(model):
+def test_replicas_that_have_parted_are_told(model, server):
     _, spec, tensors = model()
     for what, changed, name in wrong(tensors):
         both = expected(spec, [tensors, changed])
@@ -100,7 +104,7 @@ def test_replicas_that_have_parted_are_told(model):
     assert expected(spec, [tensors, tensors]).disagreed == []
 
 
-def test_a_share_of_the_layers_each_time_and_all_of_them_in_turn(model):
+def test_a_share_of_the_layers_each_time_and_all_of_them_in_turn(model, server):
     _, spec, tensors = model()
     assert proved_layers(7, 1, 5) == {0, 1, 2, 3, 4} and proved_layers(8, 4, 6) == {0, 1, 2, 3, 4, 5}
     assert [sorted(proved_layers(v, 4, 6)) for v in (1, 2, 3, 5)] == [[1, 5], [2], [3], [1, 5]]
