@@ -210,9 +210,10 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
             opened.dryrun()
             return 0
         opened.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
-        if options.detach:
-            return 0
-        states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
+    if options.detach:
+        return 0
+    # Only now: leaving the context waits for what runs on a cluster.
+    states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
     for name, state in states.items():
         print(f"{name}: {state}", flush=True)
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1

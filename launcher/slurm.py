@@ -26,6 +26,11 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
+    rollout, nodes = config.rollout, job.rollout_nodes or job.nodes
+    if rollout.engine == "sglang" and rollout.placement != "external" and rollout.servers % nodes:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers are not an equal share for each of {nodes} nodes"
+        )
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     refuse_secrets(script, keys, os.environ)

@@ -140,8 +140,10 @@ if [[ -z $lost ]]; then
 fi
 
 # What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail.
-if [[ $how == Exited* ]]; then
-  named=$(tail -n 1 "$logs/rank-0.log" 2>/dev/null | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
+if [[ -n $lost ]]; then
+  first=''
+elif [[ $how == Exited* ]]; then
+  named=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
   first=${named:-$first}
 fi
 say "failed (exit code $code)${first:+; the first to fail was rank $first}"

@@ -28,7 +28,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "sacct")
 PACKAGES = "slurm-wlm slurm-wlm-basic-plugins munge slurmdbd mariadb-server shellcheck"
 STEPS = 16
-ANSWERS = "aei 7o"  # a whole number of batches: no problem twice in one
+ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
 
 
 def _install_on_ci() -> None:
@@ -160,6 +160,7 @@ def run_folder(tiny_model, tmp_path_factory) -> Path:
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"}
     _record(folder / "recording", prompts, str(tiny_model), DataConfig(**data))
+    (folder / "own_reward.py").write_text("def contains(prompt, text):\n    return float(prompt.answer in text)\n")
     config = {
         "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 256},
         "data": data,
@@ -170,6 +171,7 @@ def run_folder(tiny_model, tmp_path_factory) -> Path:
             "max_new_tokens": 16,
             "proof": {"max_mean_gap": None},  # no policy has sampled them
         },
+        "reward": {"functions": ["own_reward:contains"], "workers": 1},
         "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 12}},
         "optimizer": {"lr": 3e-3, "warmup_steps": 0},
         "trainer": {"steps": STEPS, "micro_batch_tokens": 256},

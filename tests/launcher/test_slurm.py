@@ -173,12 +173,13 @@ def test_a_refused_config_is_not_requeued(cluster, launched):
     assert "rollout.recorded: /nowhere has no rollouts/ folder" in batch_log(output, job)
 
 
-LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "reward.workers=1")
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "rollout.servers=2")
 
 
 @pytest.mark.full
 def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
-    """The server and the reward workers are rank 0's. SLURM sends USR1 to every process of the steps, which requeues
+    """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's. SLURM sends
+    USR1 to every process of the steps, which requeues
     the job; the second run is cancelled."""
     shared_memory, before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.process_iter()}
     job, output = launched(*LIVE, "trainer.steps=6", code=SLOW.format(seconds=1))
@@ -191,9 +192,9 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
     again, _ = launched(*LIVE, "trainer.steps=999")
     cluster.wait_until(lambda: len(rows(output)) >= 7, "one more step", output)
     ours = {p for p in psutil.process_iter() if p.pid not in before and p.environ().get("SLURM_JOB_ID") == again}
-    assert len(ours) >= 6, "two ranks, rollout process, server and its children, reward worker"
+    assert len(ours) >= 9, "two ranks, rollout process, servers and their children, reward worker"
     ports = {c.laddr.port for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    assert len(ports) >= 2, "the ranks' store and the server"
+    assert len(ports) >= 2, "the ranks' store and the servers"
     cluster.tool("scancel", again)
     cluster.wait_until(lambda: cluster.state(again) == "CANCELLED", "the cancelled job's end", output)
     assert cluster.field(again, "Restarts") == "0"
@@ -205,7 +206,7 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
 
 @pytest.mark.full
 def test_servers_on_a_node_of_their_own(cluster, launched, rows):
-    split = ("rollout.placement=split", "rollout.host=127.0.0.3", "--rollout-nodes", "1")
+    split = ("rollout.servers=1", "rollout.placement=split", "rollout.host=127.0.0.3", "--rollout-nodes", "1")
     job, output = launched(*LIVE, *split, "--nodes", "1", "--ranks-per-node", "2", "trainer.steps=2")
     cluster.wait(job, output)
     assert [row["step"] for row in rows(output)] == [1, 2]

@@ -108,6 +108,10 @@ def test_what_sbatch_is_asked():
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
         (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
+        (
+            ("rollout.servers=3", "--nodes", "2"),
+            "rollout.servers: 3 servers are not an equal share for each of 2 nodes",
+        ),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
         (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
         (("optimizer.rate=1",), "unknown key optimizer.rate"),
