@@ -166,8 +166,9 @@ LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout
 
 @pytest.mark.full
 def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
-    """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's. SLURM sends USR1 to every process of the steps, which requeues
-    the job; the second run is cancelled."""
+    """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's.
+
+    SLURM sends USR1 to every process of the steps, which requeues the job; the second run is cancelled."""
     shared_memory, before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.process_iter()}
     job, output = launched(*LIVE, "trainer.steps=6", code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
