@@ -140,7 +140,9 @@ if [[ -z $lost ]]; then
 fi
 
 # What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail.
-if [[ $how == Exited* ]]; then
+if [[ -n $lost ]]; then
+  first=''
+elif [[ $how == Exited* ]]; then
   named=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
   first=${named:-$first}
 fi

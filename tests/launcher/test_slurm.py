@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dynamo_megatron.rollout.guard import shared_memory_of
+
 # A step that takes a moment longer, so that what happens to a job happens to it before its last one.
 SLOW = """
 import time
@@ -64,6 +66,17 @@ def processes_with(text: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             if any(text in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def processes_of(job: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLURM_JOB_ID") == job:
                 found.append(process)
         except psutil.Error:
             continue
@@ -178,9 +191,10 @@ LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout
 
 @pytest.mark.full
 def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
-    """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's. SLURM sends USR1
-    to every process of the steps, which requeues the job; the second run is cancelled."""
-    shared_memory, before = set(os.listdir("/dev/shm")), {p.pid for p in psutil.process_iter()}
+    """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's.
+
+    SLURM sends USR1 to every process of the steps, which requeues the job; the second run is cancelled.
+    """
     job, output = launched(*LIVE, "trainer.steps=6", code=SLOW.format(seconds=1))
     cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
     cluster.tool("scancel", "--signal=USR1", job)
@@ -190,8 +204,9 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     again, _ = launched(*LIVE, "trainer.steps=999")
     cluster.wait_until(lambda: len(rows(output)) >= 7, "one more step", output)
-    ours = {p for p in psutil.process_iter() if p.pid not in before and p.environ().get("SLURM_JOB_ID") == again}
+    ours = processes_of(again)
     assert len(ours) >= 9, "two ranks, rollout process, servers and their children, reward worker"
+    segments = shared_memory_of([p.pid for p in ours])
     ports = {c.laddr.port for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert len(ports) >= 2, "the ranks' store and the servers"
     cluster.tool("scancel", again)
@@ -200,7 +215,7 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
     cluster.wait_until(lambda: not any(p.is_running() for p in ours), f"the end of all of {ours}", output, 30)
     taken = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert not ports & taken
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert not [segment for segment in segments if os.path.exists(segment)]
 
 
 @pytest.mark.full
