@@ -171,6 +171,7 @@ def prepare(work: Work, folder: Path, backend: str) -> Path:
         "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
         "rollout": {
             "engine": "recorded",
+            "proof": {"max_mean_gap": None},  # the recording's logprobs are made up
             "recorded": str(folder / "recorded"),
             "max_new_tokens": max(work.response_tokens),
         },

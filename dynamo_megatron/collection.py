@@ -189,9 +189,11 @@ def collect(
             sample = partial(Collector.sample, collector, coordinator.check_stop)
             rounds.append(serving.ask(f"rollouts-{step}-{number}", what, sample, version=step - 1))
         with clock("logprobs"):
+            serving.memory("weights")
             stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))
             judge = partial(Collector.judge, collector, stats.logprobs.numpy(), coordinator.check)
             chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, host)
+    serving.memory("train")
     sampled = rounds[0] if len(rounds) == 1 else RolloutBatch.join(rounds)
     whole = len(chosen.members) == len(sampled.rollout_ids)
     batch = TrainBatch(

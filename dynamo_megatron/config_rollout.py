@@ -55,6 +55,7 @@ class RolloutConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()
+    offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
     @model_validator(mode="after")

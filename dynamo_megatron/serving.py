@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.resharding.memory import MemoryTurns
 from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 
@@ -16,7 +17,7 @@ TRIES = 5  # in a row that servers are lost in, until the run ends
 
 
 class Serving:
-    """Every rank's. `say` tells rank 0's user, None elsewhere."""
+    """Every rank's. `say` tells rank 0's user, None elsewhere; `turns`: None where servers have memory of their own."""
 
     def __init__(
         self,
@@ -24,14 +25,25 @@ class Serving:
         coordinator: Coordinator,
         host: dist.ProcessGroup,
         say: Callable[[str], None] | None,
+        turns: MemoryTurns | None,
     ):
         self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
+        self._turns = turns
+
+    def memory(self, phase: str) -> None:
+        """Has servers and ranks take turns with memory (`resharding.memory.PHASES`). Collective over all ranks."""
+        if self._turns is not None:
+            self._turns.enter(phase)
 
     def push(self, version: int) -> PushReport:
         """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
             try:
-                return self._pusher.push(version, on_poll=self._coordinator.check)
+                self.memory("weights")
+                report = self._pusher.push(version, on_poll=self._coordinator.check)
+                if self._turns is not None:
+                    self._turns.know(self._pusher.endpoints)
+                return report
             except PushNeeded as needed:
                 cause = str(needed)
         raise RolloutError(f"{TRIES} pushes in a row reached no server; {cause}")
@@ -54,6 +66,7 @@ class Serving:
                 return None, str(needed)
 
         for number in range(TRIES):
+            self.memory("generate")
             made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
             if needed is None:
                 return made

@@ -13,8 +13,10 @@ from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.resharding.memory import MemoryTurns, memory_metrics
 from dynamo_megatron.resharding.push import WeightPusher
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.server import takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
@@ -43,7 +45,9 @@ class Trainer:
         self.layout, self.output = policy.layout, Path(config.output_dir)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
-        self.serving = Serving(WeightPusher(policy, rollout, coordinator), coordinator, self.layout.host, say)
+        self.turns = MemoryTurns(policy, say) if takes_turns(config.rollout) else None
+        pusher = WeightPusher(policy, rollout, coordinator)
+        self.serving = Serving(pusher, coordinator, self.layout.host, say, self.turns)
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
         self.start = self.checkpoints.resume()
 
@@ -74,12 +78,15 @@ class Trainer:
                 self._say_phase("reshard")
                 pushed = self.serving.push(step)
                 resources = self.layout.gather(self.resources.sample())
+                moved = self.layout.gather(self.turns.report()) if self.turns is not None else None
                 if self._leads:
                     kl, collected = reference is not None, self.collector.collected
                     metrics = step_metrics(
                         step, collected, batch, stats, updates, lr, pushed, clock, config, measures_kl=kl
                     )
                     metrics |= resource_metrics(resources, self.output)
+                    if moved is not None:
+                        metrics |= memory_metrics(moved)
                     line = log_line(metrics, config.trainer.steps, self.journal.width)
                     self.journal.step(metrics, line, collected.allocation_rows())
                 self.checkpoints.reached(step)
@@ -91,6 +98,7 @@ class Trainer:
             self._save()
             self.checkpoints.settle()
             raise
+        self.serving.memory("save")
         self.checkpoints.export_final()
 
     def _say_premises(self) -> None:
@@ -118,11 +126,13 @@ class Trainer:
 
         finished, best = self.serving.ask(f"look-{step}", f"the evaluation of step {step}", judge, version=step)
         if best:
+            self.serving.memory("save")
             self.checkpoints.export_best()
         return finished
 
     def _save(self) -> None:
         self._say_phase("save")
+        self.serving.memory("save")
         self.checkpoints.save()
 
     def _say_phase(self, name: str, total: int | None = None) -> None:

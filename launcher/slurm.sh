@@ -96,10 +96,11 @@ fi
 ended=$(sed '/Terminating StepId/,$d' "$logs/srun.log" | sed -n 's/^srun: error: .*: tasks\{0,1\} \([0-9]*\)/\1/p')
 first=$(grep -v 'Exited with exit code' <<<"$ended" | sed -n '1s/[^0-9].*//p')
 [[ -n $first ]] || first=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
-[[ -n $first ]] || first=$(sed -n '1s/[^0-9].*//p' <<<"$ended")
+ended=$(sed -n '1s/[^0-9].*//p' <<<"$ended") # which may have ended rank 0 before that could hear of it
+first=${first:-$ended}
 say "failed (exit code $code)${first:+; the first to fail was rank $first}"
 grep '^srun: error: .*: tasks\{0,1\} ' "$logs/srun.log"
-for rank in $(printf '%s\n' 0 "$first" | sort -nu); do
+for rank in $(printf '%s\n' 0 "$first" "$ended" | sort -nu); do
   echo "---- the last words of rank $rank ($logs/rank-$rank.log)"
   grep -v '^[[:space:]]*$' "$logs/rank-$rank.log" | tail -n 15
 done

@@ -18,7 +18,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 
@@ -69,7 +69,7 @@ class Answering:
                     )
                 )
                 self.store.append(rollouts[-1])
-        return RolloutResult.of(rollouts, times={"generate": 1.0}, notes=[])
+        return RolloutResult.of({r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": 1.0}, notes=[])
 
 
 def failed(step, prompts, counts, first) -> RolloutResult:
@@ -78,7 +78,11 @@ def failed(step, prompts, counts, first) -> RolloutResult:
         for p, n in enumerate(counts, first)
         for k in range(n)
     ]
-    return RolloutResult.of(rollouts, times={}, notes=["step 1: 32 of 32 rollouts failed; the first: x"])
+    return RolloutResult.of(
+        {r.rollout_id: Accounted.of(r) for r in rollouts},
+        times={},
+        notes=["step 1: 32 of 32 rollouts failed; the first: x"],
+    )
 
 
 @pytest.fixture

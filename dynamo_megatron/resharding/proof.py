@@ -6,9 +6,6 @@ and compares them with what SGLang's `weights_checker` says of the server's memo
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +14,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, call
 from dynamo_megatron.resharding.tensor_hash import Sha256, TileHash
 from dynamo_megatron.rollout.endpoint import Endpoint
 
@@ -139,22 +137,18 @@ def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
 
 
 def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | None:
-    """Why the server's weights are not those expected, one line, or None where they are. Never raises for what the
-    server does; `timeout` in seconds."""
+    """Why the server's weights are not those expected, one line, or None where they are.
+
+    `timeout` in seconds. Raises ServerError where the server does not say.
+    """
     skip = [f"model.layers.{i}." for i in expected.unproved_layers]
-    request = urllib.request.Request(
-        f"{endpoint.url}/weights_checker",
-        json.dumps({"action": "checksum", "skip_tensor_list": skip}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {endpoint.api_key}"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
-            ranks = json.load(reply)["ranks"]
-    except urllib.error.HTTPError as error:
-        return f"weights_checker: {error.code} {error.read().decode(errors='replace')[:200]}"
-    except (OSError, ValueError, KeyError) as error:
-        return f"weights_checker: no answer ({error})"
-    return compare(expected, ranks)
+    reply = call(endpoint, "/weights_checker", {"action": "checksum", "skip_tensor_list": skip}, timeout)
+    return compare(expected, reply["ranks"])
+
+
+def server_device(endpoint: Endpoint) -> str:
+    """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
+    return "cpu" if call(endpoint, "/server_info", None, CONTROL_TIMEOUT)["device"] == "cpu" else "cuda"
 
 
 def _some(names: Collection[str]) -> str:

@@ -7,10 +7,12 @@ server that fails on the way is left out of the rest: its outcome is a message.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +22,13 @@ from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.gather import BucketSource
 from dynamo_megatron.resharding.plan import Bucket, floor_bytes, make_plan
-from dynamo_megatron.resharding.proof import Expected, ExpectedChecksums, mismatch
+from dynamo_megatron.resharding.proof import (
+    Expected,
+    ExpectedChecksums,
+    mismatch,
+    proved_layers,
+    server_device,
+)
 from dynamo_megatron.resharding.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.resharding.threads import for_each
 from dynamo_megatron.resharding.transports import Machine, choose_transport
@@ -66,6 +74,8 @@ class WeightPusher:
         hosts = len(set(self._layout.gather(socket.gethostname())))
         self._transport = self._make(choose_transport(self._config, Machine(torch.cuda.is_available(), hosts)))
         self._connected: set[Endpoint] = set()
+        self._endpoints: list[Endpoint] = []
+        self._known: set[Endpoint] = set()  # of the last push
         self._pushes = 0
 
     def push(self, version: int, on_poll: Callable[[], None] | None = None) -> PushReport:
@@ -76,12 +86,17 @@ class WeightPusher:
         """
         self._pushes += 1
         start = time.monotonic()
-        endpoints = self._from_rank_0("begin", lambda: self._rollout.begin_push(version, on_poll))
+        endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_poll))
         paused = time.monotonic()
+        self._endpoints = endpoints
         if not endpoints:
             return PushReport()
         under_way = _Push(endpoints)
-        expected = {tp: ExpectedChecksums(self._policy.spec, tp, self._device) for tp in {e.tp for e in endpoints}}
+        layers = self._to_prove(version, endpoints)
+        expected = {
+            tp: ExpectedChecksums(self._policy.spec, tp, device, layers)
+            for tp in {e.tp for e in endpoints if layers is not None}
+        }
         self._open(under_way, on_poll)
         for number, buckets in enumerate(self.plan.rounds):
             self._round(number, buckets, under_way, expected, on_poll)
@@ -107,8 +122,29 @@ class WeightPusher:
             raise report
         return report
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """The servers that the last push began with."""
+        return self._endpoints
+
     def close(self) -> None:
         self._transport.close()
+
+    def _begin(self, version: int, on_poll: Callable[[], None] | None) -> tuple[list[Endpoint], str]:
+        """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
+        endpoints = self._rollout.begin_push(version, on_poll)
+        for endpoint in endpoints:
+            with contextlib.suppress(ServerError):
+                return endpoints, server_device(endpoint)
+        return endpoints, "cuda" if torch.cuda.is_available() else "cpu"
+
+    def _to_prove(self, version: int, endpoints: Sequence[Endpoint]) -> Collection[int] | None:
+        """The layers that this push proves, all of them where a server has (re)started; None: nothing is proved."""
+        every = self._config.proof.full_every
+        if every is None:
+            return None
+        known, self._known = self._known, set(endpoints)
+        return proved_layers(version, every if known >= self._known else 1, self._policy.spec.num_layers)
 
     # -- the steps of a push -------------------------------------------------------------------------------------
     def _open(self, under_way: _Push, on_poll: Callable[[], None] | None) -> None:
@@ -150,6 +186,9 @@ class WeightPusher:
             self._share_failures(under_way)
 
     def _prove(self, under_way: _Push, sums: dict[int, Expected | None], on_poll: Callable[[], None] | None) -> None:
+        if not sums:
+            return
+
         def prove(endpoint: Endpoint) -> None:
             if (wrong := mismatch(endpoint, sums[endpoint.tp], CHECK_TIMEOUT)) is not None:
                 raise ServerError(wrong)
@@ -183,10 +222,6 @@ class WeightPusher:
     def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
         key = f"push-{self._pushes}-{what}"
         return self._coordinator.from_rank_0(key, f"the servers ({what} of a push)", make, self._layout.host)
-
-    @property
-    def _device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
 
     def _make(self, name: str) -> Transport:
         if name == "tensor":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from pydantic_core import from_json
 
 from dynamo_megatron.config_rollout import RolloutConfig
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -124,13 +125,16 @@ class SGLangClient:
                 finish_reason="abort",
                 error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
             )
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ValueError) as error:
             raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {_message(reply)}")
         if status != 200:
             raise ServerLost(f"the rollout server {self.url} answers with {status}: {_message(reply)}")
-        return self._response(request_id, reply["meta_info"])
+        try:
+            return self._response(request_id, reply["meta_info"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerLost(f"the rollout server {self.url} answers with nonsense: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
         """Ends a request whose connection is closed already, which would end it too, only later."""
@@ -171,7 +175,7 @@ class SGLangClient:
             return Response(error=f"{request_id}: the engine stopped it: {matched}")
         return Response(
             tokens=[token for _, token, _ in meta["output_token_logprobs"]],
-            logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
+            logprobs=[float(logprob) for logprob, _, _ in meta["output_token_logprobs"]],
             weight_versions=[
                 (_version(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]
             ],
@@ -185,7 +189,9 @@ def _version(text: str) -> int:
 
 
 async def _body(reply: aiohttp.ClientResponse) -> Any:
-    return await reply.json() if reply.content_type == "application/json" else await reply.text()
+    if reply.content_type != "application/json":
+        return await reply.text()
+    return from_json(await reply.read())  # a quarter of json's time
 
 
 def _message(reply: Any) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
@@ -19,6 +19,7 @@ from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import (
+    Accounted,
     RolloutError,
     RolloutResult,
     ServerUse,
@@ -37,6 +38,7 @@ class Generator:
         self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
+        self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -59,6 +61,8 @@ class Generator:
             await self._fleet_run
 
     async def begin_push(self, version: int) -> list[Endpoint]:
+        if self._fleet_run.done():
+            await self._fleet_run  # raises why nobody looks after the servers any more
         return await self._fleet.begin_push(version)
 
     async def end_push(self, version: int, outcomes: dict[str, str | None]) -> None:
@@ -88,7 +92,7 @@ class Generator:
                 self._lengths.observe(request.prompt_id, len(response.tokens))
             rollout = await self._score(step, request.name, wanted[request.name], response, server)
             self._store.append(rollout)
-            rollouts[request.name] = rollout
+            rollouts[request.name] = Accounted.of(rollout)
             self._finished(response)
 
         requests = [
@@ -99,26 +103,35 @@ class Generator:
         limit = self._config.rollout.step_deadline
         deadline = None if limit is None else self._begun[1] + limit
         sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
-        await sampling.run()
+        try:
+            await sampling.run()
+        finally:
+            self._count(sampling.uses)
         if deadline is not None and time.monotonic() >= deadline:
-            self._check_share(step, [rollouts[name] for name in wanted], sampling.uses)
+            self._check_share(step, rollouts.values(), sampling.uses)
         for status in ("reward_timeout", "reward_error"):
             if late := sum(r.status == status for r in rollouts.values()):
                 notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
         if errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
-        uses, said = self._fleet.report()
-        for server, use in sampling.uses.items():
-            uses.setdefault(server, ServerUse()).add(use)
+        happened, said = self._fleet.report()
+        self._count(happened)
+        uses, self._uses = self._uses, {}
         notes += [f"step {step}: {note}" for note in said]
         now = time.monotonic()
         times = {"generate": now - started, "reward_tail": now - last_response, "tail": tail_seconds(sampling.finished)}
-        return RolloutResult.of([rollouts[name] for name in wanted], reused=reused, times=times, notes=notes, uses=uses)
+        return RolloutResult.of(
+            {name: rollouts[name] for name in wanted}, reused=reused, times=times, notes=notes, uses=uses
+        )
 
-    def _check_share(self, step: int, rollouts: Sequence[Rollout], uses: dict[str, ServerUse]) -> None:
+    def _count(self, uses: dict[str, ServerUse]) -> None:
+        for server, use in uses.items():
+            self._uses.setdefault(server, ServerUse()).add(use)
+
+    def _check_share(self, step: int, rollouts: Collection[Accounted], uses: dict[str, ServerUse]) -> None:
         """Raises RolloutError where the step's deadline came before enough rollouts did."""
         rollout = self._config.rollout
-        there = sum(r.status not in NOT_TRAINED for r in rollouts)
+        there = sum(r.batch is not None for r in rollouts)
         if there < rollout.min_share * len(rollouts):
             waited = ", ".join(sorted(name for name in uses if name)) or "a server"
             raise RolloutError(
@@ -209,7 +222,9 @@ class Generator:
             rollout.reward_parts, rollout.status = score.parts, score.status
         return rollout
 
-    def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> tuple[dict[str, Rollout], list[str]]:
+    def _reusable(
+        self, step: int, wanted: dict[str, Prompt], positions: range
+    ) -> tuple[dict[str, Accounted], list[str]]:
         """What an interrupted run, or a call that ended for want of a server, left of these positions of the step.
 
         The file keeps nothing else of them.
@@ -230,7 +245,7 @@ class Generator:
             elif any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
                 why["of another weight version"] += 1
             else:
-                kept[rollout.rollout_id] = rollout
+                kept[rollout.rollout_id] = Accounted.of(rollout)
         reasons = [f"{count} {reason}" for reason, count in why.items() if count]
         if not reasons:
             return kept, []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.result import RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.result import Accounted, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -97,4 +97,6 @@ class RecordedRollouts:
                     )
                 name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
-        return RolloutResult.of(rollouts, times={"generate": time.monotonic() - started}, notes=[])
+        return RolloutResult.of(
+            {r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": time.monotonic() - started}, notes=[]
+        )

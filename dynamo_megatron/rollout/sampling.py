@@ -164,7 +164,7 @@ class Sampling:
             response = asked.result()
         finally:
             asked.cancel()
-        late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() >= until
+        late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
         return self._late() if late else response
 
     def _late(self) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -42,13 +41,15 @@ async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     await side.join(config.trainer.timeout)
-    running = asyncio.create_task(supervisor.run())
+    tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
     try:
-        await side.run(supervisor)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         side.leave()
 
 

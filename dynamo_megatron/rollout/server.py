@@ -36,6 +36,12 @@ FOREIGN_VARIABLES = re.compile(
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
+def takes_turns(config: RolloutConfig) -> bool:
+    """Whether `rollout.offload` has servers and ranks take turns."""
+    shared = config.engine == "sglang" and config.placement == "colocated" and torch.cuda.is_available()
+    return shared if config.offload == "auto" else config.offload
+
+
 def listening_address(host: str) -> str:
     """The address that `rollout.host` means on this node: itself, or the IPv4 address of the interface it names.
 
@@ -194,6 +200,8 @@ class SGLangServer:
         else:
             command += ["--mem-fraction-static", str(config.memory_fraction)]
             command += ["--base-gpu-id", str(self._slot * config.tp)]
+            if takes_turns(config):
+                command += ["--enable-memory-saver"]
         return command + config.server_args
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:

@@ -11,12 +11,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
 
 KILL_STEP = 5
 ANSWERS = "aei 7"
+REPLAYED_STEPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 16, 12  # tokens
 
 
 class Run:
@@ -162,3 +171,58 @@ def start_run():
 @pytest.fixture(scope="session")
 def step_lines():
     return metrics
+
+
+@pytest.fixture(scope="session")
+def made_rollouts(workspace, tiny_model) -> list[Rollout]:
+    """Random responses with the logprobs that the untrained model gives them: the policy's own, to rounding."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(tiny_model)
+    rng, made = np.random.default_rng(0), []
+    problems = [json.loads(line) for line in (workspace / "problems.jsonl").read_text().splitlines()]
+    for step in range(1, REPLAYED_STEPS + 1):
+        for i, problem in enumerate([*problems, *problems]):  # an epoch that ends in the step draws some twice
+            prompt = tokenizer.encode(problem["problem"] + "\n")
+            responses = rng.integers(5, 100, (REPLAYED_GROUP, REPLAYED_RESPONSE))
+            tokens = torch.tensor([prompt + r.tolist() for r in responses])
+            with torch.no_grad():
+                logprobs = model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
+            chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
+            for k in range(REPLAYED_GROUP):
+                right = bool(rng.random() < 0.5)
+                made.append(
+                    Rollout(
+                        rollout_id=rollout_id(group_id(step, 1000 + i), k),
+                        group_id=group_id(step, 1000 + i),
+                        prompt_id=problem["id"],
+                        step=step,
+                        tokens=tokens[k].tolist(),
+                        response_mask=[0] * len(prompt) + [1] * REPLAYED_RESPONSE,
+                        engine_logprobs=chosen[k].tolist(),
+                        weight_versions=[(step - 1, 0, REPLAYED_RESPONSE)],
+                        finish_reason="length",
+                        reward=float(right),
+                        success=right,
+                        reward_parts={},
+                        server=f"server-{k % 2}",
+                    )
+                )
+    return made
+
+
+@pytest.fixture(scope="session")
+def replay(workspace, command_line, made_rollouts):
+    """replay(name, change, *keys) -> (exit code, output, folder) of a run on the rollouts that `change` has made."""
+
+    def run(name: str, change, *keys: str) -> tuple[int, str, Path]:
+        record, output = workspace / f"{name}-record", workspace / name
+        store = RolloutStore(record)
+        for rollout in made_rollouts:
+            store.append(change(rollout))
+        store.close()
+        keys = (f"trainer.steps={REPLAYED_STEPS}", "optimizer.lr=1e-4", "rollout.engine=recorded", *keys)
+        code, text = command_line(
+            workspace, "train", workspace / "config.yaml", *keys, f"rollout.recorded={record}", f"output_dir={output}"
+        )
+        return code, text, output
+
+    return run

@@ -47,7 +47,7 @@ class IpcTransport(Streamed):
         bucket = buckets[turn]
         if self._copy is None or self._copy.numel() < bucket.nbytes:
             self._copy = self._allocate(bucket.nbytes)
-        here = self._copy[: bucket.nbytes]
+        here, self._size = self._copy[: bucket.nbytes], bucket.nbytes
         if own is bucket:
             here.copy_(self._staged.used)
         dist.broadcast(here, src=bucket.sender)
@@ -66,7 +66,7 @@ class IpcTransport(Streamed):
             "flush_cache": False,
         }
         call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
-        return self._copy.nbytes * endpoint.tp
+        return self._size * endpoint.tp
 
     def end(self) -> None:
         self._staged, self._copy = FlatBuffer(self._allocate), None

@@ -1,0 +1,97 @@
+"""Runs whose servers and ranks are killed and frozen: every step is trained, or the run ends soon with one message."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay.allocators import base_allocator
+from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.rollout.guard import shared_memory_of
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+pytestmark = pytest.mark.full
+STEPS = FAULTS = 30
+BUDGET = 24
+OUTCOMES = ("truncated", "aborted", "failed", "rejected")
+
+
+def servers(run) -> dict[str, list[psutil.Process]]:
+    """The SGLang processes of each server that the run has now; the HTTP server is the first."""
+    run.look()
+    found = {}
+    for process in run.family:
+        try:
+            words = process.cmdline()
+            if "dynamo_megatron.rollout.guard" in words:
+                name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
+                found[name] = process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+    return {name: processes for name, processes in found.items() if processes}
+
+
+def hurt(run, rng: random.Random) -> str:
+    """One random fault, to one random server: killed or frozen, all of it or one process."""
+    name, processes = rng.choice(sorted(servers(run).items()))
+    number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    some = rng.choice([processes, processes[:1], processes[-1:]])
+    for process in some:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+    return f"{number.name} to {len(some)} of {len(processes)} processes of {name}"
+
+
+def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, step_lines, tmp_path):
+    output, rng, faults = tmp_path / "run", random.Random(7), []
+    keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
+    run = start_run(workspace, workspace / "config.yaml", *keys)
+    run.wait_until(lambda: step_lines(output), "the first step", 600)
+    while len(faults) < FAULTS and run.process.poll() is None:
+        done = len(step_lines(output))
+        time.sleep(rng.uniform(0.0, 2.0))
+        if servers(run):
+            faults.append(f"step {done + 1}: {hurt(run, rng)}")
+        if done + 1 < STEPS:
+            run.wait_until(lambda done=done: len(step_lines(output)) > done, f"step {done + 1} after {faults[-1]}", 400)
+    print("\n".join(faults))
+    assert run.wait(timeout=400) == 0, run.text[-3000:]
+    rows = step_lines(output)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert sum(row["fleet/restarts"] for row in rows) > 0
+    for row in rows:
+        rollouts = read_rollouts(step_file(output, row["step"]))
+        lost = [r for r in rollouts if r.status in ("failed", "rejected")]
+        assert len(rollouts) == BUDGET
+        assert len(lost) == round(BUDGET * sum(row[f"rollout/{kind}"] for kind in OUTCOMES[1:]))
+        assert row["rollout/logprob_gap_max"] <= 1e-4
+        assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
+    record = read_run(output)
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
+    assert run.left_behind(within=10) == []
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_lines, tmp_path, rank):
+    """kill -9: the run ends at once, and with it servers, their ports and their shared memory."""
+    output = tmp_path / "run"
+    keys = ["rollout.max_new_tokens=200", "algorithm.allocation.rollout_n_max=200", "algorithm.allocation.budget=300"]
+    run = start_run(workspace, workspace / "config.yaml", *keys, "trainer.steps=500", f"output_dir={output}")
+    run.wait_until(lambda: step_file(output, 2).is_file(), "the second step", 600)
+    processes = [p for found in servers(run).values() for p in found]
+    segments = shared_memory_of([p.pid for p in processes])
+    ports = {c.laddr.port for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"}
+    assert processes and segments and ports
+    killed = time.monotonic()
+    next(p for p in run.family if p.is_running() and p.environ().get("RANK") == rank).kill()
+    assert run.wait(timeout=30) == 1
+    assert run.text.splitlines()[-1] == f"rank {rank} was ended by SIGKILL"
+    assert run.left_behind(within=30 - (time.monotonic() - killed)) == []
+    assert not [segment for segment in segments if Path(segment).exists()]
+    assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"}

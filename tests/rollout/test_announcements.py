@@ -1,0 +1,123 @@
+"""Files between the run and the nodes that serve it; no servers here (tests/rollout/test_serve.py starts them)."""
+
+import asyncio
+import json
+import os
+import stat
+
+import pytest
+
+from dynamo_megatron.rollout import announcements
+from dynamo_megatron.rollout.announcements import Announced, NodeSide, servers_folder, unreachable
+from dynamo_megatron.rollout.endpoint import Endpoint
+
+NAMES = ["server-0", "server-1"]
+
+
+class Recorder:
+    """A fleet, or a node's supervisor, that writes down what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    def up(self, endpoint):
+        self.heard.append(("up", endpoint.name, endpoint.incarnation))
+
+    def down(self, name, why, final):
+        self.heard.append(("down", name, why, final))
+
+    def condemn(self, name, incarnation, why):
+        if ("condemn", name, incarnation, why) not in self.heard:
+            self.heard.append(("condemn", name, incarnation, why))
+
+
+def endpoint(name: str, incarnation: int) -> Endpoint:
+    return Endpoint(name, incarnation, "http://127.0.0.1:1", 1, f"key-{incarnation}")
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
+    monkeypatch.setattr(announcements, "SILENCE", 0.5)
+
+
+def test_servers_come_and_go_and_are_condemned(tmp_path):
+    async def work():
+        fleet, supervisor = Recorder(), Recorder()
+        run = Announced(tmp_path, NAMES, fleet)
+        side = NodeSide(tmp_path, NAMES)
+        running = asyncio.create_task(run.run())
+        await side.join(10)
+        serving = asyncio.create_task(side.run(supervisor))
+        side.down("server-0", "exit code 1", False)
+        await until(lambda: fleet.heard)
+        side.up(endpoint("server-0", 2))
+        side.up(endpoint("server-1", 1))
+        await until(lambda: len(fleet.heard) == 3)
+        file = servers_folder(tmp_path) / "server-0.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "key-2" in file.read_text()
+        run.condemn("server-0", 2, "hung")
+        await until(lambda: supervisor.heard)
+        side.down("server-0", "hung", False)
+        side.up(endpoint("server-0", 3))  # before the run may have looked
+        await until(lambda: ("up", "server-0", 3) in fleet.heard)
+        serving.cancel()  # the node is gone
+        await until(lambda: fleet.heard[-1][0] == "down" and fleet.heard[-2][0] == "down")
+        assert {h[1] for h in fleet.heard[-2:]} == set(NAMES) and "no sign of life" in fleet.heard[-1][2]
+        again = asyncio.create_task(side.run(supervisor))
+        await until(lambda: sum(h == ("up", "server-1", 1) for h in fleet.heard) == 2)
+        running.cancel()
+        await asyncio.wait([running])
+        await asyncio.wait_for(again, 10)  # the run has ended: so does the node
+        assert supervisor.heard == [("condemn", "server-0", 2, "hung")]
+        ups = [(name, incarnation) for kind, name, incarnation, *_ in fleet.heard if kind == "up"]
+        assert sorted(ups) == [*[("server-0", 2)], *[("server-0", 3)] * 2, *[("server-1", 1)] * 2]
+        assert not list(servers_folder(tmp_path).iterdir())
+
+    asyncio.run(work())
+
+
+def test_an_older_runs_files_are_not_taken(tmp_path):
+    folder = servers_folder(tmp_path)
+    folder.mkdir()
+    old = {"token": "old", "incarnation": 7, "host": os.uname().nodename, "endpoint": vars(endpoint("server-0", 7))}
+    (folder / "server-0.json").write_text(json.dumps(old))
+    (folder / "run.json").write_text(json.dumps({"token": "old", "condemned": {}}))
+
+    async def work():
+        with pytest.raises(TimeoutError, match=r"no run has shown itself in .*servers within 1 s"):
+            await NodeSide(tmp_path, NAMES).join(1)
+        fleet = Recorder()
+        running = asyncio.create_task(Announced(tmp_path, NAMES, fleet).run())
+        await asyncio.sleep(0.3)
+        assert fleet.heard == []
+        running.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_killed_run_ends_its_nodes(tmp_path):
+    async def work():
+        run = asyncio.create_task(Announced(tmp_path, NAMES, Recorder()).run())
+        side = NodeSide(tmp_path, NAMES)
+        await side.join(10)
+        content = (servers_folder(tmp_path) / "run.json").read_text()
+        run.cancel()
+        await asyncio.wait([run])
+        (servers_folder(tmp_path) / "run.json").write_text(content)  # kill -9 leaves it there
+        await asyncio.wait_for(side.run(Recorder()), 10)
+
+    asyncio.run(work())
+
+
+def test_another_nodes_loopback_is_refused():
+    said = {"host": os.uname().nodename, "endpoint": {"url": "http://127.0.0.1:1"}}
+    assert not unreachable(said)
+    assert unreachable(said | {"host": "elsewhere"})
+    assert not unreachable({"host": "elsewhere", "endpoint": {"url": "http://10.0.0.7:1"}})

@@ -1,0 +1,77 @@
+"""`dynamo-megatron serve` and a run that finds its server by files; two real servers on one machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import to_plain
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.rollout.worker import RolloutWorker
+
+END = 3  # <|im_end|>
+PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(2)]
+
+
+@pytest.mark.full
+def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "serve_rewards.py").write_text("def length(prompt, response):\n    return float(len(response))\n")
+    monkeypatch.chdir(tmp_path)
+    config = Config(
+        model={"path": str(tiny_model), "dtype": "float32"},
+        data={"source": "unused"},
+        output_dir=str(tmp_path / "run"),
+        rollout={"placement": "split", "servers": 2, "max_new_tokens": 40, "start_timeout": 400},
+        reward={"functions": ["serve_rewards:length"], "workers": 1},
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    nodes = []
+    for node in range(2):
+        words = ["serve", "config.yaml", "--nodes", "2", "--node", str(node)]
+        with open(tmp_path / f"node-{node}.log", "w") as log:
+            command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
+    worker = RolloutWorker(config, [END])
+    worker.start()
+    try:
+        worker.wait_ready()
+        result = worker.generate(1, PROMPTS, [8, 8])
+        result.check_accounts(16)
+        assert set(result.counts_by_server) == {"server-0", "server-1"} and result.counts["failed"] == 0
+        before = {e.name: e for e in worker.begin_push(2)}
+        worker.end_push(2, {"server-0": "nothing came", "server-1": None})
+        deadline = time.monotonic() + 120
+        while set(before) != {e.name for e in worker.begin_push(3)}:
+            assert time.monotonic() < deadline, "server-0 did not come back"
+            time.sleep(1)
+        after = {e.name: e for e in worker.begin_push(3)}
+        assert after["server-0"].incarnation > before["server-0"].incarnation
+        assert after["server-1"] == before["server-1"]
+        family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
+        # kill -9 of the run: its nodes' servers are gone within 30 s.
+        killed = time.monotonic()
+        os.kill(worker._process.pid, signal.SIGKILL)
+        for node in nodes:
+            assert node.wait(30) == 0, (tmp_path / "node-0.log").read_text()
+        assert time.monotonic() - killed < 30
+        left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert left == []
+    finally:
+        worker.close()
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def test_servers_that_are_no_equal_share_are_refused(tiny_model, command_line, tmp_path):
+    words = [f"model.path={tiny_model}", "data.source=x", "output_dir=run", "rollout.servers=3"]
+    code, said = command_line(tmp_path, "serve", *words, "--nodes", 2, "--node", 0)
+    assert code == 2 and said == "rollout.servers: 3 servers are not an equal share for each of 2 nodes\n"
+    code, said = command_line(tmp_path, "serve", *words, "--nodes", 3, "--node", 3)
+    assert code == 2 and said == "--node: 3 is not one of 0 to 2\n"
