@@ -1,5 +1,6 @@
 """Dynamic sampling: groups that teach nothing are replaced, recorded and replayed like all others."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 
@@ -164,6 +165,20 @@ def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_
 
     batch, collected = batch_of(collector(300, 2, Failing(RolloutStore(tmp_path)))[0], 1)
     assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
+
+
+def test_a_round_past_the_deadline_is_the_last(collector, tmp_path):
+    class Late(Answering):
+        def generate(self, step, prompts, counts, on_poll, on_count, first):
+            result = super().generate(step, prompts, counts, on_poll, on_count, first)
+            if first == 0:
+                return result
+            late = failed(step, prompts, counts, first)
+            outcomes = {name: Outcome("aborted", "") for name in late.outcomes}
+            return dataclasses.replace(late, outcomes=outcomes)
+
+    batch, collected = batch_of(collector(300, 30, Late(RolloutStore(tmp_path)))[0], 1)
+    assert len(collected.allocations) == 2 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
 def test_a_step_without_a_response_is_an_error_that_says_why(collector):

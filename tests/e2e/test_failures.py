@@ -1,6 +1,7 @@
 """How a run ends when something fails: quickly, with the message as the last line, and nothing left behind."""
 
 import json
+import os
 import signal
 import time
 
@@ -88,29 +89,50 @@ def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_r
     assert run.left_behind(within=5) == []
 
 
+OLD_WEIGHTS = """
+import os
+if "RANK" in os.environ:
+    from dynamo_megatron import train
+    set_up = train.TrainJob.set_up
+    def patched(self, policy, coordinator):
+        from dynamo_megatron.resharding.gather import BucketSource
+        from dynamo_megatron.resharding.push import WeightPusher
+        push, gather, now, old = WeightPusher.push, BucketSource.gather, [0], {}
+        def noted(self, version, on_poll=None):
+            now[0] = version
+            return push(self, version, on_poll)
+        def gathered(self, number):
+            tensors = gather(self, number)
+            if now[0] <= 1 and tensors is not None:
+                old[number] = {name: t.clone() for name, t in tensors.items()}
+            return old.get(number) if 2 <= now[0] <= 5 else tensors
+        WeightPusher.push, BucketSource.gather = noted, gathered
+        set_up(self, policy, coordinator)
+    train.TrainJob.set_up = patched
+"""
+
+
 @pytest.mark.full
-def test_a_skipped_push_shows_in_the_gap(workspace, start_run, tmp_path):
-    """The agreement test can fail: after pushes that did not happen, policy and engine differ."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '0':\n"
-        "    from dynamo_megatron.rollout import worker\n"
-        "    push = worker.RolloutWorker.update_weights\n"
-        "    def update_weights(self, folder, version, on_poll=None):\n"
-        "        return 0.0 if 2 <= version <= 5 else push(self, folder, version, on_poll)\n"
-        "    worker.RolloutWorker.update_weights = update_weights\n"
-    )
+@pytest.mark.parametrize("limit", ["null", "1e-4"])
+def test_old_weights_under_a_new_version_show_in_the_gap(workspace, start_run, tmp_path, limit):
+    """The agreement test can fail: after pushes of old weights policy and engine differ, and rollouts are rejected."""
+    (tmp_path / "sitecustomize.py").write_text(OLD_WEIGHTS)
     output = tmp_path / "run"
     run = start_run(
         workspace,
         workspace / "config.yaml",
         f"output_dir={output}",
         "trainer.steps=7",
-        environment={"PYTHONPATH": str(tmp_path)},
+        f"rollout.proof.max_mean_gap={limit}",
+        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
     )
-    assert run.wait() == 0, run.text[-2000:]
+    code = run.wait()
+    if limit != "null":
+        assert code == 1 and "more than rollout.proof.max_rejected_share" in run.text.splitlines()[-1], run.text[-2000:]
+        return
+    assert code == 0, run.text[-2000:]
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["rollout/logprob_gap_max"] for row in rows]
     # Four in a row: a step whose groups are all alike changes no weights, and nothing is missed.
     assert max(gaps[:2]) <= 1e-4 and max(gaps[2:6]) > 1e-3 and gaps[6] <= 1e-4, gaps
-    assert [row["rollout/weight_version_max"] for row in rows] == [0, 1, 1, 1, 1, 1, 6]
+    assert [row["rollout/weight_version_max"] for row in rows] == list(range(7))
