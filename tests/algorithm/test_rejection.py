@@ -28,6 +28,7 @@ def test_what_is_rejected_and_why(pair):
     older = VERSIONS.copy()
     older[3, 0] = 3
     assert rejections(policy, engine, LENGTHS, older, 4, 0.3) == {3: "sampled from weight version 3 to 4, not 4"}
+    assert rejections(policy, engine, LENGTHS, older, 3, 0.3)[3] == "sampled from weight version 3 to 4, not 3"
     engine[:20] = policy[:20] - 0.5
     engine[20] = -9.0
     found = rejections(policy, engine, LENGTHS, VERSIONS, 4, 0.3)

@@ -89,8 +89,10 @@ class GroupTransport(Streamed):
                 break  # the server will not take part: waiting would take as long as the group's timeout
             if time.monotonic() > deadline:
                 raise ServerError(f"the broadcast to it was not done within {GROUP_TIMEOUT:g} s")
-        else:
-            ours.result()  # raises what went wrong
+        if ours.failed():
+            theirs.wait(LEAVE_TIMEOUT)  # what the server says tells more than a broken group
+            if not theirs.failed():
+                ours.result()
         theirs.result()
         return self._buffer.used.nbytes * endpoint.tp
 
