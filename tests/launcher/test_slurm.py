@@ -224,7 +224,7 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
 def test_servers_on_a_node_of_their_own(cluster, launched, rows):
     split = ("rollout.servers=1", "rollout.placement=split", "rollout.host=127.0.0.3", "--rollout-nodes", "1")
     job, output = launched(*LIVE, *split, "--nodes", "1", "--ranks-per-node", "2", "trainer.steps=2")
-    cluster.wait(job, output)
+    cluster.wait(job, output, timeout=500)
     assert [row["step"] for row in rows(output)] == [1, 2]
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     assert (output / "logs" / f"slurm-{job}" / "servers-0.log").is_file()
