@@ -52,7 +52,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
     output, rng, faults = tmp_path / "run", random.Random(7), []
     keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
     run = start_run(workspace, workspace / "config.yaml", *keys)
-    run.wait_until(lambda: step_lines(output), "the first step")
+    run.wait_until(lambda: step_lines(output), "the first step", 600)
     while len(faults) < FAULTS and run.process.poll() is None:
         done = len(step_lines(output))
         time.sleep(rng.uniform(0.0, 2.0))
@@ -83,7 +83,7 @@ def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_l
     output = tmp_path / "run"
     keys = ["rollout.max_new_tokens=200", "algorithm.allocation.rollout_n_max=200", "algorithm.allocation.budget=300"]
     run = start_run(workspace, workspace / "config.yaml", *keys, "trainer.steps=500", f"output_dir={output}")
-    run.wait_until(lambda: step_file(output, 2).is_file(), "the second step")
+    run.wait_until(lambda: step_file(output, 2).is_file(), "the second step", 600)
     processes = [p for found in servers(run).values() for p in found]
     segments = shared_memory_of([p.pid for p in processes])
     ports = {c.laddr.port for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"}
