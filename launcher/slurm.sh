@@ -139,9 +139,11 @@ if [[ -z $lost ]]; then
   esac
 fi
 
-# What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail.
+# What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail, unless
+# srun has ended rank 0 before it could hear of it.
+ended=$first
 if [[ -n $lost ]]; then
-  first=''
+  first='' ended=''
 elif [[ $how == Exited* ]]; then
   named=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
   first=${named:-$first}
@@ -152,6 +154,6 @@ last_words() { # FILE
   echo "---- the last words of $1"
   grep -v '^[[:space:]]*$' "$1" 2>/dev/null | tail -n 15
 }
-for rank in $(printf '%s\n' 0 "$first" | sort -nu); do last_words "$logs/rank-$rank.log"; done
+for rank in $(printf '%s\n' 0 "$first" "$ended" | sort -nu); do last_words "$logs/rank-$rank.log"; done
 [[ -z $servers ]] || for file in "$logs"/servers-*.log; do last_words "$file"; done
 exit "$code"

@@ -74,9 +74,11 @@ AccountingStoragePort=$((port + 3))
 AccountingStoragePass=$socket"
 fi
 
+# FirstJobId: the ranks' port follows from it, and clusters of several test sessions share addresses.
 # cred_expire: a requeued job would wait for 120 s otherwise. Virtual nodes share a host name: only the address differs.
 cat >"$SLURM_CONF" <<CONF
 ClusterName=test
+FirstJobId=$((port * 13))
 SlurmctldHost=$host(127.0.0.1)
 SlurmUser=$user
 SlurmdUser=$user
