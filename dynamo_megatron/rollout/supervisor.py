@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,15 +66,13 @@ class Supervisor:
                 if incarnation > 1:
                     server = self._server(slot, incarnation)
                 server.start()
-                force = False
                 try:
                     await server.wait_ready()
                     came_up, failures = True, 0
                     self._listener.up(server.endpoint)
                     why = await self._until_condemned(server)
-                    force = True
                 finally:
-                    await _in_thread(server.stop, *([0.0] if force else []))
+                    await _in_thread(server.stop)
             except (RolloutError, ValueError) as error:
                 why = str(error)
             failures += not came_up
@@ -96,9 +94,9 @@ class Supervisor:
             await asyncio.sleep(POLL_EVERY)
 
 
-async def _in_thread(call, *arguments) -> None:
+async def _in_thread(call: Callable[[], None]) -> None:
     """To its end, also where this task is cancelled meanwhile."""
-    work = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+    work = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
