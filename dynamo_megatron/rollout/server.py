@@ -25,8 +25,7 @@ from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
-STOP_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-FORCE_GRACE = 10.0  # seconds that the guard has to end killed processes
+STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
@@ -169,17 +168,13 @@ class SGLangServer:
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise RolloutError(f"the SGLang server ended ({cause}): {self._last_words()}; see {self.log}")
 
-    def stop(self, grace: float = STOP_GRACE) -> None:
-        """Ends the server and all its processes, by force after `grace` seconds, and clears away what it left."""
+    def stop(self) -> None:
+        """Ends the server and all its processes at once, and clears away what they leave."""
         if self._process is None:
             return
-        if grace > 0:
-            self._process.terminate()
+        self._process.stdin.close()  # the guard does it
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace)
-        self._process.stdin.close()  # the guard kills what is left
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(FORCE_GRACE)
+            self._process.wait(STOP_GRACE)
         self._process.kill()
         self._process.wait()
         self._process = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -76,7 +76,6 @@ class Supervisor:
                 if incarnation > 1:
                     server = self._server(slot, incarnation)
                 server.start()
-                force = False
                 try:
                     await server.wait_ready()
                     if takes_turns(self._config.rollout):
@@ -85,9 +84,8 @@ class Supervisor:
                     failed_starts = 0
                     self._listener.up(server.endpoint)
                     why = await self._until_condemned(server)
-                    force = True
                 finally:
-                    await _in_thread(server.stop, *([0.0] if force else []))
+                    await _in_thread(server.stop)
             except (RolloutError, ValueError, OSError) as error:  # OSError: a disk that is full, a file handle lost
                 why = str(error)
             self._failures[name] += 1
@@ -109,9 +107,9 @@ class Supervisor:
             await asyncio.sleep(POLL_EVERY)
 
 
-async def _in_thread(call, *arguments) -> None:
+async def _in_thread(call: Callable[[], None]) -> None:
     """To its end, also where this task is cancelled meanwhile."""
-    work = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+    work = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -1,0 +1,63 @@
+"""What a guarded command leaves behind: nothing, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynamo_megatron.rollout.guard import LOOK_EVERY, POLL_EVERY
+
+COMMAND = """
+import multiprocessing, pathlib, sys, tempfile, time
+from multiprocessing import shared_memory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+lock = multiprocessing.get_context("spawn").Lock()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,))
+    child.start()
+    pathlib.Path(sys.argv[1]).write_text(f"{segment.name} {child.pid}")
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGKILL of the command", "SIGSTOP of the command"])
+def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
+    folder, said = tmp_path / "folder", tmp_path / "said"
+    folder.mkdir()
+    (folder / "socket").touch()
+    (tmp_path / "command.py").write_text(COMMAND)
+    command = [sys.executable, "-P", str(tmp_path / "command.py"), str(said)]
+    guard = subprocess.Popen(
+        [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder), *command], stdin=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not (said.exists() and said.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    name, child = said.read_text().split()
+    family = psutil.Process(guard.pid).children(recursive=True)
+    mapped = {
+        line.split()[-1]
+        for p in family
+        for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()
+        if "/dev/shm/" in line and not line.endswith("(deleted)")
+    }
+    assert int(child) in [p.pid for p in family] and f"/dev/shm/{name}" in mapped
+    process = psutil.Process(guard.pid).children()[0]
+    if end == "SIGTERM":
+        guard.terminate()
+    elif end == "SIGKILL of the command":
+        time.sleep(LOOK_EVERY + 2 * POLL_EVERY)  # the guard must have seen what it maps
+        process.kill()
+    else:
+        if end == "SIGSTOP of the command":
+            process.send_signal(signal.SIGSTOP)
+        guard.stdin.close()
+    assert guard.wait(15) == -signal.SIGKILL
+    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert left == [] and not [path for path in mapped if os.path.exists(path)] and not folder.exists()
