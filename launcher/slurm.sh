@@ -150,10 +150,10 @@ elif [[ $how == Exited* ]]; then
 fi
 say "failed (exit code $code)${first:+; the first to fail was rank $first}"
 grep '^srun: error: .*: tasks\{0,1\} ' "$logs/srun.log"
-last_words() { # FILE
-  echo "---- the last words of $1"
-  grep -v '^[[:space:]]*$' "$1" 2>/dev/null | tail -n 15
+last_words() { # WHOSE FILE
+  echo "---- the last words of $1 ($2)"
+  grep -v '^[[:space:]]*$' "$2" 2>/dev/null | tail -n 15
 }
-for rank in $(printf '%s\n' 0 "$first" "$ended" | sort -nu); do last_words "$logs/rank-$rank.log"; done
-[[ -z $servers ]] || for file in "$logs"/servers-*.log; do last_words "$file"; done
+for rank in $(printf '%s\n' 0 "$first" "$ended" | sort -nu); do last_words "rank $rank" "$logs/rank-$rank.log"; done
+[[ -z $servers ]] || for file in "$logs"/servers-*.log; do last_words "a node of servers" "$file"; done
 exit "$code"
