@@ -89,6 +89,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
 
 
+@pytest.mark.full
 def test_two_raylets_train_as_this_machine_alone_does(start, rows, undisturbed):
     process, output, log = start("ray")
     assert process.wait(240) == 0, log.read_text()[-3000:]
@@ -161,6 +162,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(start):
         uneven.shutdown()
 
 
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_is_refused(start):
     process, output, log = start("odd", ranks=3)
     assert process.wait(120) == 2

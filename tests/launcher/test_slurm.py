@@ -83,18 +83,18 @@ def processes_of(job: str) -> list[psutil.Process]:
     return found
 
 
-def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
-    job, output = launched("--time", "30")
+def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows):
+    job, output = launched("--time", "30", "trainer.steps=8")
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
     cluster.tool("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
     done = len(rows(output))
-    assert 3 <= done < 16
+    assert 3 <= done < 8
     cluster.wait(job, output)
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
     assert "stopped by SIGUSR1; the same command goes on from here" in rank_log(output, job, 0)
     assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
-    same_weights(output)
+    assert [row["step"] for row in rows(output)] == list(range(1, 9))
 
 
 @pytest.mark.full

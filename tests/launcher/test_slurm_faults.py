@@ -51,7 +51,7 @@ def run(tmp_path):
         given = {f"fake_{name}": value for name, value in (fakes | fake).items()}
         given |= {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "n[0-1]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         done = subprocess.run(
-            ["bash", "-c", text.replace("SECONDS + 60", "SECONDS + 3").replace("servers_over + 60", "servers_over")],
+            ["bash", "-c", text.replace("SECONDS + 60", "SECONDS + 2").replace("servers_over + 60", "servers_over")],
             env={**os.environ, **{name: str(value) for name, value in given.items()}},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
