@@ -104,8 +104,8 @@ def rollout_lines(output: Path, step: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def steps(request) -> int:
-    """20 at full count, 12 in `make test`."""
-    return 12 if request.config.option.markexpr == "not full" else 20
+    """20 at full count, 10 in `make test`."""
+    return 10 if request.config.option.markexpr == "not full" else 20
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace
     assert run.left_behind(within=10) == []
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_path):
     run = start_run(workspace, *recorded, "trainer.steps=12")
     run.wait_until(lambda: len(step_lines(tmp_path / "run")) >= 2, "two steps")

@@ -1,5 +1,6 @@
 """Two real servers that are killed, frozen and restarted while they answer."""
 
+import contextlib
 import json
 import os
 import re
@@ -37,10 +38,17 @@ def configuration(model: Path, folder: Path, **rollout) -> Config:
     )
 
 
+def command_line_of(process: psutil.Process) -> list[str]:
+    """Empty where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one, too
+        return process.cmdline()
+    return []
+
+
 def processes_of(name: str) -> list[psutil.Process]:
     """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
     for process in psutil.Process().children(recursive=True):
-        words = process.cmdline() if process.is_running() else []
+        words = command_line_of(process)
         if "dynamo_megatron.rollout.guard" in words and any(word.startswith(f"{name}-") for word in words):
             return process.children(recursive=True)
     return []
@@ -148,7 +156,7 @@ def test_nobody_else_can_use_or_reach_the_servers(fleet):
         log = folder / "logs" / f"sglang-{name}.log"
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
         key = re.findall(r"'api_key': '([^']+)'", log.read_text())[-1]
-        assert all(key not in " ".join(p.cmdline()) for p in psutil.process_iter() if p.is_running())
+        assert all(key not in " ".join(command_line_of(p)) for p in psutil.process_iter())
         ports = {c.laddr.ip for p in processes_of(name)[:1] for c in p.net_connections("tcp") if c.status == "LISTEN"}
         assert ports == {"127.0.0.1"}
 

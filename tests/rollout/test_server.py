@@ -25,6 +25,7 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 def test_a_server_that_dies_early_says_why(tmp_path):
     log = tmp_path / "logs" / "sglang.log"
     log.parent.mkdir()
