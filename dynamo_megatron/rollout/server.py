@@ -98,7 +98,7 @@ class SGLangServer:
                 ) from None
             self._port = probe.getsockname()[1]
         url = f"http://{self._host}:{self._port}"
-        self.endpoint = Endpoint(name, incarnation, url, config.tp, secrets.token_urlsafe(32))
+        self.endpoint = Endpoint(name, incarnation, url, config.tp, secrets.token_hex(32))
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
