@@ -63,7 +63,9 @@ def test_servers_of_one_and_of_two_ranks(make_tiny_model, start_servers, run_pus
 
 @pytest.mark.full
 def test_experts_of_several_ranks(make_tiny_model, start_servers, run_pushes, tmp_path):
-    model = make_tiny_model(tmp_path / "model", family="qwen3_moe", dtype="float32", expert_ffn=64)  # SGLang pads others
+    model = make_tiny_model(
+        tmp_path / "model", family="qwen3_moe", dtype="float32", expert_ffn=64
+    )  # SGLang pads others
     servers = start_servers(model, "float32", (1, 2), tmp_path)
     job = {"model": model, "dtype": "float32", "servers": servers, "layouts": MIXTURES}
     seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=3, **job)
