@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class Transport(Protocol):
     """One way to a server. Calls for different servers come from different threads, those for one server one at a time.
 
     What goes wrong with one server raises ServerError, RuntimeError or OSError, and then nothing more but `forget` is
-    called for it in this push.
+    called for it in this push. What a transport has no use for does nothing.
     """
 
     def prepare(self) -> None:
@@ -28,18 +29,22 @@ class Transport(Protocol):
     def connect(self, endpoint: Endpoint) -> None:
         """Every sender, one after the other: its link to this incarnation of the server, kept for later pushes."""
 
+    @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """A sender: makes bucket `number` ready for all servers; returns the bytes written for all of them together."""
 
+    @abstractmethod
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
         """Every rank, `len(buckets)` times a round: the servers to which it sends in this turn. In one turn a server
         hears one rank, and in all turns every bucket once. `own`: this rank's bucket of the round."""
 
+    @abstractmethod
     def send(self, endpoint: Endpoint) -> int:
         """The turn's bucket to one server; returns the bytes sent to it alone."""
 
+    @abstractmethod
     def finish(self, endpoint: Endpoint, version: int) -> None:
         """Rank 0, after all buckets: the server runs the new weights under `version`, no cached prefix is left."""
 
@@ -60,7 +65,7 @@ def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: 
     return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
 
 
-class Streamed:
+class Streamed(Transport):
     """The part of transports that send bucket by bucket into an update session."""
 
     def __init__(self) -> None:
@@ -73,9 +78,6 @@ class Streamed:
         if open_session(endpoint):
             self._in_session.add(endpoint.name)
 
-    def connect(self, endpoint: Endpoint) -> None:
-        pass
-
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
@@ -85,12 +87,3 @@ class Streamed:
         if endpoint.name in self._in_session:
             close_session(endpoint)
         set_version(endpoint, version)
-
-    def forget(self, endpoint: Endpoint) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

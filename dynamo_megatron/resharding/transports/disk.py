@@ -11,10 +11,11 @@ from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.folder import empty_folder, write_bucket, write_companions
 from dynamo_megatron.resharding.plan import Bucket, Plan
 from dynamo_megatron.resharding.server_api import call, check_version
+from dynamo_megatron.resharding.transports.base import Transport
 from dynamo_megatron.rollout.endpoint import Endpoint
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     def __init__(self, policy: Policy, plan: Plan, folder: Path):
         self._policy, self._plan, self._folder = policy, plan, folder.absolute()
         self._timeout = policy.config.rollout.start_timeout  # a load takes what the start's did
@@ -22,12 +23,6 @@ class DiskTransport:
     def prepare(self) -> None:
         empty_folder(self._folder)
         write_companions(self._policy, self._folder, self._plan)
-
-    def begin(self, endpoint: Endpoint) -> None:
-        pass
-
-    def connect(self, endpoint: Endpoint) -> None:
-        pass
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         write_bucket(self._folder, number, tensors)
@@ -45,12 +40,3 @@ class DiskTransport:
         payload = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}
         call(endpoint, "/update_weights_from_disk", payload, self._timeout)
         check_version(endpoint, version)
-
-    def forget(self, endpoint: Endpoint) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
