@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
@@ -84,20 +85,22 @@ def greedy(endpoint: Endpoint) -> list[int]:
 class Reference:
     """What transformers makes of the same weights."""
 
-    def __init__(self, folder: Path, dtype: str):
+    def __init__(self, model: Path, dtype: str, folder: Path):
+        shutil.copytree(model, folder)
+        self.folder, self.dtype = folder, getattr(torch, dtype)
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        self.exact = dtype == "float32"
+        save_file(weights, self.folder / "model.safetensors", {"format": "pt"})
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype)
 
     @torch.no_grad()
-    def disagrees(self, weights: dict[str, torch.Tensor], tokens: list[int]) -> str | None:
-        _, unexpected = self.model.load_state_dict(weights, strict=False)
-        assert not unexpected, unexpected
+    def disagrees(self, tokens: list[int]) -> str | None:
         logits = self.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
         best, said = logits.max(-1), logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         # bfloat16 rounds each of a layer's sums otherwise: what was said may be the second of two that are close.
-        slack = 1e-4 if self.exact else 0.02 * (best.values - logits.mean(-1))
+        slack = 1e-4 if self.dtype == torch.float32 else 0.02 * (best.values - logits.mean(-1))
         return None if bool((best.values - said <= slack).all()) else f"{tokens} for {best.indices.tolist()}"
 
 
@@ -121,7 +124,9 @@ class Ranks:
         self.policy = Policy(load_model_config(self.model), config, layout)
         self.config, self.layout, self.spec = config, layout, self.policy.spec
         self.fleet = Fleet([Endpoint(**e) for e in job["endpoints"]])
-        self.reference = Reference(self.model, job["dtype"]) if self.rank == 0 else None
+        self.reference = (
+            Reference(self.model, job["dtype"], self.out / f"{case['name']}-reference") if self.rank == 0 else None
+        )
         self.seen: list[dict] = []
 
     def pusher(self, transport: str) -> WeightPusher:
@@ -146,11 +151,12 @@ class Ranks:
             return
         seen = {"layout": self.case["name"], "transport": transport, "version": push, **vars(report)}
         seen |= {"outcomes": self.fleet.outcomes, "buckets": sum(1 for _ in pusher.plan.buckets), "servers": {}}
+        self.reference.load(weights)
         for endpoint in endpoints:
             if self.fleet.outcomes[endpoint.name] is None:
                 seen["servers"][endpoint.name] = {
                     "checksum": mismatch(endpoint, sums[endpoint.tp], 120),
-                    "greedy": self.reference.disagrees(weights, greedy(endpoint)),
+                    "greedy": self.reference.disagrees(greedy(endpoint)),
                     "version": call(endpoint, "/model_info", None, 60)["weight_version"],
                 }
         self.seen.append(seen)

@@ -50,9 +50,9 @@ def test_two_servers_of_a_tp2_pp2_policy(tiny_model, start_servers, run_pushes, 
     ("family", "dtype", "tied"),
     [("qwen2", "float32", False), ("llama", "bfloat16", True), ("qwen3", "bfloat16", False)],
 )
-def test_servers_of_one_and_of_two_ranks(make_tiny_model, start_servers, run_pushes, tmp_path, family, dtype, tied):
+def test_three_servers(make_tiny_model, start_servers, run_pushes, tmp_path, family, dtype, tied):
     model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, tied=tied, vocab=131)
-    servers = start_servers(model, dtype, (1, 2), tmp_path)
+    servers = start_servers(model, dtype, (1, 1, 2), tmp_path)
     job = {"model": model, "dtype": dtype, "servers": servers, "layouts": LAYOUTS}
     seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=5, **job)
     for name in LAYOUTS:
@@ -63,9 +63,8 @@ def test_servers_of_one_and_of_two_ranks(make_tiny_model, start_servers, run_pus
 
 @pytest.mark.full
 def test_experts_of_several_ranks(make_tiny_model, start_servers, run_pushes, tmp_path):
-    model = make_tiny_model(
-        tmp_path / "model", family="qwen3_moe", dtype="float32", expert_ffn=64
-    )  # SGLang pads others
+    # SGLang pads experts of other widths on a CPU.
+    model = make_tiny_model(tmp_path / "model", family="qwen3_moe", dtype="float32", expert_ffn=64)
     servers = start_servers(model, "float32", (1, 2), tmp_path)
     job = {"model": model, "dtype": "float32", "servers": servers, "layouts": MIXTURES}
     seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=3, **job)
