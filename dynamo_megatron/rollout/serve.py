@@ -41,11 +41,12 @@ async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     await side.join(config.trainer.timeout)
-    tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
+    keeping, telling = tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
+        await telling  # also where all servers are down for good: the run has to hear of it
     finally:
         for task in tasks:
             task.cancel()

@@ -1,5 +1,6 @@
 """`dynamo-megatron serve` and a run that finds its server by files; two real servers on one machine."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,10 +10,15 @@ import time
 import psutil
 import pytest
 import yaml
+from stand_ins import external
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.rollout import announcements, supervisor
+from dynamo_megatron.rollout.announcements import Announced, NodeSide
+from dynamo_megatron.rollout.serve import _serve
+from dynamo_megatron.rollout.supervisor import Supervisor
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 END = 3  # <|im_end|>
@@ -67,6 +73,30 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         for node in nodes:
             node.kill()
             node.wait()
+
+
+def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
+    (tmp_path / "logs").touch()  # in the way of the servers' logs
+    config, heard = external(["http://unused"], output=tmp_path), []
+
+    class Fleet:
+        def down(self, name, why, final):
+            heard.append(final)
+
+    async def work():
+        running = asyncio.create_task(Announced(tmp_path, ["server-0"], Fleet()).run())
+        side = NodeSide(tmp_path, ["server-0"])
+        serving = asyncio.create_task(_serve(config, side, Supervisor(config, ["server-0"], side)))
+        async with asyncio.timeout(20):
+            while not heard or not heard[-1]:
+                await asyncio.sleep(0.02)
+            assert not serving.done()
+            running.cancel()
+            await serving
+
+    asyncio.run(work())
 
 
 def test_servers_that_are_no_equal_share_are_refused(tiny_model, command_line, tmp_path):
