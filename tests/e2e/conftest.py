@@ -23,7 +23,7 @@ from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 
-KILL_STEP = 5
+LOSE_STEP, KILL_STEP = 3, 5
 ANSWERS = "aei 7"
 REPLAYED_STEPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 16, 12  # tokens
 
@@ -51,6 +51,20 @@ class Run:
             for p in psutil.Process(self.process.pid).children(recursive=True):
                 if p not in self.family:
                     self.family.append(p)
+
+    def servers(self) -> dict[str, list[psutil.Process]]:
+        """The SGLang processes of each server that the run has now; the HTTP server is the first."""
+        self.look()
+        found = {}
+        for process in self.family:
+            try:
+                words = process.cmdline()
+                if "dynamo_megatron.rollout.guard" in words:
+                    name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
+                    found[name] = process.children(recursive=True)
+            except psutil.NoSuchProcess:
+                continue
+        return {name: processes for name, processes in found.items() if processes}
 
     def wait(self, timeout: float = 240) -> int:
         deadline = time.monotonic() + timeout
@@ -104,8 +118,8 @@ def rollout_lines(output: Path, step: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def steps(request) -> int:
-    """20 at full count, 10 in `make test`."""
-    return 10 if request.config.option.markexpr == "not full" else 20
+    """20 at full count, 6 in `make test`."""
+    return 6 if request.config.option.markexpr == "not full" else 20
 
 
 @pytest.fixture(scope="session")
@@ -140,20 +154,24 @@ def workspace(tiny_model, tmp_path_factory, steps) -> Path:
 
 @pytest.fixture(scope="session")
 def live(request, workspace) -> tuple[Path, dict]:
-    """A live run: (output folder, what was seen of its kill).
+    """A live run with two servers: (output folder, what was seen of it).
 
-    At full count it is killed at 90 % of a step's rollouts and started again; `make test` has no time for two servers.
+    One server is killed while it generates. At full count the run is, too, at 90 % of a step's rollouts, and started
+    again; `make test` has no time for that.
     """
     output, seen = workspace / "live", {}
-    command = (workspace / "config.yaml", f"output_dir={output}")
-    run = Run(workspace, *command)
+    command = (workspace / "config.yaml", f"output_dir={output}", "rollout.servers=2")
+    first = run = Run(workspace, *command)
+    run.wait_until(lambda: len(rollout_lines(output, LOSE_STEP)) >= 2, f"rollouts of step {LOSE_STEP}")
+    for process in run.servers()["server-1"]:
+        process.kill()
     if request.config.option.markexpr != "not full":
         run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
         run.kill()
         seen = {"left": run.left_behind(within=30), "finished": rollout_lines(output, KILL_STEP)[:22]}
         run = Run(workspace, *command)
     assert run.wait() == 0, run.text[-3000:]
-    return output, seen
+    return output, seen | {"said": first.text}
 
 
 @pytest.fixture(scope="session")

@@ -20,24 +20,9 @@ BUDGET = 24
 OUTCOMES = ("truncated", "aborted", "failed", "rejected")
 
 
-def servers(run) -> dict[str, list[psutil.Process]]:
-    """The SGLang processes of each server that the run has now; the HTTP server is the first."""
-    run.look()
-    found = {}
-    for process in run.family:
-        try:
-            words = process.cmdline()
-            if "dynamo_megatron.rollout.guard" in words:
-                name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
-                found[name] = process.children(recursive=True)
-        except psutil.NoSuchProcess:
-            continue
-    return {name: processes for name, processes in found.items() if processes}
-
-
 def hurt(run, rng: random.Random) -> str:
     """One random fault, to one random server: killed or frozen, all of it or one process."""
-    name, processes = rng.choice(sorted(servers(run).items()))
+    name, processes = rng.choice(sorted(run.servers().items()))
     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
     some = rng.choice([processes, processes[:1], processes[-1:]])
     for process in some:
@@ -56,7 +41,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
     while len(faults) < FAULTS and run.process.poll() is None:
         done = len(step_lines(output))
         time.sleep(rng.uniform(0.0, 2.0))
-        if servers(run):
+        if run.servers():
             faults.append(f"step {done + 1}: {hurt(run, rng)}")
         if done + 1 < STEPS:
             run.wait_until(lambda done=done: len(step_lines(output)) > done, f"step {done + 1} after {faults[-1]}", 400)
@@ -84,7 +69,7 @@ def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_l
     keys = ["rollout.max_new_tokens=200", "algorithm.allocation.rollout_n_max=200", "algorithm.allocation.budget=300"]
     run = start_run(workspace, workspace / "config.yaml", *keys, "trainer.steps=500", f"output_dir={output}")
     run.wait_until(lambda: step_file(output, 2).is_file(), "the second step", 600)
-    processes = [p for found in servers(run).values() for p in found]
+    processes = [p for found in run.servers().values() for p in found]
     segments = shared_memory_of([p.pid for p in processes])
     ports = {c.laddr.port for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"}
     assert processes and segments and ports

@@ -27,6 +27,15 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
 
 
+def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):
+    output, seen = live
+    assert "server-1 left the rotation: " in seen["said"]
+    for row in read(output, "metrics.jsonl"):
+        assert row["rollout/failed"] == row["rollout/aborted"] == row["rollout/rejected"] == 0, row
+        names = [r["rollout_id"] for r in read(output, f"rollouts/step-{row['step']:06d}.jsonl")]
+        assert len(names) == len(set(names)) == 24
+
+
 @pytest.mark.full
 def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live

@@ -12,7 +12,7 @@ from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.replay.what_if import first_difference, replay
 
-KILL_AFTER = 8  # steps
+KILL_AFTER = 5  # steps
 
 
 def outcome(output: Path) -> tuple[dict, dict[str, torch.Tensor], dict]:

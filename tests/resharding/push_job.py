@@ -59,7 +59,9 @@ class Fleet:
 
 
 def changed(name: str, tensor: torch.Tensor, push: int) -> torch.Tensor:
-    """A tensor of the model's folder as it is at push `push`: random, and the same whoever computes it."""
+    """A tensor of the model's folder as it is at push `push`: random, and the same whoever computes it; 0: as it was."""
+    if push == 0:
+        return tensor
     seed = int.from_bytes(hashlib.sha256(f"{name} {push}".encode()).digest()[:6], "big")
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
     return (tensor.float() * (1 + 0.3 * noise)).to(tensor.dtype)
@@ -161,6 +163,11 @@ class Ranks:
                 }
         self.seen.append(seen)
 
+    def put_back(self, pusher: WeightPusher) -> None:
+        """Leaves the servers as they were when they started."""
+        change(self.policy, self.base, 0)
+        pusher.push(0, self.coordinator.check)
+
     def finish(self) -> None:
         if self.rank == 0:
             (self.out / f"{self.case['name']}.json").write_text(json.dumps(self.seen, indent=1))
@@ -177,6 +184,8 @@ def run_layout(job: dict, case: dict) -> None:
         pusher = ranks.pusher(transport)
         for _ in range(job["pushes"]):
             ranks.push(pusher, transport)
+        if transport == job["transports"][-1]:
+            ranks.put_back(pusher)
         pusher.close()
     ranks.finish()
 

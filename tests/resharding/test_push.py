@@ -35,14 +35,11 @@ def check(seen, transports, pushes, servers):
             assert push["bytes"] <= 1.05 * push["floor_bytes"]
 
 
-def test_two_servers_of_a_tp2_pp2_policy(tiny_model, start_servers, run_pushes, tmp_path):
-    servers = start_servers(tiny_model, "float32", (1, 1), tmp_path)
+def test_a_tp2_pp2_policy(tiny_model, sglang_server, run_pushes, tmp_path):
     layouts = {"tp2-pp2": LAYOUTS["tp2-pp2"]}
-    job = {"model": tiny_model, "dtype": "float32", "servers": servers, "layouts": layouts}
+    job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": layouts}
     seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=2, **job)
-    check(seen["tp2-pp2"], TRANSPORTS, 2, servers)
-    for server in servers:
-        server.stop()
+    check(seen["tp2-pp2"], TRANSPORTS, 2, [sglang_server])
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -52,6 +53,14 @@ def test_a_silent_server_times_out(tmp_path):
             asyncio.run(server.wait_ready())
     finally:
         server.stop()
+
+
+def test_nobody_else_can_use_or_reach_a_server(sglang_server):
+    log, key = sglang_server.log, sglang_server.endpoint.api_key
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600 and len(key) == 64
+    family = psutil.Process(sglang_server._process.pid).children(recursive=True)
+    assert len(family) >= 3 and all(key not in " ".join(p.cmdline()) for p in family)
+    assert {c.laddr.ip for c in family[0].net_connections("tcp") if c.status == "LISTEN"} == {"127.0.0.1"}
 
 
 @pytest.mark.full
