@@ -59,7 +59,7 @@ class Fleet:
 
 
 def changed(name: str, tensor: torch.Tensor, push: int) -> torch.Tensor:
-    """A tensor of the model's folder as it is at push `push`: random, and the same whoever computes it; 0: as it was."""
+    """A tensor of the model's folder as it is at push `push`, random and the same whoever computes it; 0: as it was."""
     if push == 0:
         return tensor
     seed = int.from_bytes(hashlib.sha256(f"{name} {push}".encode()).digest()[:6], "big")
