@@ -28,6 +28,7 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
+from dynamo_megatron.rollout.shipping import receive, send
 
 POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
@@ -159,7 +160,7 @@ class RolloutWorker:
         heard = time.monotonic()
         while True:
             try:
-                message = self._connection.recv() if self._connection.poll(POLL_EVERY) else None
+                message = receive(self._connection) if self._connection.poll(POLL_EVERY) else None
             except (EOFError, OSError):
                 raise self._death() from None
             match message:
@@ -240,18 +241,18 @@ async def _answer(connection: Connection, generator: Generator, work: Awaitable[
     async def beat() -> None:
         while True:
             await asyncio.sleep(BEAT_EVERY)
-            connection.send(("beat", generator.done, generator.tokens))
+            send(connection, ("beat", generator.done, generator.tokens))
 
     beating = asyncio.create_task(beat())
     try:
-        connection.send(("done", await work))
+        send(connection, ("done", await work))
         return True
     except Exception as error:  # whatever it is, rank 0 is the one to raise it
         traceback.print_exc()
         kind, text = type(error).__name__, " ".join(str(error).split())
         if kind not in MESSAGES_THAT_SPEAK:
             kind, text = "RolloutError", f"{kind}: {text} (traceback in logs/rollout.log)"
-        connection.send(("failed", kind, text))
+        send(connection, ("failed", kind, text))
         return False
     finally:
         beating.cancel()
