@@ -15,7 +15,7 @@ from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
 from dynamo_megatron.models.megatron_folder import MegatronFolder
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.models.torch_dist import is_torch_dist
-from dynamo_megatron.models.weights import load_weights, named_huggingface_tensors
+from dynamo_megatron.models.weights import load_weights
 
 __all__ = [
     "FAMILIES",
@@ -24,7 +24,6 @@ __all__ = [
     "SafetensorsFolder",
     "load_model_config",
     "load_weights",
-    "named_huggingface_tensors",
     "open_weights",
 ]
 

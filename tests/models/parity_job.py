@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "policy"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "policy")]
 
 from forked_ranks import fork_ranks, wait_for
 
@@ -29,13 +29,13 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from whole_tensors import named_huggingface_tensors  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import (  # noqa: E402
     load_model_config,
     load_weights,
-    named_huggingface_tensors,
     open_weights,
 )
 from dynamo_megatron.models.mapping import is_expert  # noqa: E402
