@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -229,6 +230,7 @@ async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[in
     async with contextlib.AsyncExitStack() as stack:
         generator = Generator(config, eos_token_ids, stack)
         opened = await _answer(connection, generator, generator.open())
+        gc.freeze()  # a reply's thousands of lists start collections, which went over all imports: 4 times the seconds
         while opened:
             command, arguments = await inbox.get()
             await _answer(connection, generator, generator.carry_out(command, arguments))
