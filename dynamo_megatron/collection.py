@@ -112,7 +112,7 @@ class Collector:
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out of the batch
         and replaced by those of further prompts, for at most so many rounds; a batch of nothing else stays as it is.
         Raises RolloutError where not one rollout can be trained on, or more than `rollout.proof.max_rejected_share` of
-        the step's are rejected.
+        the step's are rejected, and not all of them are of one of several servers, which is restarted.
         """
         self._reject(logprobs, on_poll)
         fresh = self._results[-1].batch
@@ -153,7 +153,9 @@ class Collector:
         self._sampled += len(batch.rollout_ids)
         if not found:
             return
-        servers = ", ".join(f"{n} of {name}" for name, n in Counter(batch.servers[i] for i in found).items() if name)
+        blamed = Counter(batch.servers[i] for i in found)
+        servers = ", ".join(f"{n} of {name}" for name, n in blamed.items() if name)
+        one_of_several = len(blamed) == 1 and len(set(batch.servers)) > 1
         first, why = next(iter(found.items()))
         share = 1 - sum(map(len, self._kept)) / self._sampled
         note = (
@@ -161,7 +163,7 @@ class Collector:
             f"the first, {batch.rollout_ids[first]}: {why}"
         )
         self._rollout.reject(step, [batch.rollout_ids[i] for i in found], on_poll)
-        if share > proof.max_rejected_share:
+        if share > proof.max_rejected_share and not one_of_several:
             raise RolloutError(
                 f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
                 "step: what sampled them is not the policy (docs/proof.md)"

@@ -80,6 +80,8 @@ class RolloutConfig(Section):
                 f"host: {self.host} opens the servers to every network of the node; name an address or interface, "
                 "or set every_interface: true"
             )
+        if self.offload is True and self.placement != "colocated":
+            raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")
         if self.min_share < 1 and self.step_deadline is None:
             raise ValueError("min_share: is what to train on at the step_deadline; set that too")
         return self

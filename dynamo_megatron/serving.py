@@ -40,15 +40,18 @@ class Serving:
         """Brings the servers to `version`. The report is of all pushes since the last call: those that reached no
         server, and those that `ask` needed, count. Raises RolloutError.
         """
-        self._push(version)
+        self._push(version, self._coordinator.check)
         spent, self._spent = self._spent, PushReport()
         return spent
 
-    def _push(self, version: int) -> None:
-        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
+    def _push(self, version: int, on_wait: Callable[[], None]) -> None:
+        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError.
+
+        `on_wait` is called while it waits for a server to be up, and may raise.
+        """
         for _ in range(TRIES):
             self.memory("weights")
-            self._spent += self._pusher.push(version, on_poll=self._coordinator.check)
+            self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
             if not self._spent.needed:
                 if self._turns is not None:
                     self._turns.know(self._pusher.endpoints)
@@ -77,5 +80,6 @@ class Serving:
             made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
             if needed is None:
                 return made
-            self._push(version)
+            # The step before is saved already or can be: no need to wait for a server in order to stop.
+            self._push(version, self._coordinator.check_stop)
         raise RolloutError(f"waited for {what}, and lost the servers {TRIES} times in a row: {needed}")

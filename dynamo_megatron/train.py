@@ -23,9 +23,10 @@ from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
+from dynamo_megatron.resharding.transports import Machine, check_segments, check_torch, choose_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
+from dynamo_megatron.rollout.server import takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -44,8 +45,11 @@ class TrainJob(Job):
             check_ports(config)
             # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
             transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
+            if takes_turns(config.rollout):
+                check_segments("rollout.offload")
             if transport == "ipc":
-                check_ipc(config.rollout)
+                check_segments("rollout.sync.transport: ipc")
+                check_torch(config.rollout)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {
@@ -120,6 +124,7 @@ class TrainJob(Job):
             self._rollout if leads else None,
             self._evaluation,
             self.journal,
+            self._end_servers,
         )
         if leads:
             self.output.take_over(self._trainer.start)
@@ -134,5 +139,8 @@ class TrainJob(Job):
 
     def close(self) -> None:
         super().close()
+        self._end_servers()
+
+    def _end_servers(self) -> None:
         if self._rollout is not None:
             self._rollout.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -26,7 +27,8 @@ from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
 
 
 class Trainer:
-    """`stream`, `allocator`, `rollout`, `evaluation` (None: never) and `journal` are rank 0's, None elsewhere."""
+    """`stream`, `allocator`, `rollout`, `evaluation` (None: never) and `journal` are rank 0's, None elsewhere.
+    `end_servers` ends those that this rank has started."""
 
     def __init__(
         self,
@@ -38,14 +40,15 @@ class Trainer:
         rollout: RolloutWorker | RecordedRollouts | None,
         evaluation: PeriodicEvaluation | None,
         journal: Journal | None,
+        end_servers: Callable[[], None],
     ):
         self.config, self.policy, self.coordinator = config, policy, coordinator
-        self.rollout, self.evaluation, self.journal = rollout, evaluation, journal
+        self.evaluation, self.journal, self.end_servers = evaluation, journal, end_servers
         self.collector = Collector(config, stream, allocator, rollout, journal) if journal is not None else None
         self.layout, self.output = policy.layout, Path(config.output_dir)
         self.resources = ResourceMeter()
         say = journal.say if journal is not None else None
-        self.turns = MemoryTurns(policy, say) if takes_turns(config.rollout) else None
+        self.turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
         pusher = WeightPusher(policy, rollout, coordinator)
         self.serving = Serving(pusher, coordinator, self.layout.host, say, self.turns)
         self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
@@ -95,6 +98,9 @@ class Trainer:
                 if every and (finished or step % every == 0 or step == config.trainer.steps):
                     self._save()
         except StopRequested:
+            if self.turns is not None:  # they may be generating still, and their memory is needed to save
+                self.end_servers()
+                self.turns.know([])
             self._save()
             self.checkpoints.settle()
             raise

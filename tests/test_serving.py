@@ -2,6 +2,7 @@
 
 import pytest
 
+from dynamo_megatron.coordination import StopRequested
 from dynamo_megatron.resharding.push import PushReport
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.serving import TRIES, Serving
@@ -13,24 +14,32 @@ class Pushes:
     def __init__(self, lost: int):
         self.lost, self.versions = lost, []
 
-    def push(self, version, on_poll):
+    def push(self, version, on_poll, on_wait):
+        on_wait()
         self.versions.append(version)
         self.lost -= 1
         return PushReport(2.0, 1.5, 0.5, 10, 8, "server-0: killed" if self.lost >= 0 else "")
 
 
 class Alone:
-    """The coordinator of one rank."""
+    """The coordinator of one rank; `asked` to stop from the start."""
+
+    def __init__(self, asked=False):
+        self.asked = asked
 
     def check(self):
         pass
+
+    def check_stop(self):
+        if self.asked:
+            raise StopRequested("SIGTERM")
 
     def from_rank_0(self, key, what, make, host):
         return make()
 
 
-def serving(lost: int) -> Serving:
-    return Serving(Pushes(lost), Alone(), None, lambda text: None, None)
+def serving(lost: int, asked: bool = False) -> Serving:
+    return Serving(Pushes(lost), Alone(asked), None, lambda text: None, None)
 
 
 def test_the_report_of_a_step_has_all_its_pushes():
@@ -53,3 +62,13 @@ def test_the_report_of_a_step_has_all_its_pushes():
 def test_pushes_that_reach_no_server_end_the_run():
     with pytest.raises(RolloutError, match=f"{TRIES} pushes in a row reached no server; server-0: killed"):
         serving(TRIES).push(1)
+
+
+def test_a_stop_is_heard_where_a_push_within_a_step_waits_and_not_where_one_ends_a_step():
+    def make():
+        raise PushNeeded("all lost")
+
+    one = serving(0, asked=True)
+    one.push(1)
+    with pytest.raises(StopRequested):
+        one.ask("rollouts", "the rollouts", make, version=1)

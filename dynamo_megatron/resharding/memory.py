@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,11 @@ import torch.distributed as dist
 
 from dynamo_megatron.policy.offload import PARTS, Offload
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, call, rest
+from dynamo_megatron.resharding.threads import for_each
 from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.worker import RolloutWorker
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
 # What is on the device in each phase: the server's tags, the training side's parts. A server that has released its
@@ -41,16 +44,17 @@ class Moved:
 
 
 class MemoryTurns:
-    """Every rank's. `say` tells rank 0's user of a server that did not do its part; None elsewhere."""
+    """Every rank's. `rollout` is rank 0's, None elsewhere: it has a server restarted that does not do its part."""
 
-    def __init__(self, policy: Policy, say: Callable[[str], None] | None):
-        self._layout, self._offload, self._say = policy.layout, Offload(policy), say
-        self._released: dict[Endpoint, set[str]] = {}  # rank 0's: what each known server lacks
+    def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None):
+        self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
+        self._released: dict[Endpoint, set[str]] = {}  # what each known server lacks; empty but on rank 0
         self.moved = Moved()
 
     def know(self, endpoints: Sequence[Endpoint]) -> None:
         """The servers there are now. One that is new comes without its caches (rollout/supervisor.py)."""
-        self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
+        if self._rollout is not None:
+            self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
 
     def enter(self, phase: str) -> None:
         """Collective over all ranks: what the phase does not need is released everywhere, then the rest comes back."""
@@ -75,15 +79,22 @@ class MemoryTurns:
 
     def _ask(self, what: str, tags: Sequence[str]) -> None:
         """Of every server that still has, or lacks, some of `tags`: SGLang dies of being asked twice."""
-        for endpoint, released in self._released.items():
-            due = [t for t in tags if (t in released) == (what == "resume")]
-            if not due:
-                continue
-            try:
-                call(endpoint, f"/{what}_memory_occupation", {"tags": due}, CONTROL_TIMEOUT)
-            except ServerError as error:  # a restart mends it
-                self._say(f"{endpoint.name} did not {what} its memory: {error}")
-            released.symmetric_difference_update(due)
+        due = {e: [t for t in tags if (t in lacks) == (what == "resume")] for e, lacks in self._released.items()}
+
+        def ask(endpoint: Endpoint) -> None:
+            if what == "release" and "kv_cache" in due[endpoint]:
+                rest(
+                    endpoint
+                )  # SGLang dies of a release while a request is under way, which an aborted one is for long
+            call(endpoint, f"/{what}_memory_occupation", {"tags": due[endpoint]}, CONTROL_TIMEOUT)
+
+        done, failed = for_each([e for e, tags in due.items() if tags], ask, None)
+        for endpoint, _ in done:
+            self._released[endpoint].symmetric_difference_update(due[endpoint])
+        for endpoint, _ in failed:
+            del self._released[endpoint]
+        if failed:
+            self._rollout.condemn({e: f"it did not {what} its memory: {why}" for e, why in failed})
 
     def _all_done(self) -> None:
         dist.barrier(group=self._layout.host)

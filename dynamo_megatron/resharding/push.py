@@ -84,15 +84,18 @@ class WeightPusher:
         self._known: set[Endpoint] = set()  # of the last push
         self._pushes = 0
 
-    def push(self, version: int, on_poll: Callable[[], None] | None = None) -> PushReport:
+    def push(
+        self, version: int, on_poll: Callable[[], None] | None = None, on_wait: Callable[[], None] | None = None
+    ) -> PushReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
 
-        `on_poll` is called on every rank while it waits for servers, and may raise. Where none took them but some will
+        `on_poll` is called on every rank while servers work, `on_wait` on rank 0 while it waits for one to be up; they
+        may raise. Where none took them but some will
         be back, the report says why. Raises RolloutError; OSError where the disk is full.
         """
         self._pushes += 1
         start = time.monotonic()
-        endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_poll))
+        endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_wait))
         paused = time.monotonic()
         self._endpoints = endpoints
         if not endpoints:
@@ -134,9 +137,9 @@ class WeightPusher:
     def close(self) -> None:
         self._transport.close()
 
-    def _begin(self, version: int, on_poll: Callable[[], None] | None) -> tuple[list[Endpoint], str]:
+    def _begin(self, version: int, on_wait: Callable[[], None] | None) -> tuple[list[Endpoint], str]:
         """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
-        endpoints = self._rollout.begin_push(version, on_poll)
+        endpoints = self._rollout.begin_push(version, on_wait)
         for endpoint in endpoints:
             with contextlib.suppress(ServerError):
                 return endpoints, server_device(endpoint)

@@ -81,9 +81,20 @@ def close_session(endpoint: Endpoint) -> None:
     call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
 
 
+def rest(endpoint: Endpoint) -> None:
+    """Ends all requests under way and drops cached prefixes. Raises ServerError."""
+    call(endpoint, "/abort_request", {"abort_all": True}, CONTROL_TIMEOUT)
+    flush(endpoint)
+
+
+def flush(endpoint: Endpoint) -> None:
+    """Drops cached prefixes, once no request is under way. Raises ServerError."""
+    call(endpoint, f"/flush_cache?timeout={CONTROL_TIMEOUT / 2:g}", {}, CONTROL_TIMEOUT)
+
+
 def set_version(endpoint: Endpoint, version: int) -> None:
     """Drops cached prefixes, tells the server its weight version and hears it back."""
-    call(endpoint, f"/flush_cache?timeout={CONTROL_TIMEOUT / 2:g}", {}, CONTROL_TIMEOUT)
+    flush(endpoint)
     payload = {"new_version": str(version), "abort_all_requests": False}
     call(endpoint, "/update_weight_version", payload, CONTROL_TIMEOUT)
     check_version(endpoint, version)

@@ -27,6 +27,7 @@ from dynamo_megatron.rollout.supervisor import Listener, Supervisor
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until the other side counts as gone
+LATE = 5.0  # seconds between two looks from which on nothing follows from what was not seen
 RUN = "run.json"
 
 
@@ -147,10 +148,13 @@ class _Watched:
         self.path, self.beats = path, False
         self._time: int | None = None
         self._said: dict[str, Any] | None = None
-        self._changed = time.monotonic()
+        self._changed = self._looked = time.monotonic()
 
     def read(self) -> dict[str, Any] | None:
         """What it says, or where it cannot be read what it said last; None without a file."""
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > LATE:
+            self._changed = self._looked
         try:
             with open(self.path, encoding="utf-8") as file:  # opening makes a network file system look anew
                 now = os.fstat(file.fileno()).st_mtime_ns
@@ -165,6 +169,7 @@ class _Watched:
 
     @property
     def silence(self) -> float:
+        """Seconds; anew from a look that comes late: a disk that hung for the reader did for the writer."""
         return time.monotonic() - self._changed
 
 

@@ -50,6 +50,10 @@ class External:
                 try:
                     client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()
+                    if not await client.healthy(rollout.health_timeout):  # one that hangs still tells what it is
+                        raise RolloutError(
+                            f"no answer to /health for rollout.health_timeout ({rollout.health_timeout:g} s)"
+                        )
                 except RolloutError as error:
                     self._listener.down(name, str(error), False)
                 else:

@@ -123,6 +123,16 @@ class Fleet:
             member.source.condemn(member.name, member.endpoint.incarnation, why)
             self._announce()
 
+    def lost(self, endpoint: Endpoint, why: str) -> None:
+        """As `condemn`, where the server has not been restarted since."""
+        if (member := self._member(endpoint)) is not None:
+            self.condemn(member, why)
+
+    def _member(self, endpoint: Endpoint) -> Member | None:
+        """None where it has been restarted, or is out."""
+        member = self._members.get(endpoint.name)
+        return member if member is not None and member.endpoint == endpoint else None
+
     def _leave(self, name: str, why: str) -> None:
         member = self._members.pop(name, None)
         if member is not None:
@@ -183,14 +193,11 @@ class Fleet:
     async def end_push(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
         """As RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
         for endpoint, failure in outcomes.items():
-            member = self._members.get(endpoint.name)
-            if member is None or member.endpoint != endpoint:  # a restart since then has none of these weights
-                continue
-            if failure is None:
+            if failure is not None:
+                self.lost(endpoint, f"weight version {version} did not arrive: {failure}")
+            elif (member := self._member(endpoint)) is not None:
                 member.version = version
                 member.source.served(endpoint.name)
-            else:
-                self.condemn(member, f"weight version {version} did not arrive: {failure}")
         if not self.serving():
             raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
@@ -203,8 +210,8 @@ class Fleet:
     # -- watching --------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Meanwhile servers are asked for their health, which an idle one generates a token for: neither a push nor
-        released memory would stand that."""
+        """Meanwhile those that may answer are asked for their health, which an idle one generates a token for: neither
+        a push nor released memory, as a restarted one's is, would stand that."""
         watch = asyncio.create_task(self._watch())
         try:
             yield
@@ -217,7 +224,7 @@ class Fleet:
         tasks: dict[Member, asyncio.Task] = {}
         try:
             while True:
-                for member in self._members.values():
+                for member in self.serving().values():
                     if member not in tasks:
                         tasks[member] = asyncio.create_task(self._watch_one(member))
                 await asyncio.sleep(HEALTH_EVERY)

@@ -105,6 +105,10 @@ class Generator:
     async def end_push(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_push(version, outcomes)
 
+    async def condemn(self, lost: dict[Endpoint, str]) -> None:
+        for endpoint, why in lost.items():
+            self._fleet.lost(endpoint, why)
+
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         if self._begun[0] != step:
             self._begun = step, time.monotonic()

@@ -47,6 +47,10 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.end_push(version, outcomes, on_poll)
 
+    def condemn(self, lost: dict[Endpoint, str]) -> None:
+        if self._evaluator is not None:
+            self._evaluator.condemn(lost)
+
     def close(self) -> None:
         if self._evaluator is not None:
             self._evaluator.close()

@@ -212,6 +212,8 @@ class SGLangServer:
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
         environment["TMPDIR"] = str(self._folder)
+        if takes_turns(self._config):
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
         if on_cpu:
             inherited = environment.get("PYTHONPATH")
             environment["PYTHONPATH"] = os.pathsep.join([str(CPU_STAND_INS), *([inherited] if inherited else [])])

@@ -123,6 +123,10 @@ class RolloutWorker:
         """
         return self._call("end_push", (version, outcomes), on_poll)
 
+    def condemn(self, lost: dict[Endpoint, str]) -> None:
+        """Takes servers that did not do as they were told, and why, out of the rotation; they are restarted."""
+        self._call("condemn", (lost,), None)
+
     def close(self) -> None:
         """Ends the child and all that it started. May be called twice."""
         if self._process is None:

@@ -1,6 +1,7 @@
 """The calls of memory release and resume, to a server on a CPU that frees nothing by them."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.resharding.memory import MemoryTurns, Moved, memory_metrics
 from dynamo_megatron.resharding.server_api import call
+from dynamo_megatron.resharding.threads import Call
 from dynamo_megatron.rollout.endpoint import Endpoint
 
 
@@ -21,16 +23,16 @@ def alone(tmp_path):
 
 @pytest.fixture
 def turns(alone):
-    """(MemoryTurns without a training side, what it said)."""
-    said = []
-    turns = MemoryTurns(SimpleNamespace(layout=alone), said.append)
+    """(MemoryTurns without a training side, which servers it had restarted)."""
+    lost = {}
+    turns = MemoryTurns(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
     turns._offload = SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)
-    return turns, said
+    return turns, lost
 
 
 @pytest.mark.full
 def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
-    turns, said = turns
+    turns, lost = turns
     asyncio.run(sglang_server.release_caches())  # as after its start
     turns.know([sglang_server.endpoint])
     request = {"input_ids": [10, 20, 30], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
@@ -40,19 +42,44 @@ def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
         turns.enter(phase)
         lacking = turns._released[sglang_server.endpoint]
         assert ("weights" in lacking) == (phase == "train") and ("kv_cache" in lacking) == (phase != "generate")
-    assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and said == []
+    assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and lost == {}
 
 
-def test_a_server_that_is_gone_is_told_of_and_a_new_one_lacks_its_caches(turns):
-    turns, said = turns
+@pytest.mark.full
+def test_requests_under_way_end_before_memory_is_released(sglang_server, turns):
+    """An abort returns before they have; SGLang dies of a release then."""
+    turns, lost = turns
+    asyncio.run(sglang_server.release_caches())
+    turns.know([sglang_server.endpoint])
+    turns.enter("generate")
+    sampling = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+    request = {"input_ids": [10, 20, 30], "sampling_params": sampling}
+    running = [Call(call, sglang_server.endpoint, "/generate", request, 60) for _ in range(8)]
+    time.sleep(1.0)
+    assert not any(one.wait(0) for one in running)
+    turns.enter("train")
+    assert all(one.result()["meta_info"]["finish_reason"]["type"] == "abort" for one in running) and lost == {}
+    turns.enter("generate")
+    assert len(call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]) == 1900
+
+
+def test_only_rank_0_asks_servers(alone):
+    turns = MemoryTurns(SimpleNamespace(layout=alone), None)
+    turns.know([Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")])
+    assert turns._released == {}
+
+
+def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns):
+    turns, lost = turns
     gone = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
     turns.know([gone])
     turns.enter("train")
-    assert len(said) == 1 and said[0].startswith("server-0 did not release its memory: /release_memory_occupation")
+    assert list(lost) == [gone]
+    assert lost.pop(gone).startswith("it did not release its memory: /release_memory_occupation: no answer")
     turns.know([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
     assert turns._released[again] == {"kv_cache", "cuda_graph"}
     turns.enter("weights")
-    assert len(said) == 1
+    assert lost == {}
     moved = turns.report()
     assert moved.released == 20 and moved.resumed == 14 and turns.report() == Moved()
     metrics = memory_metrics([moved, Moved(seconds=9.0, released=5)])

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import sys
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ import torch
 from dynamo_megatron.config_rollout import RolloutConfig
 from dynamo_megatron.resharding.server_api import ServerError
 from dynamo_megatron.resharding.threads import Call, for_each
-from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport, ipc, is_local
+from dynamo_megatron.resharding.transports import Machine, check_segments, check_torch, choose_transport, ipc, is_local
 from dynamo_megatron.resharding.transports.flat import FlatBuffer
-from dynamo_megatron.resharding.transports.group import _serve_store
+from dynamo_megatron.resharding.transports.group import JOIN_TIMEOUT, GroupTransport, _serve_store
 from dynamo_megatron.resharding.transports.ipc import _Pickler
 from dynamo_megatron.resharding.transports.tensor import TensorTransport
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -72,22 +73,25 @@ def test_asked_for_and_possible(transport):
     assert choose_transport(config(transport), CPU) == transport
 
 
-def test_ipc_refuses_expandable_segments_and_another_torch(monkeypatch, tmp_path):
+def test_ipc_and_released_memory_refuse_expandable_segments(monkeypatch):
+    check_segments("rollout.offload")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True")
     with pytest.raises(ValueError, match="expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
-        check_ipc(config())
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    check_ipc(config())
-    check_ipc(config(python=sys.executable))
+        check_segments("rollout.offload")
+
+
+def test_ipc_refuses_another_torch(tmp_path):
+    check_torch(config())
+    check_torch(config(python=sys.executable))
     for says, message in (("1.0.0", "needs one version of torch"), ("", "has no torch")):
         other = tmp_path / f"python{says}"
         other.write_text(f"#!/bin/sh\necho {says}\n")
         other.chmod(0o755)
         with pytest.raises(ValueError, match=message) as error:
-            check_ipc(config(python=str(other)))
+            check_torch(config(python=str(other)))
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="does not tell its version of torch"):
-        check_ipc(config(python=str(tmp_path / "missing")))
+        check_torch(config(python=str(tmp_path / "missing")))
 
 
 def test_addresses():
@@ -145,6 +149,15 @@ def test_a_groups_store_is_on_one_address():
     store = _serve_store("127.0.0.1", 2)
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
+
+
+def test_a_server_that_refuses_a_group_is_not_waited_for():
+    transport, started = GroupTransport("gloo", torch.device("cpu")), time.monotonic()
+    with pytest.raises(ServerError, match="/init_weights_update_group: no answer"):
+        transport.connect(GONE)
+    assert time.monotonic() - started < JOIN_TIMEOUT / 4
+    assert len(transport._left[GONE.name]) == 1, "it may have its end of the group: it is asked to leave it"
+    transport.close()
 
 
 def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):

@@ -70,12 +70,17 @@ def is_local(url: str) -> bool:
     return True
 
 
-def check_ipc(config: RolloutConfig) -> None:
-    """Raises ValueError where CUDA IPC handles could not be opened by the servers."""
-    key = "rollout.sync.transport: ipc"
+def check_segments(key: str) -> None:
+    """Raises ValueError where memory is allocated in expandable segments, which neither CUDA IPC handles nor SGLang's
+    memory saver (which servers inherit the variable for) can handle; `key` asks for one of these."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
-            raise ValueError(f"{key} cannot share expandable segments; take expandable_segments out of {variable}")
+            raise ValueError(f"{key} cannot go with expandable segments; take expandable_segments out of {variable}")
+
+
+def check_torch(config: RolloutConfig) -> None:
+    """Raises ValueError where the servers' torch is another version, which could not open CUDA IPC handles."""
+    key = "rollout.sync.transport: ipc"
     if config.python is None:
         return
     asked = [config.python, "-P", "-c", "import torch; print(torch.__version__)"]

@@ -60,9 +60,13 @@ class GroupTransport(Streamed):
             "group_name": name,
             "backend": self._backend,
         }
+        self._left[endpoint.name] = [name]  # until we have our end
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
-        group = self._join(store, name, size)
-        self._groups[endpoint.name] = endpoint, name, group
+        ours = Call(self._join, store, name, size)
+        while not ours.wait(POLL_EVERY):
+            if theirs.failed():
+                theirs.result()  # our end gives up by itself, after JOIN_TIMEOUT
+        self._groups[endpoint.name] = endpoint, self._left.pop(endpoint.name)[0], ours.result()
         theirs.result()
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
