@@ -223,7 +223,7 @@ def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path)
 @pytest.mark.parametrize("share", [0.25, 0.4])
 def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
     class Stale(Answering):
-        servers = [""]
+        servers = ("",)
 
         def generate(self, *arguments):
             result = super().generate(*arguments)
@@ -236,7 +236,7 @@ def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
         assert batch_of(stale, 1)[1].result.counts["rejected"] == 11
         return
     two = Stale(RolloutStore(tmp_path))
-    two.servers = ["server-1", "server-0", "server-0"]  # of every three the first is rejected
+    two.servers = ("server-1", "server-0", "server-0")  # of every three the first is rejected
     assert batch_of(collector(30, None, two, max_rejected_share=share)[0], 1)[1].result.counts["rejected"] == 11
     said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
     with pytest.raises(RolloutError, match=said):

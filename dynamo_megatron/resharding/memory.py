@@ -83,9 +83,7 @@ class MemoryTurns:
 
         def ask(endpoint: Endpoint) -> None:
             if what == "release" and "kv_cache" in due[endpoint]:
-                rest(
-                    endpoint
-                )  # SGLang dies of a release while a request is under way, which an aborted one is for long
+                rest(endpoint)  # SGLang dies of a release while a request is under way, as one is after its abort
             call(endpoint, f"/{what}_memory_occupation", {"tags": due[endpoint]}, CONTROL_TIMEOUT)
 
         done, failed = for_each([e for e, tags in due.items() if tags], ask, None)

@@ -189,7 +189,9 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
     assert 2 <= len(kept) < 64
     push(worker, 5)
     result = worker.generate(12, PROMPTS, [16] * 4)
-    assert closed(result, 64)["failed"] == 0 and result.reused == len(kept)
+    assert closed(result, 64)["failed"] == 0
+    lines = [r.rollout_id for r in RolloutStore(folder).lines(12)]
+    assert len(lines) == 64 and set(lines[: len(kept)]) == kept, "what was finished was not asked for again"
 
 
 @pytest.mark.full
