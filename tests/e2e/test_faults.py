@@ -38,12 +38,12 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
     keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
     run = start_run(workspace, workspace / "config.yaml", *keys)
     run.wait_until(lambda: step_lines(output), "the first step", 600)
-    while len(faults) < FAULTS and run.process.poll() is None:
+    while len(faults) < FAULTS:
         done = len(step_lines(output))
         time.sleep(rng.uniform(0.0, 2.0))
-        if run.servers():
-            faults.append(f"step {done + 1}: {hurt(run, rng)}")
-        if done + 1 < STEPS:
+        run.wait_until(run.servers, "a server to hurt", 400)
+        faults.append(f"step {done + 1}: {hurt(run, rng)}")
+        if len(faults) < FAULTS:
             run.wait_until(lambda done=done: len(step_lines(output)) > done, f"step {done + 1} after {faults[-1]}", 400)
     print("\n".join(faults))
     assert run.wait(timeout=400) == 0, run.text[-3000:]
