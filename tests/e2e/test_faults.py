@@ -37,14 +37,12 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
     output, rng, faults = tmp_path / "run", random.Random(7), []
     keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
     run = start_run(workspace, workspace / "config.yaml", *keys)
-    run.wait_until(lambda: step_lines(output), "the first step", 600)
     while len(faults) < FAULTS:
-        done = len(step_lines(output))
-        time.sleep(rng.uniform(0.0, 2.0))
+        due = len(faults)
+        run.wait_until(lambda due=due: len(step_lines(output)) >= due, f"step {due} after {faults[-1:]}", 600)
+        time.sleep(rng.uniform(0.0, 1.0))
         run.wait_until(run.servers, "a server to hurt", 400)
-        faults.append(f"step {done + 1}: {hurt(run, rng)}")
-        if len(faults) < FAULTS:
-            run.wait_until(lambda done=done: len(step_lines(output)) > done, f"step {done + 1} after {faults[-1]}", 400)
+        faults.append(f"after step {len(step_lines(output))}: {hurt(run, rng)}")
     print("\n".join(faults))
     assert run.wait(timeout=400) == 0, run.text[-3000:]
     rows = step_lines(output)

@@ -28,7 +28,7 @@ def test_a_run_that_takes_turns_is_the_same_run(replay):
 
 @pytest.mark.full
 def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_lines, tmp_path):
-    """On a CPU they free nothing, but die of the same calls: a release in generation, a second one, one of each rank."""
+    """On a CPU they free nothing, but die of the same calls: a release in generation, a second one, two ranks'."""
     output = tmp_path / "run"
     keys = ["rollout.offload=true", "rollout.servers=2", "rollout.max_new_tokens=150", "checkpoint.every=2"]
     command = (workspace / "config.yaml", *keys, "trainer.steps=5", f"output_dir={output}")
