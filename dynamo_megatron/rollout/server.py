@@ -21,7 +21,7 @@ import yaml
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
-from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
@@ -146,7 +146,10 @@ class SGLangServer:
             if info.get("served_model_name") != self._nonce:
                 raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
             left = max(1.0, deadline - time.monotonic())
-            response = await client.generate("warm-up", [0, 0, 0], timeout=left, max_new_tokens=4)
+            try:
+                response = await client.generate("warm-up", [0, 0, 0], timeout=left, max_new_tokens=4)
+            except ServerLost as error:
+                raise RolloutError(f"{error}; see {self.log}") from None
             if response.error:
                 raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
 

@@ -2,6 +2,7 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -50,6 +51,37 @@ def test_a_silent_server_times_out(tmp_path):
     server.start()
     try:
         with pytest.raises(RolloutError, match=r"did not answer within rollout.start_timeout \(1 s\)"):
+            asyncio.run(server.wait_ready())
+    finally:
+        server.stop()
+
+
+FALLS = """#!{python}
+import http.server, json, os, sys
+word = lambda name: sys.argv[sys.argv.index(name) + 1]
+class Falls(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({{"served_model_name": word("--served-model-name")}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        os._exit(9)
+http.server.HTTPServer((word("--host"), int(word("--port"))), Falls).serve_forever()
+"""
+
+
+def test_a_server_that_falls_in_its_first_request_is_a_start_that_failed(tmp_path):
+    """A start that fails is tried again; anything else ends the run."""
+    falls = tmp_path / "falls"
+    falls.write_text(FALLS.format(python=sys.executable))
+    falls.chmod(0o755)
+    server = SGLangServer(RolloutConfig(python=str(falls)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    server.start()
+    try:
+        with pytest.raises(RolloutError, match="does not answer"):
             asyncio.run(server.wait_ready())
     finally:
         server.stop()
