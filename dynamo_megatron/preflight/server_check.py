@@ -13,7 +13,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
-from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import SGLangServer
 
@@ -36,7 +36,7 @@ def server(subject: Subject) -> Iterator[Finding]:
     log = folder / "sglang.log"
     try:
         said = asyncio.run(_try(config, subject, log))
-    except (RolloutError, TimeoutError) as error:
+    except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder stays: the message names the log in it.
         raise ValueError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
