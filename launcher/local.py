@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dynamo_megatron.launcher.command import free_port
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
+ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -90,14 +91,18 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _end_orphans() -> None:
-    """Ends what killed ranks have left behind: as a subreaper this process has become its parent."""
+    """Waits for what killed ranks have left behind, which ends by itself and clears away what it has on disk and in
+    shared memory, and ends what does not. As a subreaper this process has become its parent."""
     own = os.getpid()
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + ORPHANS_GRACE
+    while True:
         with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
             children = [int(pid) for pid in file.read().split()]
         if not children:
             return
+        late = time.monotonic() > deadline
         for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0 if late else os.WNOHANG)
+        time.sleep(0.05)
