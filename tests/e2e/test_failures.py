@@ -99,9 +99,9 @@ if "RANK" in os.environ:
         from dynamo_megatron.resharding.gather import BucketSource
         from dynamo_megatron.resharding.push import WeightPusher
         push, gather, now, old = WeightPusher.push, BucketSource.gather, [0], {}
-        def noted(self, version, on_poll=None):
+        def noted(self, version, *others):
             now[0] = version
-            return push(self, version, on_poll)
+            return push(self, version, *others)
         def gathered(self, number):
             tensors = gather(self, number)
             if now[0] <= 1 and tensors is not None:
@@ -137,3 +137,36 @@ def test_old_weights_under_a_new_version_show_in_the_gap(workspace, start_run, t
     # Four in a row: a step whose groups are all alike changes no weights, and nothing is missed.
     assert max(gaps[:2]) <= 1e-4 and max(gaps[2:6]) > 1e-3 and gaps[6] <= 1e-4, gaps
     assert [row["rollout/weight_version_max"] for row in rows] == list(range(7))
+
+
+GARBAGE = """
+import os
+if os.environ.get("RANK") == "0":
+    import dataclasses
+    from dynamo_megatron.rollout.generator import Generator
+    score = Generator._score
+    async def garbled(self, step, name, prompt, response, server):
+        if step == 2 and server == "server-1":
+            response = dataclasses.replace(response, logprobs=[-0.1] * len(response.tokens))
+        return await score(self, step, name, prompt, response, server)
+    Generator._score = garbled
+"""
+
+
+@pytest.mark.full
+def test_training_goes_on_where_one_of_two_servers_says_garbage(workspace, start_run, step_lines, tmp_path):
+    """However large its share of the step: none of it is trained on, and the server is restarted."""
+    (tmp_path / "sitecustomize.py").write_text(GARBAGE)
+    output, share = tmp_path / "run", "rollout.proof.max_rejected_share=0.01"
+    run = start_run(
+        workspace,
+        workspace / "config.yaml",
+        *("rollout.servers=2", share, "trainer.steps=4", f"output_dir={output}"),
+        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert run.wait(timeout=400) == 0, run.text[-3000:]
+    rows = step_lines(output)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["rollout/rejected"] > 0 for row in rows] == [False, True, False, False]
+    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
+    assert "server-1 left the rotation: 100% of its rollouts were rejected" in run.text
