@@ -204,8 +204,9 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
     config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
     tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
-    executor = _slurm_executor(job, options) if on_slurm else run.LocalExecutor()
-    with experiment(job.name or Path(config.output_dir).name, tasks, executor) as opened:
+    output = Path(config.output_dir).absolute()
+    executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
+    with experiment(job.name or output.name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()
             return 0
@@ -219,7 +220,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
 
 
-def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmExecutor:
+def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -> run.SlurmExecutor:
     for option, value in (("--account", job.account), ("--time", job.time)):
         if value is None:
             raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
@@ -242,9 +243,11 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmEx
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True
     if job.container_image:
-        here = os.getcwd()
-        executor.container_image = job.container_image
-        executor.container_mounts = [f"{here}:{here}", *filter(None, (job.container_mounts or "").split(","))]
+        mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((os.getcwd(), output))]
+        mounts += filter(None, (job.container_mounts or "").split(","))
+        executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
+        executor.container_mounts = [shlex.quote(mount) for mount in mounts]
+        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only what is there can be mounted
     if job.env_file:
         executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     if options.ssh:

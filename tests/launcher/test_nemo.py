@@ -21,7 +21,7 @@ SECRET = "a-key-that-must-stay-secret"
 @pytest.fixture
 def nemo(tmp_path):
     """nemo(folder, module, *words) -> (exit code, output): a module's command line in nemo-run's interpreter."""
-    inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "WANDB_API_KEY": SECRET, "COLUMNS": "1000"}
+    inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "WANDB_API_KEY": SECRET, "COLUMNS": "5000"}
 
     def run(folder: Path, module: str, *words: object, environment: dict[str, str] = os.environ) -> tuple[int, str]:
         log = tmp_path / f"nemo-{time.monotonic_ns()}.log"
@@ -83,6 +83,18 @@ def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
     assert code == 0, text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
+
+
+@pytest.mark.full
+def test_a_container_sees_the_output_folder(nemo, run_folder, tmp_path):
+    output = tmp_path / "a run"
+    job = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--container-image", "an image", "--dry-run")
+    words = ("parallel.pp=1", "--container-mounts", "/data:/data")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", f"output_dir={output}", *job, *words)
+    assert code == 0, text
+    folders = f"'{run_folder}:{run_folder}','{output}:{output}',/data:/data,"
+    assert f"--container-image 'an image' --container-mounts {folders}" in text
+    assert f"mkdir -p '{output}'" in text and not output.exists()
 
 
 @pytest.mark.full
