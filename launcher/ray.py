@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
 
 # What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
@@ -103,6 +103,7 @@ class Run:
     """The actors of one run, from their placement to their end."""
 
     def __init__(self, config: Config, words: Sequence[str], ranks: int, servers: int, gpu: bool):
+        self._config = config
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
         self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
@@ -111,7 +112,7 @@ class Run:
         self._asked: set[int] = set()
 
     def carry_out(self, wait: float) -> int:
-        """Returns the run's exit code. Raises RunFailed; nothing is left behind."""
+        """Returns the run's exit code. Raises RunFailed and ConfigError; nothing is left behind."""
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
         group = placement_group(self._bundles, strategy="PACK")
         try:
@@ -136,7 +137,8 @@ class Run:
     def _place(self, group: PlacementGroup) -> None:
         """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them.
 
-        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers."""
+        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers; and
+        ConfigError for servers that do not go with the nodes."""
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
             raise RunFailed(
@@ -144,6 +146,7 @@ class Run:
                 "--ranks that fill whole nodes, or wait for nodes that are free"
             )
         nodes = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in range(self._ranks)))}
+        check_servers(self._config, len(set(node_of.values())), self._servers or len(nodes))
         bundles = sorted(range(self._ranks), key=lambda bundle: (nodes[node_of[bundle]], bundle))
         bundles += range(self._ranks, len(self._bundles))
         for i, bundle in enumerate(bundles):

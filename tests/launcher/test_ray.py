@@ -167,3 +167,13 @@ def test_a_layout_that_does_not_fit_is_refused(start):
     process, output, log = start("odd", ranks=3)
     assert process.wait(120) == 2
     assert "parallel: 3 ranks can't be cut" in log.read_text().splitlines()[-1] and not output.exists()
+
+
+@pytest.mark.full
+def test_servers_that_other_nodes_cannot_reach_are_refused(start):
+    process, output, log = start("unreachable", "rollout.engine=sglang", "rollout.recorded=null", "rollout.servers=2")
+    assert process.wait(120) == 2
+    assert (
+        log.read_text().splitlines()[-1].startswith("rollout.host: its default, 127.0.0.1, is out of the other nodes'")
+    )
+    assert not output.exists()
