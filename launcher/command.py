@@ -59,8 +59,8 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
         )
     if nodes > 1 and "host" not in rollout.model_fields_set:
         raise ConfigError(
-            f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and the run has {nodes} nodes; "
-            "name a network interface of all of them, as in rollout.host=ib0"
+            f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
+            "a network interface of all of them, as in rollout.host=ib0"
         )
 
 

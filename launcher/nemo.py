@@ -23,7 +23,7 @@ import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
 from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 
 # nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed.
@@ -48,11 +48,12 @@ def recipe(
     files: Sequence[str],
     keys: Sequence[str],
     python: str,
+    executor: run.Executor,
     tasks: Sequence[str] = ("train",),
     sweep: Sequence[str] = (),
 ) -> list[Task]:
     """The tasks of an experiment: one conversion, a training and an evaluation for each combination of the values that
-    `sweep` gives (key=value,value). Raises ConfigError, for secrets too."""
+    `sweep` gives (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -69,7 +70,7 @@ def recipe(
         name = _plain(suffix)
         before = after
         if "train" in tasks:
-            compose(files, own[len(files) :])
+            _check(files, own[len(files) :], executor)
             found.append(Task(f"train{name}", _script(program(python, "train", own)), before))
             before = f"train{name}"
         if "eval" in tasks:
@@ -77,6 +78,14 @@ def recipe(
             found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
     refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
     return found
+
+
+def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) -> None:
+    if compose(files, keys)[0].rollout.placement == "split":
+        raise ConfigError("rollout.placement: nemo-run starts no servers, which split needs; use launch slurm")
+    if isinstance(executor, run.SlurmExecutor):
+        config = checked_config(files, keys, executor.nodes * executor.ntasks_per_node)
+        check_servers(config, executor.nodes, executor.nodes)
 
 
 def _combinations(sweep: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -189,7 +198,8 @@ def train(
         sweep: key=value,value for a training each.
     """
     files = config.split(",")
-    with experiment("dynamo-megatron", recipe(files, keys, python, tasks.split(","), sweep), executor) as opened:
+    found = recipe(files, keys, python, executor, tasks.split(","), sweep)
+    with experiment("dynamo-megatron", found, executor) as opened:
         ctx.launch(opened, sequential=isinstance(executor, run.LocalExecutor))
 
 
@@ -202,10 +212,10 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     on_slurm = options.executor == "slurm"
     if job.nodes > 1 and not on_slurm:
         raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
-    config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
-    tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
-    output = Path(config.output_dir).absolute()
+    refuse_secrets(str(job), (), os.environ)  # nemo-run writes down its options too
+    output = Path(compose(files, keys)[0].output_dir).absolute()
     executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
+    tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
     with experiment(job.name or output.name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()

@@ -16,6 +16,8 @@ NEMO_PYTHON = os.environ.get("NEMO_PYTHON", str(ROOT / ".venv-nemo" / "bin" / "p
 pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NEMO_PYTHON} (make nemo)")
 VENV = Path(sys.executable).parents[1]
 SECRET = "a-key-that-must-stay-secret"
+SLURM = ("--executor", "slurm", "--account", "us", "--time", "10:00", "--nodes", "2", "--venv", "x")
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null")
 
 
 @pytest.fixture
@@ -69,6 +71,15 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
         (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
         (("--venv", "x", f"rollout.server_args=[--foo={SECRET}]"), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, f"--sbatch=--comment={SECRET}"), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, "--name", SECRET), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, "rollout.placement=split"), "rollout.placement: nemo-run starts no servers"),
+        ((*SLURM, "--sweep", "parallel.pp=2,3"), "parallel: 2 ranks can't be cut into tp 1 x pp 3"),
+        ((*SLURM, *LIVE, "rollout.servers=3"), "rollout.servers: 3 servers are not an equal share for each of 2 nodes"),
+        (
+            (*SLURM, *LIVE, "rollout.servers=2"),
+            "rollout.host: its default, 127.0.0.1, is out of",
+        ),
     ],
 )
 @pytest.mark.full

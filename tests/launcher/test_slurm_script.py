@@ -115,7 +115,7 @@ def test_what_sbatch_is_asked():
         ),
         (
             ("rollout.servers=2", "--nodes", "2"),
-            "rollout.host: its default, 127.0.0.1, is out of the other nodes' reach",
+            "rollout.host: its default, 127.0.0.1, is out of",
         ),
         (("rollout.placement=split", "--rollout-nodes", "1"), "rollout.host: its default"),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
@@ -135,16 +135,15 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
 
 def test_which_servers_reach_every_node():
     def config(**rollout: object) -> Config:
-        return Config.model_validate(
-            {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o", "rollout": rollout}
-        )
+        required = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
+        return Config.model_validate({**required, "rollout": rollout})
 
     check_servers(config(), 1, 1)
     check_servers(config(servers=2, host="127.0.0.1"), 2, 2)  # nodes that are one machine
     check_servers(config(placement="external", urls=["http://a:1"]), 2, 2)
     check_servers(config(engine="recorded", recorded="r"), 2, 2)
     for servers, placement, nodes, server_nodes in ((2, "colocated", 2, 2), (1, "split", 2, 1)):
-        with pytest.raises(ConfigError, match=r"rollout\.host: its default, .* 2 nodes; name a network interface"):
+        with pytest.raises(ConfigError, match=r"rollout\.host: its default, .* there are 2; name a network interface"):
             check_servers(config(servers=servers, placement=placement), nodes, server_nodes)
 
 
