@@ -26,9 +26,13 @@ from dynamo_megatron.config_files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 
-# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed.
-SETUP = """set +vx
-export MASTER_ADDR=${head_node_ip%% *} MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
+# head_node_ip is what the node calls itself, 127.0.1.1 on many. The rest is as in slurm.sh.
+SETUP = r"""set +vx
+MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
 # Exit code 75 is a run that was stopped and goes on where it is started again; nothing else is worth a requeue.
 scontrol() { if [ "$1" != requeue ] || [ "${exitcode:-}" = 75 ]; then command scontrol "$@"; fi; }
 """
@@ -169,7 +173,7 @@ def slurm(
         signal=f"USR1@{stop_before}",
         retries=retries,
         additional_parameters={"requeue": True},
-        srun_args=["--mpi=none"],
+        srun_args=["--mpi=none", "--cpu-bind=none"],
         setup_lines=SETUP,
         packager=run.Packager(),
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),

@@ -55,7 +55,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         assert f"Task {name}" in text
     for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@1800", "requeue"):
         assert f"#SBATCH --{flag}" in text
-    assert "export MASTER_ADDR=${head_node_ip%% *}" in text and "TORCHX_MAX_RETRIES=3" in text
+    assert "--mpi=none --cpu-bind=none" in text and "TORCHX_MAX_RETRIES=3" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -94,6 +94,21 @@ def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
     assert code == 0, text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
+
+
+@pytest.mark.parametrize(("cores", "threads"), [("12", ["12", "12"]), (None, ["", "1"])])
+def test_what_is_set_before_the_ranks_start(cores, threads, tmp_path):
+    setup = subprocess.check_output(
+        [NEMO_PYTHON, "-P", "-c", "from dynamo_megatron.launcher.nemo import SETUP; print(SETUP)"], text=True
+    )
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeName=n0 NodeAddr=10.0.0.3 NodeHostName=n0\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "head_node": "n0"}
+    environment |= {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+    names = ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")
+    shown = "; ".join(f'echo "$(printenv {name})"' for name in names)
+    said = subprocess.check_output(["bash", "-c", f"{setup}\n{shown}"], env=environment, text=True)
+    assert said.splitlines() == ["10.0.0.3", "12056", *threads]
 
 
 @pytest.mark.full

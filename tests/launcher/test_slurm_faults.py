@@ -50,15 +50,12 @@ def run(tmp_path):
     def one(job: JobOptions | None = None, **fake: object) -> tuple[int, str, int]:
         text = render(job or JobOptions(), ["c.yaml"], [], tmp_path / "out")
         fakes = {"address": "127.0.0.1", "refused_requeues": 0, "state": "RUNNING", "end": "N/A", "servers": "exit 0"}
-        fakes |= {"nodes": "exit 0"}
+        fakes["nodes"] = "exit 0"
         given = {f"fake_{name}": value for name, value in (fakes | fake).items()}
         given |= {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "n[0-1]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        for long, short in (
-            ("SECONDS + 60", "SECONDS + 2"),
-            ("servers_over + 60", "servers_over"),
-            ("KILL 60", "KILL 1"),
-        ):
-            text = text.replace(long, short)
+        waits = {"SECONDS + 60": "SECONDS + 2", "servers_over + 60": "servers_over", "KILL 60": "KILL 1"}
+        for wait, short in waits.items():
+            text = text.replace(wait, short)
         done = subprocess.run(
             ["bash", "-c", text],
             env={**os.environ, **{name: str(value) for name, value in given.items()}},
