@@ -38,7 +38,6 @@ OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
 GRACE = 10.0  # seconds the others have to end by themselves once a rank has ended badly
-STOP_GRACE = 600.0  # seconds for a checkpoint once SIGTERM or SIGUSR1 came
 
 
 class RunFailed(Exception):
@@ -204,12 +203,13 @@ class Run:
         trains = self._placed[: self._ranks]
         while any(p.code is None for p in trains):
             if self._asked and not stopping:
-                stopping, deadline = True, time.monotonic() + STOP_GRACE
+                stopping = True
                 for placed in trains:
                     placed.actor.stop.remote()
             self._poll()
             if first_bad is None:
-                first_bad = next((p for p in self._placed if p.code not in (None, 0, 75)), None)
+                needed = trains if stopping else self._placed  # to save needs no servers
+                first_bad = next((p for p in needed if p.code not in (None, 0, 75)), None)
                 if first_bad is not None:
                     refused = first_bad is trains[0] and first_bad.code == 2
                     deadline = time.monotonic() + (0.0 if refused else GRACE)
@@ -217,8 +217,8 @@ class Run:
                 break
             time.sleep(POLL_EVERY)
         if first_bad is None:
-            return max(p.code if p.code is not None else 1 for p in trains)
-        if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGTERM):
+            return max(p.code or 0 for p in trains)
+        if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
             raise RunFailed(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}"
             )

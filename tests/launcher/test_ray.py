@@ -128,7 +128,7 @@ def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
     wait_until(lambda: len(rows(output)) >= 3, "3 steps", log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75, log.read_text()[-3000:]
-    assert "stopped by SIGTERM" in log.read_text()
+    assert "stopped by SIGUSR1" in log.read_text()
     done = len(rows(output))
     process, output, log = start("stopped")
     wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps", log)
