@@ -24,11 +24,11 @@ EXAMPLES = {
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
     "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
-    "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first --nodes 4 --gpus-per-node 8 "
-    "--time 24:00:00",
-    "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first --ranks 16 --address auto",
-    "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first --executor slurm --nodes 4 "
-    "--gpus-per-node 8 --tasks convert,train,eval",
+    "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first rollout.host=ib0 --nodes 4 "
+    "--gpus-per-node 8 --time 24:00:00",
+    "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first rollout.host=ib0 --ranks 16 --address auto",
+    "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm "
+    "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
     "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",

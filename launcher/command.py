@@ -47,6 +47,23 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Con
     return config
 
 
+def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
+    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, or would not be
+    reached from the others of all its `nodes`."""
+    rollout = config.rollout
+    if rollout.engine == "recorded" or rollout.placement == "external":
+        return
+    if rollout.servers % server_nodes:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"
+        )
+    if nodes > 1 and "host" not in rollout.model_fields_set:
+        raise ConfigError(
+            f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
+            "a network interface of all of them, as in rollout.host=ib0"
+        )
+
+
 def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
     that is a secret by its name, or one of `words` looks like one. The message never shows the value."""

@@ -23,12 +23,16 @@ import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
 from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 
-# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed.
-SETUP = """set +vx
-export MASTER_ADDR=${head_node_ip%% *} MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
+# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
+# head_node_ip is what the node calls itself, 127.0.1.1 on many. The rest is as in slurm.sh.
+SETUP = r"""set +vx
+MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
 # Exit code 75 is a run that was stopped and goes on where it is started again; nothing else is worth a requeue.
 scontrol() { if [ "$1" != requeue ] || [ "${exitcode:-}" = 75 ]; then command scontrol "$@"; fi; }
 """
@@ -48,11 +52,12 @@ def recipe(
     files: Sequence[str],
     keys: Sequence[str],
     python: str,
+    executor: run.Executor,
     tasks: Sequence[str] = ("train",),
     sweep: Sequence[str] = (),
 ) -> list[Task]:
     """The tasks of an experiment: one conversion, a training and an evaluation for each combination of the values that
-    `sweep` gives (key=value,value). Raises ConfigError, for secrets too."""
+    `sweep` gives (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -69,7 +74,7 @@ def recipe(
         name = _plain(suffix)
         before = after
         if "train" in tasks:
-            compose(files, own[len(files) :])
+            _check(files, own[len(files) :], executor)
             found.append(Task(f"train{name}", _script(program(python, "train", own)), before))
             before = f"train{name}"
         if "eval" in tasks:
@@ -77,6 +82,14 @@ def recipe(
             found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
     refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
     return found
+
+
+def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) -> None:
+    if compose(files, keys)[0].rollout.placement == "split":
+        raise ConfigError("rollout.placement: nemo-run starts no servers, which split needs; use launch slurm")
+    if isinstance(executor, run.SlurmExecutor):
+        config = checked_config(files, keys, executor.nodes * executor.ntasks_per_node)
+        check_servers(config, executor.nodes, executor.nodes)
 
 
 def _combinations(sweep: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -160,7 +173,7 @@ def slurm(
         signal=f"USR1@{stop_before}",
         retries=retries,
         additional_parameters={"requeue": True},
-        srun_args=["--mpi=none"],
+        srun_args=["--mpi=none", "--cpu-bind=none"],
         setup_lines=SETUP,
         packager=run.Packager(),
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
@@ -189,7 +202,8 @@ def train(
         sweep: key=value,value for a training each.
     """
     files = config.split(",")
-    with experiment("dynamo-megatron", recipe(files, keys, python, tasks.split(","), sweep), executor) as opened:
+    found = recipe(files, keys, python, executor, tasks.split(","), sweep)
+    with experiment("dynamo-megatron", found, executor) as opened:
         ctx.launch(opened, sequential=isinstance(executor, run.LocalExecutor))
 
 
@@ -202,10 +216,11 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     on_slurm = options.executor == "slurm"
     if job.nodes > 1 and not on_slurm:
         raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
-    config = checked_config(files, keys, job.ranks) if on_slurm else compose(files, keys)[0]
-    tasks = recipe(files, keys, job.python, options.tasks, options.sweep)
-    executor = _slurm_executor(job, options) if on_slurm else run.LocalExecutor()
-    with experiment(job.name or Path(config.output_dir).name, tasks, executor) as opened:
+    refuse_secrets(str(job), (), os.environ)  # nemo-run writes down its options too
+    output = Path(compose(files, keys)[0].output_dir).absolute()
+    executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
+    tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
+    with experiment(job.name or output.name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()
             return 0
@@ -219,7 +234,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
 
 
-def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmExecutor:
+def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -> run.SlurmExecutor:
     for option, value in (("--account", job.account), ("--time", job.time)):
         if value is None:
             raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
@@ -242,9 +257,11 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace) -> run.SlurmEx
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True
     if job.container_image:
-        here = os.getcwd()
-        executor.container_image = job.container_image
-        executor.container_mounts = [f"{here}:{here}", *filter(None, (job.container_mounts or "").split(","))]
+        mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((os.getcwd(), output))]
+        mounts += filter(None, (job.container_mounts or "").split(","))
+        executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
+        executor.container_mounts = [shlex.quote(mount) for mount in mounts]
+        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only what is there can be mounted
     if job.env_file:
         executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     if options.ssh:

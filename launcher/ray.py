@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
 
 # What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
@@ -38,7 +38,6 @@ OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
 GRACE = 10.0  # seconds the others have to end by themselves once a rank has ended badly
-STOP_GRACE = 600.0  # seconds for a checkpoint once SIGTERM or SIGUSR1 came
 
 
 class RunFailed(Exception):
@@ -103,6 +102,7 @@ class Run:
     """The actors of one run, from their placement to their end."""
 
     def __init__(self, config: Config, words: Sequence[str], ranks: int, servers: int, gpu: bool):
+        self._config = config
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
         self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
@@ -111,7 +111,7 @@ class Run:
         self._asked: set[int] = set()
 
     def carry_out(self, wait: float) -> int:
-        """Returns the run's exit code. Raises RunFailed; nothing is left behind."""
+        """Returns the run's exit code. Raises RunFailed and ConfigError; nothing is left behind."""
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
         group = placement_group(self._bundles, strategy="PACK")
         try:
@@ -136,7 +136,8 @@ class Run:
     def _place(self, group: PlacementGroup) -> None:
         """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them.
 
-        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers."""
+        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers; and
+        ConfigError for servers that do not go with the nodes."""
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
             raise RunFailed(
@@ -144,6 +145,7 @@ class Run:
                 "--ranks that fill whole nodes, or wait for nodes that are free"
             )
         nodes = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in range(self._ranks)))}
+        check_servers(self._config, len(set(node_of.values())), self._servers or len(nodes))
         bundles = sorted(range(self._ranks), key=lambda bundle: (nodes[node_of[bundle]], bundle))
         bundles += range(self._ranks, len(self._bundles))
         for i, bundle in enumerate(bundles):
@@ -201,12 +203,13 @@ class Run:
         trains = self._placed[: self._ranks]
         while any(p.code is None for p in trains):
             if self._asked and not stopping:
-                stopping, deadline = True, time.monotonic() + STOP_GRACE
+                stopping = True
                 for placed in trains:
                     placed.actor.stop.remote()
             self._poll()
             if first_bad is None:
-                first_bad = next((p for p in self._placed if p.code not in (None, 0, 75)), None)
+                needed = trains if stopping else self._placed  # to save needs no servers
+                first_bad = next((p for p in needed if p.code not in (None, 0, 75)), None)
                 if first_bad is not None:
                     refused = first_bad is trains[0] and first_bad.code == 2
                     deadline = time.monotonic() + (0.0 if refused else GRACE)
@@ -214,8 +217,8 @@ class Run:
                 break
             time.sleep(POLL_EVERY)
         if first_bad is None:
-            return max(p.code if p.code is not None else 1 for p in trains)
-        if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGTERM):
+            return max(p.code or 0 for p in trains)
+        if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
             raise RunFailed(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,5 @@ class Child:
         return code, text.decode(errors="replace")
 
     def stop(self) -> None:
-        """Asks the child to save and end."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        """Asks the child to save and end; SIGTERM would have the guard kill it."""
+        self._process.send_signal(signal.SIGUSR1)

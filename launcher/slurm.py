@@ -13,7 +13,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.launcher.command import checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 
 BODY = Path(__file__).with_name("slurm.sh")
@@ -26,11 +26,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
-    rollout, nodes = config.rollout, job.rollout_nodes or job.nodes
-    if rollout.engine == "sglang" and rollout.placement != "external" and rollout.servers % nodes:
-        raise ConfigError(
-            f"rollout.servers: {rollout.servers} servers are not an equal share for each of {nodes} nodes"
-        )
+    check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     refuse_secrets(script, keys, os.environ)

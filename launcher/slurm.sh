@@ -57,6 +57,7 @@ pattern=${logs//%/%%}
 servers=
 if ((rollout_nodes > 0)); then # a run can do without some of them
   srun "${step[@]}" --kill-on-bad-exit=0 --nodes="$rollout_nodes" --ntasks="$rollout_nodes" --ntasks-per-node=1 \
+    ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$((SLURM_CPUS_PER_TASK * ranks_per_node))"} \
     --nodelist="$(joined "${nodes[@]:train_nodes}")" --output="$pattern/servers-%t.log" "${serve[@]}" &
   servers=$!
 fi
@@ -137,6 +138,11 @@ if [[ -z $lost ]]; then
       state=$(try squeue --noheader --job "$SLURM_JOB_ID" --format %T)
       [[ ${state:-RUNNING} == RUNNING ]] || exit 75 ;;
   esac
+fi
+# Ranks fail within seconds of the loss of a node, SLURM sees it minutes later. No config that is refused (2) comes of it.
+if ((code != 2)) && ! timeout --signal=KILL 60 srun --mpi=none --cpu-bind=none --overlap \
+  --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 true; then
+  go_on_later "failed (exit code $code), and not all nodes answer"
 fi
 
 # What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail, unless

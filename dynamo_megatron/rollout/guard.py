@@ -57,11 +57,13 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
+    SIGUSR1 is passed on to it.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_death)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:

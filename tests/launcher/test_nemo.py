@@ -16,12 +16,14 @@ NEMO_PYTHON = os.environ.get("NEMO_PYTHON", str(ROOT / ".venv-nemo" / "bin" / "p
 pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NEMO_PYTHON} (make nemo)")
 VENV = Path(sys.executable).parents[1]
 SECRET = "a-key-that-must-stay-secret"
+SLURM = ("--executor", "slurm", "--account", "us", "--time", "10:00", "--nodes", "2", "--venv", "x")
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null")
 
 
 @pytest.fixture
 def nemo(tmp_path):
     """nemo(folder, module, *words) -> (exit code, output): a module's command line in nemo-run's interpreter."""
-    inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "WANDB_API_KEY": SECRET, "COLUMNS": "1000"}
+    inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "WANDB_API_KEY": SECRET, "COLUMNS": "5000"}
 
     def run(folder: Path, module: str, *words: object, environment: dict[str, str] = os.environ) -> tuple[int, str]:
         log = tmp_path / f"nemo-{time.monotonic_ns()}.log"
@@ -53,7 +55,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         assert f"Task {name}" in text
     for flag in ("account=us", "time=2:00:00", "nodes=2", "qos=high", "signal=USR1@1800", "requeue"):
         assert f"#SBATCH --{flag}" in text
-    assert "export MASTER_ADDR=${head_node_ip%% *}" in text and "TORCHX_MAX_RETRIES=3" in text
+    assert "--mpi=none --cpu-bind=none" in text and "TORCHX_MAX_RETRIES=3" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -69,6 +71,15 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
         (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
         (("--venv", "x", f"rollout.server_args=[--foo={SECRET}]"), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, f"--sbatch=--comment={SECRET}"), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, "--name", SECRET), "WANDB_API_KEY: its value would be written"),
+        ((*SLURM, "rollout.placement=split"), "rollout.placement: nemo-run starts no servers"),
+        ((*SLURM, "--sweep", "parallel.pp=2,3"), "parallel: 2 ranks can't be cut into tp 1 x pp 3"),
+        ((*SLURM, *LIVE, "rollout.servers=3"), "rollout.servers: 3 servers are not an equal share for each of 2 nodes"),
+        (
+            (*SLURM, *LIVE, "rollout.servers=2"),
+            "rollout.host: its default, 127.0.0.1, is out of",
+        ),
     ],
 )
 @pytest.mark.full
@@ -83,6 +94,33 @@ def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
     code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
     assert code == 0, text
     assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
+
+
+@pytest.mark.parametrize(("cores", "threads"), [("12", ["12", "12"]), (None, ["", "1"])])
+def test_what_is_set_before_the_ranks_start(cores, threads, tmp_path):
+    setup = subprocess.check_output(
+        [NEMO_PYTHON, "-P", "-c", "from dynamo_megatron.launcher.nemo import SETUP; print(SETUP)"], text=True
+    )
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeName=n0 NodeAddr=10.0.0.3 NodeHostName=n0\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "head_node": "n0"}
+    environment |= {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+    names = ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")
+    shown = "; ".join(f'echo "$(printenv {name})"' for name in names)
+    said = subprocess.check_output(["bash", "-c", f"{setup}\n{shown}"], env=environment, text=True)
+    assert said.splitlines() == ["10.0.0.3", "12056", *threads]
+
+
+@pytest.mark.full
+def test_a_container_sees_the_output_folder(nemo, run_folder, tmp_path):
+    output = tmp_path / "a run"
+    job = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--container-image", "an image", "--dry-run")
+    words = ("parallel.pp=1", "--container-mounts", "/data:/data")
+    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", f"output_dir={output}", *job, *words)
+    assert code == 0, text
+    folders = f"'{run_folder}:{run_folder}','{output}:{output}',/data:/data,"
+    assert f"--container-image 'an image' --container-mounts {folders}" in text
+    assert f"mkdir -p '{output}'" in text and not output.exists()
 
 
 @pytest.mark.full

@@ -128,7 +128,7 @@ def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
     wait_until(lambda: len(rows(output)) >= 3, "3 steps", log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75, log.read_text()[-3000:]
-    assert "stopped by SIGTERM" in log.read_text()
+    assert "stopped by SIGUSR1" in log.read_text()
     done = len(rows(output))
     process, output, log = start("stopped")
     wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps", log)
@@ -167,3 +167,12 @@ def test_a_layout_that_does_not_fit_is_refused(start):
     process, output, log = start("odd", ranks=3)
     assert process.wait(120) == 2
     assert "parallel: 3 ranks can't be cut" in log.read_text().splitlines()[-1] and not output.exists()
+
+
+@pytest.mark.full
+def test_servers_that_other_nodes_cannot_reach_are_refused(start):
+    process, output, log = start("unreachable", "rollout.engine=sglang", "rollout.recorded=null", "rollout.servers=2")
+    assert process.wait(120) == 2
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith("rollout.host: its default, 127.0.0.1, is out of the other nodes' reach"), said
+    assert not output.exists()

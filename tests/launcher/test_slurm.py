@@ -188,7 +188,13 @@ def test_a_refused_config_is_not_requeued(cluster, launched):
     assert "rollout.recorded: /nowhere has no rollouts/ folder" in batch_log(output, job)
 
 
-LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "rollout.servers=2")
+LIVE = (  # both nodes are this machine
+    "rollout.engine=sglang",
+    "rollout.recorded=null",
+    "rollout.start_timeout=400",
+    "rollout.servers=2",
+    "rollout.host=127.0.0.1",
+)
 
 
 @pytest.mark.full

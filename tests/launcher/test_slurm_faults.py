@@ -29,7 +29,9 @@ case "$*" in
   *%e) echo "$fake_end" ;;
 esac""",
     "srun": """
+echo "$*" >>sruns
 case "$*" in
+  *" true") eval "$fake_nodes" ;;
   *servers-%t*) eval "$fake_servers" ;;
   *) eval "$fake_ranks" ;;
 esac""",
@@ -48,10 +50,14 @@ def run(tmp_path):
     def one(job: JobOptions | None = None, **fake: object) -> tuple[int, str, int]:
         text = render(job or JobOptions(), ["c.yaml"], [], tmp_path / "out")
         fakes = {"address": "127.0.0.1", "refused_requeues": 0, "state": "RUNNING", "end": "N/A", "servers": "exit 0"}
+        fakes["nodes"] = "exit 0"
         given = {f"fake_{name}": value for name, value in (fakes | fake).items()}
         given |= {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "n[0-1]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        waits = {"SECONDS + 60": "SECONDS + 2", "servers_over + 60": "servers_over", "KILL 60": "KILL 1"}
+        for wait, short in waits.items():
+            text = text.replace(wait, short)
         done = subprocess.run(
-            ["bash", "-c", text.replace("SECONDS + 60", "SECONDS + 2").replace("servers_over + 60", "servers_over")],
+            ["bash", "-c", text],
             env={**os.environ, **{name: str(value) for name, value in given.items()}},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
@@ -92,6 +98,36 @@ def test_the_first_rank_to_end_decides(run, ranks, code, requeued):
     ended, said, requeues = run(ranks=ranks)
     assert (ended, requeues) == (code, requeued), said
     assert ("failed (exit code" in said) == (not requeued)
+
+
+FAILED = "srun: error: n0: tasks 0,2: Exited with exit code {}"
+
+
+@pytest.mark.parametrize("nodes", ["exit 1", f"exec {REAL_SLEEP} 20"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        lines(FAILED.format(1), TOLD, "srun: error: Timed out waiting for job step to complete", code=1),
+        lines("srun: error: n0: task 0: Aborted (core dumped)", TOLD, code=134),
+    ],
+)
+def test_a_node_that_has_gone_away_is_no_failure(run, ranks, nodes):
+    code, said, requeues = run(JobOptions(nodes=2), ranks=ranks, nodes=nodes)
+    assert (code, requeues) == (75, 1) and "and not all nodes answer: requeued" in said, said
+
+
+def test_a_refusal_is_one_whatever_the_nodes_say(run):
+    assert run(ranks=lines(FAILED.format(2), code=2), nodes="exit 1")[::2] == (2, 0)
+
+
+def test_servers_have_all_cores_of_their_node(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert run(JobOptions(ranks_per_node=8, rollout_nodes=1), ranks="exit 0")[0] == 0
+    servers = [line for line in (tmp_path / "sruns").read_text().splitlines() if "servers-%t" in line]
+    assert len(servers) == 1 and " --cpus-per-task=32 " in servers[0]
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    assert run(JobOptions(rollout_nodes=1), ranks="exit 0")[0] == 0
+    assert (tmp_path / "sruns").read_text().count("--cpus-per-task") == 1
 
 
 def test_a_controller_that_is_away_for_a_moment(run):

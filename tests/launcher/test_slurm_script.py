@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.launcher.command import refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import adopt_rank, render
 
@@ -112,6 +113,11 @@ def test_what_sbatch_is_asked():
             ("rollout.servers=3", "--nodes", "2"),
             "rollout.servers: 3 servers are not an equal share for each of 2 nodes",
         ),
+        (
+            ("rollout.servers=2", "--nodes", "2"),
+            "rollout.host: its default, 127.0.0.1, is out of",
+        ),
+        (("rollout.placement=split", "--rollout-nodes", "1"), "rollout.host: its default"),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
         (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
         (("optimizer.rate=1",), "unknown key optimizer.rate"),
@@ -125,6 +131,20 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
     said = capsys.readouterr()
     assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+def test_which_servers_reach_every_node():
+    def config(**rollout: object) -> Config:
+        required = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
+        return Config.model_validate({**required, "rollout": rollout})
+
+    check_servers(config(), 1, 1)
+    check_servers(config(servers=2, host="127.0.0.1"), 2, 2)  # nodes that are one machine
+    check_servers(config(placement="external", urls=["http://a:1"]), 2, 2)
+    check_servers(config(engine="recorded", recorded="r"), 2, 2)
+    for servers, placement, nodes, server_nodes in ((2, "colocated", 2, 2), (1, "split", 2, 1)):
+        with pytest.raises(ConfigError, match=r"rollout\.host: its default, .* there are 2; name a network interface"):
+            check_servers(config(servers=servers, placement=placement), nodes, server_nodes)
 
 
 def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
