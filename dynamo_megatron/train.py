@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -23,7 +22,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.resharding.transports import Machine, check_ipc, choose_transport
+from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -42,10 +41,7 @@ class TrainJob(Job):
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
             check_ports(config)
-            # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
-            transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
-            if transport == "ipc":
-                check_ipc(config.rollout)
+            transport = check_transport(config.rollout)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {

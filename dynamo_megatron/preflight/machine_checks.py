@@ -23,6 +23,7 @@ from dynamo_megatron.planning import formulas
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
+from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.server import listening_address
 
@@ -225,6 +226,19 @@ def versions(subject: Subject) -> Iterator[Finding]:
     yield from found
     if not serves:
         yield skipped("no server is started: its versions are not asked for")
+    elif config.placement == "colocated" and not torch.cuda.is_available():
+        yield from torch_of_both(there)
+    check_transport(config)
+
+
+def torch_of_both(server: dict[str, str | None]) -> Iterator[Finding]:
+    """A note where colocated servers could not take weights on GPUs, which only a node with GPUs refuses."""
+    ours, theirs = trainer_version("torch"), server["torch"]
+    if theirs and ours != theirs:
+        yield note(
+            f"torch is {ours} in the trainer's interpreter and {theirs} in the server's; colocated servers on GPUs "
+            "need one version (docs/install.md), or rollout.placement: split"
+        )
 
 
 def server_versions(python: str) -> dict[str, str | None]:

@@ -274,6 +274,18 @@ def test_a_server_of_another_version(base, failure, check):
     ]
 
 
+def test_a_server_of_another_torch_is_noted_where_there_is_no_gpu(base, check):
+    python = other_interpreter(base, "torch", "2.99.0")
+    notes = [text for level, text in check("versions", f"rollout.python={python}") if level == "note"]
+    assert any("and 2.99.0 in the server's; colocated servers on GPUs need one version" in text for text in notes)
+    notes = [text for level, text in check("versions", f"rollout.python={sys.executable}") if level == "note"]
+    assert not any("one version" in text for text in notes)
+
+
+def test_a_transport_that_cannot_work(failure):
+    assert "rollout.sync.transport: nccl needs GPUs" in failure("versions", "rollout.sync.transport=nccl")
+
+
 def test_a_trainer_of_another_version(base, command_line):
     """`train` refuses it before anything starts."""
     python = other_interpreter(base, "megatron_core", "0.12.0")

@@ -70,6 +70,15 @@ def is_local(url: str) -> bool:
     return True
 
 
+def check_transport(config: RolloutConfig) -> str:
+    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (resharding/push.py).
+    Raises ValueError where it cannot work."""
+    name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
+    if name == "ipc":
+        check_ipc(config)
+    return name
+
+
 def check_ipc(config: RolloutConfig) -> None:
     """Raises ValueError where CUDA IPC handles could not be opened by the servers."""
     key = "rollout.sync.transport: ipc"
@@ -89,5 +98,6 @@ def check_ipc(config: RolloutConfig) -> None:
     if theirs != torch.__version__:
         raise ValueError(
             f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
-            f"{theirs} in rollout.python"
+            f"{theirs} in {config.python}; install one of them in both (docs/install.md), or give the servers GPUs of "
+            "their own (rollout.placement: split)"
         )
