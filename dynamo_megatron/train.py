@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
+from dynamo_megatron.rollout.server import check_reachable
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -89,6 +91,9 @@ class TrainJob(Job):
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
     def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        names = [""] * dist.get_world_size(host)
+        dist.all_gather_object(names, socket.gethostname(), group=host)
+        check_reachable(self.config.rollout, names)
         if self.journal is not None:
             self.journal.progress.phase("starting server")
         coordinator.from_rank_0(

@@ -43,13 +43,15 @@ def ports(subject: Subject) -> Iterator[Finding]:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ValueError where `rollout.port`, or a MASTER_PORT that is set, cannot be listened to here."""
+    """Raises ValueError where `rollout.host` is no address or interface of this node, or where `rollout.port`, or a
+    MASTER_PORT that is set, cannot be listened to here."""
     rollout = config.rollout
     wanted = []
-    if rollout.port is not None and rollout.engine == "sglang" and rollout.placement == "colocated":
+    if rollout.engine == "sglang" and rollout.placement == "colocated":
         host, message = listening_address(rollout.host), "rollout.port: {}; free it, name another one, or leave it out"
-        here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
-        wanted += [(host, port, message) for port in here]
+        if rollout.port is not None:
+            here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
+            wanted += [(host, port, message) for port in here]
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
     for host, port, message in wanted:

@@ -69,7 +69,8 @@ def generated() -> str:
         )
         configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/methods/dynamo.yaml configs/paper.yaml"
         keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
-        words = f"{configs} {keys} output_dir=/runs/{file.stem}"
+        host = "rollout.host=ib0 " if plan.cluster.nodes > 1 else ""
+        words = f"{configs} {keys} {host}output_dir=/runs/{file.stem}"
         job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
         nemo = "--executor slurm --account $ACCOUNT --venv .venv"
         lines += [

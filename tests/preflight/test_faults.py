@@ -214,6 +214,11 @@ def test_a_port_in_use(failure, monkeypatch):
         assert failure("ports").startswith(f"MASTER_PORT: port {port} cannot be used")
 
 
+def test_an_interface_that_is_not_there(failure):
+    said = failure("ports", "rollout.host=ib99")
+    assert said.startswith("rollout.host: 'ib99' is neither an address nor an interface of")
+
+
 def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
     edit_json(base / "model" / "config.json", num_hidden_layers=80, hidden_size=8192, intermediate_size=29568)
     said = failure("host memory")
