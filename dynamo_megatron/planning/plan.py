@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ SERVER_WORKING = 10 * GIB
 # Of that, once it has released graphs and activations: context and NCCL's buffers. An allowance as well.
 SERVER_REMAINS = 2 * GIB
 PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
+SLOWEST = 7  # times the floor of log-probs and update: published trainers reach 14 % of stated rates at the least
+DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
 
@@ -131,6 +134,13 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.peak <= self.cluster.gpu.memory and not self.server_too_large and not self._server_short
+
+    @property
+    def stop_before(self) -> int:
+        """Seconds that a job should be told before its time limit: from the last look for a stop, at the end of
+        generation, to the end of the save after the step, in whole tens of minutes."""
+        save = self.checkpoint / self.cluster.nodes / DISK_RATE
+        return math.ceil((SLOWEST * self.times.training + save) / 600) * 600
 
     @property
     def server_too_large(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
-from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, Plan, StageMemory
+from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory
 
 
 def layout(config: Config, dp: int) -> str:
@@ -118,6 +119,12 @@ def _rest(plan: Plan) -> list[str]:
     fullest = max(plan.stages, key=lambda stage: stage.peak)
     phase = {"update": sum(fullest.training.values()), **fullest.others}
     item = max(phase, key=lambda name: phase[name])
+    if plan.stop_before > JobOptions.stop_before:
+        lines.append(
+            f"between two safe points, the end of generation and that of the step, a stop waits at least "
+            f"{t.training:.0f} s, in practice up to {SLOWEST} times as long, and for the save: give `launch` "
+            f"--stop-before {plan.stop_before} (the default: {JobOptions.stop_before})"
+        )
     lines += cautions(plan)
     lines.append(
         f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; memory is fullest in {item}, on the "

@@ -56,6 +56,15 @@ def test_what_the_figures_leave_out_is_said(capsys):
     assert "scores" not in said and "evenly" not in said
 
 
+def test_a_step_that_a_stop_waits_for_longer_than_the_default_is_said(capsys):
+    assert main(["plan", *ON_16, *GPUS]) == 0
+    said = capsys.readouterr().out
+    # 7 x (97.0 + 279.2 s), and 207 GB by two nodes at 1 GB/s
+    assert "a stop waits at least 376 s" in said and "--stop-before 3000 (the default: 1800)" in said
+    assert main(["plan", *ON_16, *GPUS, "--response-tokens", "1000"]) == 0
+    assert "--stop-before" not in capsys.readouterr().out
+
+
 def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-32B"]["config"]))
     assert main(["plan", *ON_16, f"model.path={tmp_path}", *GPUS]) == 1
