@@ -13,6 +13,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.host import Host, host_memory, takes_turns
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
 # measured.
@@ -99,17 +100,6 @@ class Times:
     @property
     def step(self) -> float:
         return self.generate + self.training
-
-
-@dataclass(frozen=True)
-class Host:
-    """Bytes of the node that needs most."""
-
-    save: float
-    load: float
-    rollouts: float
-    reference: float
-    offloaded: float
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         stages=stages,
         servers=servers,
         times=times,
-        host=_host(config, cluster, work, stages),
+        host=host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean),
         checkpoint=formulas.checkpoint_bytes(spec, dtype),
         pushed=formulas.weight_bytes(spec, dtype),
     )
@@ -218,11 +208,6 @@ def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
     p, of_update = config.parallel, config.rollout_budget * length / updates
     count = max(1, -(-int(of_update) // (dp * config.trainer.micro_batch_tokens)))
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count
-
-
-def takes_turns(config: Config) -> bool:
-    """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
-    return config.rollout.placement == "colocated" and config.rollout.offload is not False
 
 
 def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
@@ -336,25 +321,3 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
     together = share * work.response / running * decode(running, work.prompt + work.response / 2)
     alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)
     return prefill + max(together, alone)
-
-
-def _host(config: Config, cluster: Cluster, work: Workload, stages: list[StageMemory]) -> Host:
-    """Of the node that needs most; ranks are numbered tp, cp, dp, pp, the first fastest (policy/layout.py)."""
-    p, per_stage = config.parallel, cluster.gpus // config.parallel.pp
-    saves, loads, references, offloads = [], [], [], []
-    for first in range(0, cluster.gpus, cluster.gpus_per_node):
-        save = load = reference = offload = 0
-        for rank in range(first, min(first + cluster.gpus_per_node, cluster.gpus)):
-            stage = stages[rank // per_stage]
-            # The first of the ranks that hold the same parameters gathers their state.
-            gathered = (rank % per_stage < p.tp) * stage.dense + (rank % per_stage < p.ep) * stage.experts
-            save += formulas.save_staging(gathered, stage.static.optimizer_elements)
-            load += formulas.load_staging(stage.dense + stage.experts)
-            reference += stage.static.parameters if config.algorithm.kl.coef else 0
-            offload += stage.static.parameters + stage.static.optimizer if takes_turns(config) else 0
-        saves.append(save)
-        loads.append(load)
-        references.append(reference)
-        offloads.append(offload)
-    rollouts = config.rollout_budget * work.mean * formulas.ROLLOUT_TOKEN
-    return Host(max(saves), max(loads), 2 * rollouts, max(references), max(offloads))

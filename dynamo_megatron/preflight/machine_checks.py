@@ -18,8 +18,11 @@ import psutil
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.host import host_memory as planned_host_memory
+from dynamo_megatron.planning.plan import workload
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
@@ -31,7 +34,6 @@ SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a mea
 SLOW_CHECKPOINT = 600.0  # seconds
 ROLLOUT_TOKEN = 33  # bytes of a response's token in rollouts/: its id 7, logprob 22, text 4, as JSON
 ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
-PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
 
 
@@ -144,28 +146,17 @@ def _write_speed(folder: Path) -> float:
 
 def host_memory(subject: Subject) -> Iterator[Finding]:
     """What the ranks here keep in host memory against what is available, the job's own limit included."""
-    config, ranks = subject.config, subject.ranks_here
-    p, dtype = config.parallel, config.model.dtype
-    states = [formulas.stage_state(subject.spec, p, dtype, subject.ranks, stage) for stage in range(p.pp)]
-    fullest = max(states, key=lambda state: state.static.total)
-    static = fullest.static
-    needed = {
-        f"{ranks} processes": ranks * PROCESS_BYTES,
-        "loading a checkpoint": ranks * formulas.load_staging(fullest.dense + fullest.experts),
-    }
-    if not torch.cuda.is_available():
-        needed["weights, gradients and optimizer"] = ranks * static.total
-        if config.rollout.engine == "sglang":
-            needed["the server"] = formulas.weight_bytes(subject.spec, dtype) + PROCESS_BYTES
-    if config.checkpoint.async_save:
-        needed["checkpoint.async's copy"] = ranks * (static.parameters + static.optimizer)
+    config, spec = subject.config, subject.spec
+    check_layout(config, subject.ranks)
+    tokens, cuda = workload(config, spec, None).mean, torch.cuda.is_available()
+    host = planned_host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
     available = min(psutil.virtual_memory().available, _cgroup_room())
-    told = ", ".join(f"{what} {_size(value)}" for what, value in needed.items())
-    if sum(needed.values()) > available:
+    told = ", ".join(f"{what} {_size(value)}" for what, value in host.parts.items())
+    if host.peak > available:
         raise ValueError(
             f"host memory: {_size(available)} available on this node, the run needs about "
-            f"{_size(sum(needed.values()))} ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
-            "checkpoint.async: false"
+            f"{_size(host.peak)} at its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
+            "checkpoint.async: false or rollout.offload: false"
         )
     yield ok(f"{_size(available)} available for {told}")
     shared = os.statvfs("/dev/shm")

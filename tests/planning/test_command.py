@@ -20,6 +20,8 @@ def test_a_layout_that_fits(capsys):
     said = capsys.readouterr().out
     assert "14,770,033,664 parameters (as published" in said
     assert "layout: tp 4 x dp 4, sequence-parallel, recompute none" in said
+    assert "GiB at the peak (processes 32.0, saving a checkpoint 357.7, what waits while servers generate 137.6" in said
+    assert "a maker's node of h100-80 has 1862.6: fits" in said
     assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
 
 

@@ -7,6 +7,7 @@ from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
+from dynamo_megatron.planning.host import host_memory
 from dynamo_megatron.planning.plan import RESERVED, make_plan, workload
 
 
@@ -177,3 +178,36 @@ def test_memory_is_for_responses_that_have_grown():
     short, long = (planned("Qwen2.5-14B", "h100-80", 16, response, **parts) for response in (100, 8192))
     assert short.micro_batches < 8 <= long.micro_batches
     assert short.stages[0].training["activations"] == long.stages[0].training["activations"]
+
+
+def test_the_host_s_peak_by_hand():
+    """Qwen2.5-14B, tp 4 x dp 2 with four servers of two ranks on one node: the first four ranks gather for a save."""
+    parts = {
+        "parallel": {"tp": 4, "sequence_parallel": True},
+        "rollout": {"max_new_tokens": 8192, "servers": 4, "tp": 2, "memory_fraction": 0.5},
+        "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "kl": {"coef": 0.1}},
+    }
+    plan = planned("Qwen2.5-14B", "h200-141", 8, 1000, checkpoint={"async": True}, **parts)
+    dense, static, host = plan.stages[0].dense, plan.stages[0].static, plan.host
+    share = static.optimizer_elements
+    assert host.save == 8 * 12 * share + 4 * 20 * dense + 8 * 2 * share and host.load == 8 * 12 * dense
+    waiting = 8 * (static.parameters + static.optimizer)
+    rollouts = 2 * 512 * (256 + 1000) * 76
+    processes = (8 + 4 * 2) * 2 * GIB
+    assert host.peak == processes + host.save + waiting + 8 * static.parameters + rollouts
+    assert host.peak == sum(host.parts.values()) and "loading a checkpoint" not in host.parts
+    alone = planned(
+        "Qwen2.5-14B", "h200-141", 8, 1000, **{**parts, "rollout": {"placement": "split", "servers": 4}}
+    ).host
+    assert alone.offloaded == 0 and alone.processes == 8 * 2 * GIB
+    on_cpu = host_memory(plan.config, plan.spec, 8, 8, 1256, cuda=False)
+    assert on_cpu.state == 8 * static.total and on_cpu.offloaded == 0
+    assert on_cpu.servers == 4 * 2 * formulas.model_elements(plan.spec)
+    one_a_node = host_memory(
+        plan.config.model_copy(update={"checkpoint": plan.config.checkpoint.model_copy(update={"async_save": False})}),
+        plan.spec,
+        8,
+        1,  # the last rank's node gathers nothing, and none needs more than the first
+        1256,
+    )
+    assert one_a_node.save == 12 * share + 20 * dense
