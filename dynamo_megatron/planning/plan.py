@@ -23,7 +23,7 @@ RESERVED = 4 * GIB
 SERVER_WORKING = 10 * GIB
 # Of that, once it has released graphs and activations: context and NCCL's buffers. An allowance as well.
 SERVER_REMAINS = 2 * GIB
-PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
+PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/resharding.md
 SLOWEST = 7  # times the floor of log-probs and update: published trainers reach 14 % of stated rates at the least
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
@@ -212,7 +212,8 @@ def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
 
 def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
-    held, push = servers.peak, PUSH_BUCKETS * config.rollout.sync.bucket_bytes
+    held, sync = servers.peak, config.rollout.sync
+    push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
     if not takes_turns(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {

@@ -8,7 +8,7 @@ from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.host import host_memory
-from dynamo_megatron.planning.plan import RESERVED, make_plan, workload
+from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, make_plan, workload
 
 
 def spec_of(name):
@@ -129,6 +129,9 @@ def test_a_plan_adds_up():
     )
 
 
+ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}
+
+
 def planned(name, gpu, gpus, response, **parts):
     config = Config.model_validate(
         {
@@ -136,7 +139,7 @@ def planned(name, gpu, gpus, response, **parts):
             "data": {"source": "none", "batch_prompts": 64},
             "output_dir": "none",
             "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}},
-            "rollout": {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5},
+            "rollout": ROLLOUT,
             **parts,
         }
     )
@@ -184,7 +187,7 @@ def test_the_host_s_peak_by_hand():
     """Qwen2.5-14B, tp 4 x dp 2 with four servers of two ranks on one node: the first four ranks gather for a save."""
     parts = {
         "parallel": {"tp": 4, "sequence_parallel": True},
-        "rollout": {"max_new_tokens": 8192, "servers": 4, "tp": 2, "memory_fraction": 0.5},
+        "rollout": {**ROLLOUT, "servers": 4},
         "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "kl": {"coef": 0.1}},
     }
     plan = planned("Qwen2.5-14B", "h200-141", 8, 1000, checkpoint={"async": True}, **parts)
@@ -211,3 +214,16 @@ def test_the_host_s_peak_by_hand():
         1256,
     )
     assert one_a_node.save == 12 * share + 20 * dense
+
+
+def test_a_push_over_ipc_has_a_bucket_more():
+    """Colocated, the default transport: also the copy that the servers read."""
+    ipc, disk = (
+        planned(
+            "Qwen2.5-14B", "h100-80", 16, 1000, parallel={"tp": 4}, rollout={**ROLLOUT, "sync": {"transport": name}}
+        )
+        for name in ("auto", "disk")
+    )
+    held = ipc.stages[0].static.parameters + ipc.servers.weights + SERVER_REMAINS
+    assert ipc.stages[0].others["push"] == held + 4 * (512 << 20)
+    assert disk.stages[0].others["push"] == held + 3 * (512 << 20)
