@@ -115,7 +115,7 @@ def test_a_plan_adds_up():
     saved = formulas.saved_activations(spec, config.parallel, "bfloat16", "full", 20480, 48, 1)
     assert stage.training["activations"] == saved
     assert plan.peak == max(sum(stage.training.values()), *stage.others.values()) + RESERVED
-    weights, state, buckets = plan.servers.weights, stage.static.total, 3 * 512 * 2**20
+    weights, state, buckets = plan.servers.weights, stage.static.total, 4 * 512 * 2**20
     held = weights + plan.servers.pool + 10 * GIB
     assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
     push = stage.static.parameters + weights + buckets + 2 * GIB
