@@ -76,6 +76,18 @@ def test_an_end_token_beyond_the_embedding(base, failure):
     assert "end token 151645" in said and "correct eos_token_id in generation_config.json" in said
 
 
+def test_a_smaller_models_tokenizer(base, failure):
+    """Its ids all fit."""
+    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, 120])
+    said = failure("vocabulary")
+    assert "the end token 120 of" in said and "is unknown to the tokenizer, whose ids end at 100" in said
+    assert "copy the model's own tokenizer files" in said
+    edit_json(base / "model" / "generation_config.json", eos_token_id=3)
+    edit_json(base / "model" / "config.json", vocab_size=4096)
+    said = failure("vocabulary")
+    assert "has 101 tokens, the embedding 4,096 rows" in said and "another model's tokenizer" in said
+
+
 def test_no_chat_template(base, failure):
     (base / "model" / "chat_template.jinja").unlink()
     assert "has no chat template; give a plain template with {prompt} in it" in failure("template")
@@ -315,6 +327,18 @@ def test_a_rank_that_does_not_come():
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = {**os.environ, **job}
     assert device_checks._run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
+
+
+def test_torchruns_variables_do_not_reach_the_all_reduce(check, monkeypatch):
+    """With them its rank 0 waits for a store that nobody serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1] - 1)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**torchrun, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device_checks._run_ranks, "__defaults__", (30.0,))
+    assert [level for level, _ in check("devices")] == ["ok"]
 
 
 def test_the_log_of_a_server_that_ends_stays(failure):
