@@ -17,7 +17,7 @@ class SyncConfig(Section):
     """How weights get to the servers after every step (docs/resharding.md)."""
 
     transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
-    bucket_bytes: Positive = 512 << 20  # sent at once; of memory a sending rank needs about three times as much
+    bucket_bytes: Positive = 512 << 20  # sent at once; a sending rank needs about three times that of memory, ipc four
 
 
 class ProofConfig(Section):

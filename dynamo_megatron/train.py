@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -23,10 +23,10 @@ from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.resharding.transports import Machine, check_segments, check_torch, choose_transport
+from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
-from dynamo_megatron.rollout.server import takes_turns
+from dynamo_megatron.rollout.server import check_reachable
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
@@ -43,13 +43,7 @@ class TrainJob(Job):
         try:
             limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
             check_ports(config)
-            # The ranks' hosts are not known yet: one, until they say otherwise (resharding/push.py).
-            transport = choose_transport(config.rollout, Machine(torch.cuda.is_available(), hosts=1))
-            if takes_turns(config.rollout):
-                check_segments("rollout.offload")
-            if transport == "ipc":
-                check_segments("rollout.sync.transport: ipc")
-                check_torch(config.rollout)
+            transport = check_transport(config.rollout)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return {
@@ -97,6 +91,9 @@ class TrainJob(Job):
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
     def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        names = [""] * dist.get_world_size(host)
+        dist.all_gather_object(names, socket.gethostname(), group=host)
+        check_reachable(self.config.rollout, names)
         if self.journal is not None:
             self.journal.progress.phase("starting server")
         coordinator.from_rank_0(

@@ -2,7 +2,8 @@
 
 Memory is what CUDA reports as a device's total capacity, as torch's out-of-memory messages in public reports quote it.
 Rates are the data sheets': dense bfloat16 matrix products, memory, NVLink in one direction, and a GPU's share of the
-network in its maker's reference node (A100 200 Gbit/s, H100, H200 and B200 400 Gbit/s).
+network in its maker's reference node of eight (DGX: A100 200 Gbit/s, H100, H200 and B200 400 Gbit/s), as is the host's
+memory (2 TB each; a B200's may have 4).
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class GPU:
     memory_bandwidth: float  # bytes a second
     nvlink: float  # bytes a second, one direction
     network: float  # bytes a second, one direction, of a GPU's share of its node's network
+    host_memory: float  # bytes, of such a node
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9),
-        GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9),
-        GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9),
-        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9),
+        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, 2e12),
+        GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9, 2e12),
+        GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9, 2e12),
+        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, 2e12),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.host import Host, host_memory, takes_turns
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
 # measured.
@@ -21,7 +23,9 @@ RESERVED = 4 * GIB
 SERVER_WORKING = 10 * GIB
 # Of that, once it has released graphs and activations: context and NCCL's buffers. An allowance as well.
 SERVER_REMAINS = 2 * GIB
-PUSH_BUCKETS = 3  # of rollout.sync.bucket_bytes, that a rank needs during a push: docs/resharding.md
+PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/resharding.md
+SLOWEST = 7  # times the floor of log-probs and update: published trainers reach 14 % of stated rates at the least
+DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
 
@@ -99,17 +103,6 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Host:
-    """Bytes of the node that needs most."""
-
-    save: float
-    load: float
-    rollouts: float
-    reference: float
-    offloaded: float
-
-
-@dataclass(frozen=True)
 class Plan:
     config: Config
     spec: ModelSpec
@@ -131,6 +124,13 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.peak <= self.cluster.gpu.memory and not self.server_too_large and not self._server_short
+
+    @property
+    def stop_before(self) -> int:
+        """Seconds that a job should be told before its time limit: from the last look for a stop, at the end of
+        generation, to the end of the save after the step, in whole tens of minutes."""
+        save = self.checkpoint / self.cluster.nodes / DISK_RATE
+        return math.ceil((SLOWEST * self.times.training + save) / 600) * 600
 
     @property
     def server_too_large(self) -> bool:
@@ -197,7 +197,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         stages=stages,
         servers=servers,
         times=times,
-        host=_host(config, cluster, work, stages),
+        host=host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean),
         checkpoint=formulas.checkpoint_bytes(spec, dtype),
         pushed=formulas.weight_bytes(spec, dtype),
     )
@@ -210,14 +210,10 @@ def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count
 
 
-def takes_turns(config: Config) -> bool:
-    """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
-    return config.rollout.placement == "colocated" and config.rollout.offload is not False
-
-
 def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
-    held, push = servers.peak, PUSH_BUCKETS * config.rollout.sync.bucket_bytes
+    held, sync = servers.peak, config.rollout.sync
+    push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
     if not takes_turns(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {
@@ -326,25 +322,3 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
     together = share * work.response / running * decode(running, work.prompt + work.response / 2)
     alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)
     return prefill + max(together, alone)
-
-
-def _host(config: Config, cluster: Cluster, work: Workload, stages: list[StageMemory]) -> Host:
-    """Of the node that needs most; ranks are numbered tp, cp, dp, pp, the first fastest (policy/layout.py)."""
-    p, per_stage = config.parallel, cluster.gpus // config.parallel.pp
-    saves, loads, references, offloads = [], [], [], []
-    for first in range(0, cluster.gpus, cluster.gpus_per_node):
-        save = load = reference = offload = 0
-        for rank in range(first, min(first + cluster.gpus_per_node, cluster.gpus)):
-            stage = stages[rank // per_stage]
-            # The first of the ranks that hold the same parameters gathers their state.
-            gathered = (rank % per_stage < p.tp) * stage.dense + (rank % per_stage < p.ep) * stage.experts
-            save += formulas.save_staging(gathered, stage.static.optimizer_elements)
-            load += formulas.load_staging(stage.dense + stage.experts)
-            reference += stage.static.parameters if config.algorithm.kl.coef else 0
-            offload += stage.static.parameters + stage.static.optimizer if takes_turns(config) else 0
-        saves.append(save)
-        loads.append(load)
-        references.append(reference)
-        offloads.append(offload)
-    rollouts = config.rollout_budget * work.mean * formulas.ROLLOUT_TOKEN
-    return Host(max(saves), max(loads), 2 * rollouts, max(references), max(offloads))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
-from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, Plan, StageMemory
+from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory
 
 
 def layout(config: Config, dp: int) -> str:
@@ -94,10 +95,9 @@ def _servers(plan: Plan) -> list[str]:
 def _rest(plan: Plan) -> list[str]:
     t, host, budget = plan.times, plan.host, plan.config.rollout_budget
     lines = [
-        f"host memory of the fullest node: {_gib(host.load)} GiB to load a checkpoint, {_gib(host.save)} to save one, "
-        f"{_gib(host.rollouts)} for a step's rollouts"
-        + (f", {_gib(host.reference)} for the reference policy" if host.reference else "")
-        + (f", {_gib(host.offloaded)} for what waits while servers generate" if host.offloaded else ""),
+        f"host memory of the fullest node: {_gib(host.peak)} GiB at the peak ("
+        + ", ".join(f"{what} {_gib(size)}" for what, size in host.parts.items())
+        + f"), {_gib(host.load)} to load a checkpoint; {_host_verdict(plan)}",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
         "",
@@ -118,12 +118,25 @@ def _rest(plan: Plan) -> list[str]:
     fullest = max(plan.stages, key=lambda stage: stage.peak)
     phase = {"update": sum(fullest.training.values()), **fullest.others}
     item = max(phase, key=lambda name: phase[name])
+    if plan.stop_before > JobOptions.stop_before:
+        lines.append(
+            f"between two safe points, the end of generation and that of the step, a stop waits at least "
+            f"{t.training:.0f} s, in practice up to {SLOWEST} times as long, and for the save: give `launch` "
+            f"--stop-before {plan.stop_before} (the default: {JobOptions.stop_before})"
+        )
     lines += cautions(plan)
     lines.append(
         f"what limits: {longest} has {shares[longest] / t.step:.0%} of the floor; memory is fullest in {item}, on the "
         f"ranks of stage {fullest.stage}: {_gib(plan.peak)} GiB, most of it {_largest(fullest, item)}"
     )
     return lines
+
+
+def _host_verdict(plan: Plan) -> str:
+    """Against the node that the GPU's maker builds; what the user's has is for `preflight`."""
+    spare = plan.cluster.gpu.host_memory - plan.host.peak
+    node = f"a maker's node of {plan.cluster.gpu.name} has {_gib(plan.cluster.gpu.host_memory)}: "
+    return node + (f"fits, {_gib(spare)} left" if spare >= 0 else f"{_gib(-spare)} too much")
 
 
 def cautions(plan: Plan) -> list[str]:

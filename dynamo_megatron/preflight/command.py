@@ -47,12 +47,15 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     else:  # of a run on many nodes, what this one can try
         here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
     subject = Subject(config, ranks, here)
-    checks: list[tuple[str, Check]] = [("layout", partial(layout, subject))]
+    # All ranks meet in `devices`, which waits a minute: before the checks that one rank of them has to itself.
+    checks: list[tuple[str, Check]] = [
+        ("layout", partial(layout, subject)),
+        ("devices", partial(device_checks.devices, subject)),
+    ]
     if subject.leads:
         checks += [(name, partial(check, subject)) for name, check in OF_THE_JOB]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks += [(name, partial(check, subject)) for name, check in OF_A_NODE]
-    checks.append(("devices", partial(device_checks.devices, subject)))
     if with_server and os.environ.get("LOCAL_RANK", "0") == "0":
         checks.append(("server", partial(server_check.server, subject)))
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""

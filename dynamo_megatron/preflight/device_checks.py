@@ -70,15 +70,17 @@ def _judge(report: dict[str, Any]) -> Iterator[Finding]:
 
 def _environments(subject: Subject) -> list[dict[str, str]]:
     """One a process to start: a launcher's rank tries its own, else this process all of them."""
-    if "RANK" in os.environ:
+    # Under torchrun's own variables rank 0 would wait for a store that its agent serves, at another port.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    if "RANK" in inherited:
         # The port after: rank 0's own process may hold the launcher's for something else.
-        return [{**os.environ, "MASTER_PORT": str(int(os.environ.get("MASTER_PORT", "29500")) + 1)}]
+        return [{**inherited, "MASTER_PORT": str(int(inherited.get("MASTER_PORT", "29500")) + 1)}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = range(subject.ranks_here)
     job = {"WORLD_SIZE": str(len(here)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [{**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in here]
+    return [{**inherited, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in here]
 
 
 def _run_ranks(environments: list[dict[str, str]], timeout: float = TIMEOUT) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from dynamo_megatron.preflight.findings import Check, Finding, note, ok, run_checks, skipped
-from dynamo_megatron.preflight.machine_checks import server_versions, trainer_faults, trainer_version
+from dynamo_megatron.preflight.machine_checks import server_versions, torch_of_both, trainer_faults, trainer_version
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, Package, faults, installed
 
 PROGRAMS = {
@@ -77,6 +77,7 @@ def server(python: str) -> Iterator[Finding]:
     yield from _packages(SERVER, there.get)
     where = f"the server's interpreter {python}"
     yield from faults(SERVER, there.get, where, f"{python} -m pip install", cuda=torch.cuda.is_available())
+    yield from torch_of_both(there)
 
 
 def cluster() -> Iterator[Finding]:

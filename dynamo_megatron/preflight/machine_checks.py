@@ -18,11 +18,15 @@ import psutil
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.host import host_memory as planned_host_memory
+from dynamo_megatron.planning.plan import workload
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
+from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.server import listening_address
 
@@ -30,7 +34,6 @@ SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a mea
 SLOW_CHECKPOINT = 600.0  # seconds
 ROLLOUT_TOKEN = 33  # bytes of a response's token in rollouts/: its id 7, logprob 22, text 4, as JSON
 ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
-PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
 
 
@@ -42,13 +45,15 @@ def ports(subject: Subject) -> Iterator[Finding]:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ValueError where `rollout.port`, or a MASTER_PORT that is set, cannot be listened to here."""
+    """Raises ValueError where `rollout.host` is no address or interface of this node, or where `rollout.port`, or a
+    MASTER_PORT that is set, cannot be listened to here."""
     rollout = config.rollout
     wanted = []
-    if rollout.port is not None and rollout.engine == "sglang" and rollout.placement == "colocated":
+    if rollout.engine == "sglang" and rollout.placement == "colocated":
         host, message = listening_address(rollout.host), "rollout.port: {}; free it, name another one, or leave it out"
-        here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
-        wanted += [(host, port, message) for port in here]
+        if rollout.port is not None:
+            here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
+            wanted += [(host, port, message) for port in here]
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
     for host, port, message in wanted:
@@ -141,28 +146,17 @@ def _write_speed(folder: Path) -> float:
 
 def host_memory(subject: Subject) -> Iterator[Finding]:
     """What the ranks here keep in host memory against what is available, the job's own limit included."""
-    config, ranks = subject.config, subject.ranks_here
-    p, dtype = config.parallel, config.model.dtype
-    states = [formulas.stage_state(subject.spec, p, dtype, subject.ranks, stage) for stage in range(p.pp)]
-    fullest = max(states, key=lambda state: state.static.total)
-    static = fullest.static
-    needed = {
-        f"{ranks} processes": ranks * PROCESS_BYTES,
-        "loading a checkpoint": ranks * formulas.load_staging(fullest.dense + fullest.experts),
-    }
-    if not torch.cuda.is_available():
-        needed["weights, gradients and optimizer"] = ranks * static.total
-        if config.rollout.engine == "sglang":
-            needed["the server"] = formulas.weight_bytes(subject.spec, dtype) + PROCESS_BYTES
-    if config.checkpoint.async_save:
-        needed["checkpoint.async's copy"] = ranks * (static.parameters + static.optimizer)
+    config, spec = subject.config, subject.spec
+    check_layout(config, subject.ranks)
+    tokens, cuda = workload(config, spec, None).mean, torch.cuda.is_available()
+    host = planned_host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
     available = min(psutil.virtual_memory().available, _cgroup_room())
-    told = ", ".join(f"{what} {_size(value)}" for what, value in needed.items())
-    if sum(needed.values()) > available:
+    told = ", ".join(f"{what} {_size(value)}" for what, value in host.parts.items())
+    if host.peak > available:
         raise ValueError(
             f"host memory: {_size(available)} available on this node, the run needs about "
-            f"{_size(sum(needed.values()))} ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
-            "checkpoint.async: false"
+            f"{_size(host.peak)} at its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
+            "checkpoint.async: false or rollout.offload: false"
         )
     yield ok(f"{_size(available)} available for {told}")
     shared = os.statvfs("/dev/shm")
@@ -225,6 +219,19 @@ def versions(subject: Subject) -> Iterator[Finding]:
     yield from found
     if not serves:
         yield skipped("no server is started: its versions are not asked for")
+    elif config.placement == "colocated" and not torch.cuda.is_available():
+        yield from torch_of_both(there)
+    check_transport(config)
+
+
+def torch_of_both(server: dict[str, str | None]) -> Iterator[Finding]:
+    """A note where colocated servers could not take weights on GPUs, which only a node with GPUs refuses."""
+    ours, theirs = trainer_version("torch"), server["torch"]
+    if theirs and ours != theirs:
+        yield note(
+            f"torch is {ours} in the trainer's interpreter and {theirs} in the server's; colocated servers on GPUs "
+            "need one version (docs/install.md), or rollout.placement: split"
+        )
 
 
 def server_versions(python: str) -> dict[str, str | None]:

@@ -64,7 +64,8 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
 
 
 def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where the tokenizer has ids, or an end token lies, beyond the embedding."""
+    """Raises ValueError where the tokenizer has ids, or an end token lies, beyond the embedding, or where the tokenizer
+    does not know an end token: of a smaller one all ids fit."""
     highest = max(tokenizer.get_vocab().values())
     if highest >= spec.vocab_size:
         raise ValueError(
@@ -77,6 +78,11 @@ def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTra
                 f"model.path: the end token {end} of {path} is beyond the embedding's {spec.vocab_size} rows; "
                 "correct eos_token_id in generation_config.json"
             )
+        if tokenizer.convert_ids_to_tokens(end) is None:
+            raise ValueError(
+                f"model.path: the end token {end} of {path} (eos_token_id) is unknown to the tokenizer, whose ids end "
+                f"at {highest}; it is another model's: copy the model's own tokenizer files there"
+            )
 
 
 UNUSED_SHARE = 0.2  # of the embedding's rows that no token needs: published models pad by a few per cent at most
@@ -88,9 +94,9 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     check_vocabulary(path, spec, tokenizer)
     size = len(tokenizer.get_vocab())
     if size < (1 - UNUSED_SHARE) * spec.vocab_size and spec.vocab_size - size > 128:
-        yield note(
-            f"the tokenizer has {size:,} tokens, the embedding {spec.vocab_size:,} rows; if {path} was not padded on "
-            "purpose, this is another model's tokenizer"
+        raise ValueError(
+            f"model.path: the tokenizer in {path} has {size:,} tokens, the embedding {spec.vocab_size:,} rows, far "
+            "more than a padding; it is another model's tokenizer: copy the model's own tokenizer files there"
         )
     sample = "What is 12 * (3 + 4)? So x = 84."
     back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -58,6 +60,20 @@ def listening_address(host: str) -> str:
             f"rollout.host: {host!r} is neither an address nor an interface of {socket.gethostname()} "
             f"({', '.join(sorted(interfaces))})"
         ) from None
+
+
+def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
+    """Raises ValueError where the servers beside ranks on `hosts` would hear their own host alone: the run would go on
+    with those of rank 0's."""
+    several = sorted(set(hosts))
+    if config.engine != "sglang" or config.placement != "colocated" or len(several) == 1:
+        return
+    if ipaddress.ip_address(listening_address(config.host)).is_loopback:
+        raise ValueError(
+            f"rollout.host: {config.host!r} is each host's own, and the ranks are on {len(several)} ({several[0]}, "
+            f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
+            "rollout.host=ib0"
+        )
 
 
 class SGLangServer:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from dynamo_megatron.config_files import compose
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
@@ -69,8 +70,11 @@ def generated() -> str:
         )
         configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/methods/dynamo.yaml configs/paper.yaml"
         keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
-        words = f"{configs} {keys} output_dir=/runs/{file.stem}"
+        host = "rollout.host=ib0 " if plan.cluster.nodes > 1 else ""
+        words = f"{configs} {keys} {host}output_dir=/runs/{file.stem}"
         job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
+        if plan.stop_before > JobOptions.stop_before:
+            job += f" --stop-before {plan.stop_before}"
         nemo = "--executor slurm --account $ACCOUNT --venv .venv"
         lines += [
             f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",

@@ -20,6 +20,8 @@ def test_a_layout_that_fits(capsys):
     said = capsys.readouterr().out
     assert "14,770,033,664 parameters (as published" in said
     assert "layout: tp 4 x dp 4, sequence-parallel, recompute none" in said
+    assert "GiB at the peak (processes 32.0, saving a checkpoint 357.7, what waits while servers generate 137.6" in said
+    assert "a maker's node of h100-80 has 1862.6: fits" in said
     assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
 
 
@@ -54,6 +56,15 @@ def test_what_the_figures_leave_out_is_said(capsys):
     assert main(["plan", *ON_16, *GPUS]) == 0
     said = capsys.readouterr().out
     assert "scores" not in said and "evenly" not in said
+
+
+def test_a_step_that_a_stop_waits_for_longer_than_the_default_is_said(capsys):
+    assert main(["plan", *ON_16, *GPUS]) == 0
+    said = capsys.readouterr().out
+    # 7 x (97.0 + 279.2 s), and 207 GB by two nodes at 1 GB/s
+    assert "a stop waits at least 376 s" in said and "--stop-before 3000 (the default: 1800)" in said
+    assert main(["plan", *ON_16, *GPUS, "--response-tokens", "1000"]) == 0
+    assert "--stop-before" not in capsys.readouterr().out
 
 
 def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):

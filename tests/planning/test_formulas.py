@@ -7,7 +7,8 @@ from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
-from dynamo_megatron.planning.plan import RESERVED, make_plan, workload
+from dynamo_megatron.planning.host import host_memory
+from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, make_plan, workload
 
 
 def spec_of(name):
@@ -114,7 +115,7 @@ def test_a_plan_adds_up():
     saved = formulas.saved_activations(spec, config.parallel, "bfloat16", "full", 20480, 48, 1)
     assert stage.training["activations"] == saved
     assert plan.peak == max(sum(stage.training.values()), *stage.others.values()) + RESERVED
-    weights, state, buckets = plan.servers.weights, stage.static.total, 3 * 512 * 2**20
+    weights, state, buckets = plan.servers.weights, stage.static.total, 4 * 512 * 2**20
     held = weights + plan.servers.pool + 10 * GIB
     assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
     push = stage.static.parameters + weights + buckets + 2 * GIB
@@ -128,6 +129,9 @@ def test_a_plan_adds_up():
     )
 
 
+ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}
+
+
 def planned(name, gpu, gpus, response, **parts):
     config = Config.model_validate(
         {
@@ -135,7 +139,7 @@ def planned(name, gpu, gpus, response, **parts):
             "data": {"source": "none", "batch_prompts": 64},
             "output_dir": "none",
             "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}},
-            "rollout": {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5},
+            "rollout": ROLLOUT,
             **parts,
         }
     )
@@ -177,3 +181,49 @@ def test_memory_is_for_responses_that_have_grown():
     short, long = (planned("Qwen2.5-14B", "h100-80", 16, response, **parts) for response in (100, 8192))
     assert short.micro_batches < 8 <= long.micro_batches
     assert short.stages[0].training["activations"] == long.stages[0].training["activations"]
+
+
+def test_the_host_s_peak_by_hand():
+    """Qwen2.5-14B, tp 4 x dp 2 with four servers of two ranks on one node: the first four ranks gather for a save."""
+    parts = {
+        "parallel": {"tp": 4, "sequence_parallel": True},
+        "rollout": {**ROLLOUT, "servers": 4},
+        "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "kl": {"coef": 0.1}},
+    }
+    plan = planned("Qwen2.5-14B", "h200-141", 8, 1000, checkpoint={"async": True}, **parts)
+    dense, static, host = plan.stages[0].dense, plan.stages[0].static, plan.host
+    share = static.optimizer_elements
+    assert host.save == 8 * 12 * share + 4 * 20 * dense + 8 * 2 * share and host.load == 8 * 12 * dense
+    waiting = 8 * (static.parameters + static.optimizer)
+    rollouts = 2 * 512 * (256 + 1000) * 76
+    processes = (8 + 4 * 2) * 2 * GIB
+    assert host.peak == processes + host.save + waiting + 8 * static.parameters + rollouts
+    assert host.peak == sum(host.parts.values()) and "loading a checkpoint" not in host.parts
+    alone = planned(
+        "Qwen2.5-14B", "h200-141", 8, 1000, **{**parts, "rollout": {"placement": "split", "servers": 4}}
+    ).host
+    assert alone.offloaded == 0 and alone.processes == 8 * 2 * GIB
+    on_cpu = host_memory(plan.config, plan.spec, 8, 8, 1256, cuda=False)
+    assert on_cpu.state == 8 * static.total and on_cpu.offloaded == 0
+    assert on_cpu.servers == 4 * 2 * formulas.model_elements(plan.spec)
+    one_a_node = host_memory(
+        plan.config.model_copy(update={"checkpoint": plan.config.checkpoint.model_copy(update={"async_save": False})}),
+        plan.spec,
+        8,
+        1,  # the last rank's node gathers nothing, and none needs more than the first
+        1256,
+    )
+    assert one_a_node.save == 12 * share + 20 * dense
+
+
+def test_a_push_over_ipc_has_a_bucket_more():
+    """Colocated, the default transport: also the copy that the servers read."""
+    ipc, disk = (
+        planned(
+            "Qwen2.5-14B", "h100-80", 16, 1000, parallel={"tp": 4}, rollout={**ROLLOUT, "sync": {"transport": name}}
+        )
+        for name in ("auto", "disk")
+    )
+    held = ipc.stages[0].static.parameters + ipc.servers.weights + SERVER_REMAINS
+    assert ipc.stages[0].others["push"] == held + 4 * (512 << 20)
+    assert disk.stages[0].others["push"] == held + 3 * (512 << 20)

@@ -9,8 +9,8 @@ from dynamo_megatron.preflight.tested import SERVER, TRAINER
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
-# torch's CUDA build names its own triton; docs/install.md says so
-ALLOWED_TO_DIFFER = {"triton"}
+# docs/install.md says so: on GPUs torch is SGLang's, with a triton of its own
+ALLOWED_TO_DIFFER = {"torch", "triton"}
 
 
 def pins(name: str) -> dict[str, str]:
@@ -56,6 +56,11 @@ def test_pins_agree_with_the_tested_table(file):
         assert pinned[normal(package.name)] == package.tested, package.name
     for package in table:
         assert not package.needed or normal(package.name) in pinned, package.name
+
+
+def test_trainer_and_server_have_one_torch():
+    """Colocated servers open CUDA IPC handles of the trainer's (resharding/transports)."""
+    assert pins("gpu_trainer.txt")["torch"] == pins("gpu_server.txt")["torch"]
 
 
 def test_the_tested_table_is_what_the_tests_install():

@@ -76,6 +76,18 @@ def test_an_end_token_beyond_the_embedding(base, failure):
     assert "end token 151645" in said and "correct eos_token_id in generation_config.json" in said
 
 
+def test_a_smaller_models_tokenizer(base, failure):
+    """Its ids all fit."""
+    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, 120])
+    said = failure("vocabulary")
+    assert "the end token 120 of" in said and "is unknown to the tokenizer, whose ids end at 100" in said
+    assert "copy the model's own tokenizer files" in said
+    edit_json(base / "model" / "generation_config.json", eos_token_id=3)
+    edit_json(base / "model" / "config.json", vocab_size=4096)
+    said = failure("vocabulary")
+    assert "has 101 tokens, the embedding 4,096 rows" in said and "another model's tokenizer" in said
+
+
 def test_no_chat_template(base, failure):
     (base / "model" / "chat_template.jinja").unlink()
     assert "has no chat template; give a plain template with {prompt} in it" in failure("template")
@@ -214,6 +226,11 @@ def test_a_port_in_use(failure, monkeypatch):
         assert failure("ports").startswith(f"MASTER_PORT: port {port} cannot be used")
 
 
+def test_an_interface_that_is_not_there(failure):
+    said = failure("ports", "rollout.host=ib99")
+    assert said.startswith("rollout.host: 'ib99' is neither an address nor an interface of")
+
+
 def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
     edit_json(base / "model" / "config.json", num_hidden_layers=80, hidden_size=8192, intermediate_size=29568)
     said = failure("host memory")
@@ -274,6 +291,18 @@ def test_a_server_of_another_version(base, failure, check):
     ]
 
 
+def test_a_server_of_another_torch_is_noted_where_there_is_no_gpu(base, check):
+    python = other_interpreter(base, "torch", "2.99.0")
+    notes = [text for level, text in check("versions", f"rollout.python={python}") if level == "note"]
+    assert any("and 2.99.0 in the server's; colocated servers on GPUs need one version" in text for text in notes)
+    notes = [text for level, text in check("versions", f"rollout.python={sys.executable}") if level == "note"]
+    assert not any("one version" in text for text in notes)
+
+
+def test_a_transport_that_cannot_work(failure):
+    assert "rollout.sync.transport: nccl needs GPUs" in failure("versions", "rollout.sync.transport=nccl")
+
+
 def test_a_trainer_of_another_version(base, command_line):
     """`train` refuses it before anything starts."""
     python = other_interpreter(base, "megatron_core", "0.12.0")
@@ -298,6 +327,18 @@ def test_a_rank_that_does_not_come():
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = {**os.environ, **job}
     assert device_checks._run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
+
+
+def test_torchruns_variables_do_not_reach_the_all_reduce(check, monkeypatch):
+    """With them its rank 0 waits for a store that nobody serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1] - 1)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**torchrun, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device_checks._run_ranks, "__defaults__", (30.0,))
+    assert [level for level, _ in check("devices")] == ["ok"]
 
 
 def test_the_log_of_a_server_that_ends_stays(failure):

@@ -12,7 +12,7 @@ import pytest
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.server import SGLangServer, check_reachable
 
 END = 3  # <|im_end|>
 
@@ -25,6 +25,16 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
         with pytest.raises(ValueError, match=f"rollout.port: port {port} of 127.0.0.1 cannot be used") as error:
             SGLangServer(RolloutConfig(port=port), ModelConfig(path="unused"), tmp_path / "sglang.log")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "lo", "localhost"])
+def test_servers_beside_ranks_of_several_hosts_are_not_each_hosts_own(host):
+    with pytest.raises(ValueError, match=f"rollout.host: '{host}' .*on 2 \\(node-a, node-b...\\)") as error:
+        check_reachable(RolloutConfig(host=host), ["node-a", "node-b", "node-a"])
+    assert "\n" not in str(error.value)
+    check_reachable(RolloutConfig(host=host), ["node-a", "node-a"])  # virtual nodes of one machine
+    check_reachable(RolloutConfig(host=host, placement="split"), ["node-a", "node-b"])
+    check_reachable(RolloutConfig(host="192.0.2.7"), ["node-a", "node-b"])
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.rollout.server import takes_turns
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
 
@@ -70,6 +71,18 @@ def is_local(url: str) -> bool:
     return True
 
 
+def check_transport(config: RolloutConfig) -> str:
+    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (resharding/push.py).
+    Raises ValueError where it, or memory that servers and ranks take turns with, cannot work."""
+    name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
+    if name == "ipc":
+        check_segments("rollout.sync.transport: ipc")
+        check_torch(config)
+    if takes_turns(config):
+        check_segments("rollout.offload")
+    return name
+
+
 def check_segments(key: str) -> None:
     """Raises ValueError where memory is allocated in expandable segments, which neither CUDA IPC handles nor SGLang's
     memory saver (which servers inherit the variable for) can handle; `key` asks for one of these."""
@@ -94,5 +107,6 @@ def check_torch(config: RolloutConfig) -> None:
     if theirs != torch.__version__:
         raise ValueError(
             f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
-            f"{theirs} in rollout.python"
+            f"{theirs} in {config.python}; install one of them in both (docs/install.md), or give the servers GPUs of "
+            "their own (rollout.placement: split)"
         )

@@ -1,0 +1,98 @@
+"""Host memory of the node that needs most: what a run keeps there, and its peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.planning import formulas
+
+PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes on one node. `state` and `servers` are on GPUs where there are any."""
+
+    processes: float
+    state: float  # parameters, gradients, optimizer
+    servers: float  # their weights
+    load: float
+    save: float
+    rollouts: float
+    reference: float
+    offloaded: float  # copies of what waits while servers generate; they stay for the next time
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What -> bytes, of those that there are: their sum is the peak. A checkpoint is loaded before there is
+        anything of a step."""
+        held = {
+            "processes": self.processes,
+            "weights, gradients and optimizer": self.state,
+            "the servers' weights": self.servers,
+        }
+        training = {
+            "saving a checkpoint": self.save,
+            "what waits while servers generate": self.offloaded,
+            "the reference policy": self.reference,
+            "a step's rollouts": self.rollouts,
+        }
+        at_start = {"loading a checkpoint": self.load}
+        peak = training if sum(training.values()) > self.load else at_start
+        return {what: size for what, size in {**held, **peak}.items() if size}
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+def takes_turns(config: Config) -> bool:
+    """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
+    return config.rollout.placement == "colocated" and config.rollout.offload is not False
+
+
+def host_memory(
+    config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int, tokens: float, *, cuda: bool = True
+) -> Host:
+    """Of `ranks` in all, numbered tp, cp, dp, pp, the first fastest (policy/layout.py); a rollout has `tokens`
+    tokens in the mean. The layout must fit the ranks."""
+    p, dtype = config.parallel, config.model.dtype
+    stages = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
+    turns = takes_turns(config) and (cuda or config.rollout.offload is True)
+    per_stage = ranks // p.pp
+    hosts = []
+    for first in range(0, ranks, ranks_per_node):
+        state = load = save = reference = offloaded = 0
+        here = range(first, min(first + ranks_per_node, ranks))
+        for rank in here:
+            stage = stages[rank // per_stage]
+            static = stage.static
+            # The first of the ranks that hold the same parameters gathers their state.
+            gathered = (rank % per_stage < p.tp) * stage.dense + (rank % per_stage < p.ep) * stage.experts
+            save += formulas.save_staging(gathered, static.optimizer_elements)
+            if config.checkpoint.async_save:
+                save += formulas.WIDTH[dtype] * static.optimizer_elements  # its share of the weights, until written
+            load += formulas.load_staging(stage.dense + stage.experts)
+            reference += static.parameters if config.algorithm.kl.coef else 0
+            offloaded += static.parameters + static.optimizer if turns else 0
+            state += 0 if cuda else static.total
+        servers = -(-config.rollout.servers * len(here) // ranks) if _serves_here(config) else 0
+        hosts.append(
+            Host(
+                processes=(len(here) + servers * config.rollout.tp) * PROCESS_BYTES,
+                state=state,
+                servers=0 if cuda else servers * formulas.weight_bytes(spec, dtype),
+                load=load,
+                save=save,
+                rollouts=2 * config.rollout_budget * tokens * formulas.ROLLOUT_TOKEN if first == 0 else 0,
+                reference=reference,
+                offloaded=offloaded,
+            )
+        )
+    return max(hosts, key=lambda host: host.peak)
+
+
+def _serves_here(config: Config) -> bool:
+    return config.rollout.engine == "sglang" and config.rollout.placement == "colocated"
