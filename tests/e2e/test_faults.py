@@ -33,6 +33,7 @@ def hurt(run, rng: random.Random) -> str:
     return f"{number.name} to {len(some)} of {len(processes)} processes of {name}"
 
 
+@pytest.mark.timeout(1800)  # 30 restarts
 def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, step_lines, tmp_path):
     output, rng, faults = tmp_path / "run", random.Random(7), []
     keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
