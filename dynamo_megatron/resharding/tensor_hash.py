@@ -28,7 +28,8 @@ class Sha256:
 
     def add(self, start: int, data: torch.Tensor) -> None:
         """`data`: any contiguous tensor; its first byte is byte `start`."""
-        self._parts[start] = data.flatten().view(torch.uint8).cpu().numpy().copy()
+        # `numpy` of a parameter itself would fix its storage, which is emptied where memory is released.
+        self._parts[start] = data.flatten().view(torch.uint8).to("cpu", copy=True).numpy()
 
     def merge(self, other: Sha256) -> None:
         self._parts.update(other._parts)
