@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from aiohttp import web
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
@@ -32,7 +33,7 @@ from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.server import CPU_STAND_INS, SGLangServer
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
@@ -60,6 +61,8 @@ def external(model: Path, folder: Path, url: str, **rollout: Any) -> Config:
 # -- our client and SGLang's -------------------------------------------------------------------------------------------
 async def compare(server: SGLangServer, config: Config, requests: int, rounds: int) -> dict[str, list[float]]:
     """Tokens/s of each round of `requests` requests by either client, in turns; the first round of each is not kept."""
+    if not torch.cuda.is_available():
+        sys.path.append(str(CPU_STAND_INS))  # what its imports ask for, as in the server
     from sglang.benchmark import serving
 
     rollout = config.rollout
@@ -287,7 +290,7 @@ class Memory:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, requests, tokens in (("client", client, 128, 32), ("collect", collect, 8192, 8192)):
+    for name, run, requests, tokens in (("client", client, 64, 64), ("collect", collect, 8192, 8192)):
         sub = commands.add_parser(name)
         sub.set_defaults(run=run)
         sub.add_argument("--requests", type=int, default=requests)
