@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,11 @@ class RolloutBatch(Sequences):
     servers: list[str]  # their names
 
     @classmethod
-    def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    def join(
+        cls,
+        batches: Sequence[RolloutBatch],
+        concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
+    ) -> RolloutBatch:
         """The rollouts of all of `batches`, at least one, in order."""
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
@@ -128,7 +132,7 @@ class RolloutBatch(Sequences):
                 for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
             },
             **{
-                name: np.concatenate([getattr(b, name) for b in batches])
+                name: concatenate([getattr(b, name) for b in batches])
                 for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions")
             },
             offsets=np.concatenate([*offsets, starts[-1:]]),

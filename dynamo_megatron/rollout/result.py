@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, RolloutBatch
+from dynamo_megatron.rollout import shipping
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 KINDS = (*OUTCOMES.values(), "rejected")
@@ -99,11 +100,12 @@ class RolloutResult:
         notes: list[str],
         uses: dict[str, ServerUse] | None = None,
     ) -> RolloutResult:
-        """`rollouts`: one for each request, by rollout_id, in batch order."""
+        """`rollouts`: one for each request, by rollout_id, in batch order. The batch is where `shipping.send` finds it
+        without a copy."""
         statuses = Counter(r.status for r in rollouts.values())
         batches = [r.batch for r in rollouts.values() if r.batch is not None]
         return cls(
-            RolloutBatch.join(batches) if batches else RolloutBatch.from_rollouts([]),
+            RolloutBatch.join(batches, shipping.concatenate) if batches else RolloutBatch.from_rollouts([]),
             {name: r.outcome for name, r in rollouts.items()},
             times,
             notes,

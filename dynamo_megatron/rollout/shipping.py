@@ -6,15 +6,35 @@ memory has no name: it is gone with the processes, however they end.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
+import weakref
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+import numpy as np
+
 APART = 1 << 20  # bytes from which on an array is not part of the message itself
-ALIGNMENT = 64  # bytes
+_shared: dict[int, int] = {}  # address of an array that `concatenate` has made -> descriptor of its memory
+
+
+def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """As np.concatenate, of arrays of one dtype [N, ...], into memory that `send` passes on as it is."""
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    dtype = arrays[0].dtype
+    size = int(np.prod(shape)) * dtype.itemsize
+    if size < APART:
+        return np.concatenate(arrays)
+    descriptor = _memory(size)
+    mapped = mmap.mmap(descriptor, size)
+    joined = np.frombuffer(mapped, dtype).reshape(shape)
+    _shared[joined.ctypes.data] = descriptor
+    weakref.finalize(mapped, _forget, joined.ctypes.data)
+    return np.concatenate(arrays, out=joined)
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -29,39 +49,46 @@ def send(connection: Connection, message: Any) -> None:
         return False
 
     head = pickle.dumps(message, protocol=5, buffer_callback=keep)
-    sizes = [array.nbytes for array in arrays]
-    connection.send((head, sizes))
-    if not sizes:
-        return
-    descriptor = os.memfd_create("dynamo-megatron", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, sum(map(_padded, sizes)))
-        with mmap.mmap(descriptor, 0) as memory:
-            start = 0
-            for array in arrays:
-                memory[start : start + array.nbytes] = array
-                start += _padded(array.nbytes)
-        send_handle(connection, descriptor, None)
-    finally:
-        os.close(descriptor)
+    connection.send((head, [array.nbytes for array in arrays]))
+    for array in arrays:
+        with _descriptor_of(array) as descriptor:
+            send_handle(connection, descriptor, None)
 
 
 def receive(connection: Connection) -> Any:
     """What `send` sent. Raises EOFError and OSError as `connection.recv`."""
     head, sizes = connection.recv()
-    if not sizes:
-        return pickle.loads(head)
-    descriptor = recv_handle(connection)
-    try:
-        memory = memoryview(mmap.mmap(descriptor, 0))  # lives as long as an array in it does
-    finally:
-        os.close(descriptor)
-    arrays, start = [], 0
+    arrays = []
     for size in sizes:
-        arrays.append(memory[start : start + size])
-        start += _padded(size)
+        descriptor = recv_handle(connection)
+        try:
+            arrays.append(mmap.mmap(descriptor, size))  # lives as long as the array in it does
+        finally:
+            os.close(descriptor)
     return pickle.loads(head, buffers=arrays)
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+@contextlib.contextmanager
+def _descriptor_of(array: memoryview) -> Iterator[int]:
+    """Of memory with the array's bytes: its own, or a copy."""
+    own = _shared.get(np.frombuffer(array, np.uint8).ctypes.data)
+    if own is not None and os.fstat(own).st_size == array.nbytes:
+        yield own
+        return
+    descriptor = _memory(array.nbytes)
+    try:
+        with mmap.mmap(descriptor, array.nbytes) as memory:
+            memory[:] = array
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _memory(size: int) -> int:
+    descriptor = os.memfd_create("dynamo-megatron", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _forget(address: int) -> None:
+    os.close(_shared.pop(address))

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.shipping import APART, receive, send
 
 SENDER = """
@@ -51,3 +52,22 @@ def test_what_is_small_takes_no_memory_of_its_own():
     send(there, ("beat", 3, np.ones(10)))
     head, sizes = here.recv()
     assert sizes == [] and pickle.loads(head)[:2] == ("beat", 3)
+
+
+def test_what_was_joined_there_is_sent_without_a_copy(monkeypatch):
+    here, there = multiprocessing.Pipe()
+    parts = [np.arange(i, i + 100_000) for i in range(3)]
+    before = len(os.listdir("/proc/self/fd"))
+    joined, pairs = shipping.concatenate(parts), shipping.concatenate([np.ones((2, 2)), np.zeros((1, 2))])
+    assert (joined == np.concatenate(parts)).all() and joined.dtype == np.int64 and pairs.shape == (3, 2)
+    monkeypatch.setattr(shipping, "_memory", None)
+    send(there, [joined, pairs])
+    received = receive(here)
+    assert (received[0] == joined).all() and (received[1] == pairs).all()
+    joined[0] = 9
+    assert received[0][0] == 9, "one memory"
+    monkeypatch.undo()
+    send(there, joined[1:])
+    assert (receive(here) == joined[1:]).all(), "a part of it is another array"
+    del joined, received
+    assert len(os.listdir("/proc/self/fd")) == before
