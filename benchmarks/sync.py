@@ -78,14 +78,14 @@ def run_rank(job_file: Path) -> None:
     layout = join_ranks(config, dist.PrefixStore("groups", store))
     policy = Policy(load_model_config(job["model"]), config, layout)
     found, version = [], 0
-    for case in job["cases"]:
+    for number, case in enumerate(job["cases"]):
         endpoint = Endpoint(**case["endpoint"])
         fleet = _Fleet([endpoint]) if rank == 0 else None
         sync = {"transport": case["transport"], "bucket_bytes": BUCKET_BYTES}
         placement = "split" if case["transport"] == "nccl" else "colocated"
         rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
         policy.config = config.model_copy(update={"rollout": rollout})
-        pusher = WeightPusher(policy, fleet, _Keys(coordinator, f"{len(found)}-{version}-"))
+        pusher = WeightPusher(policy, fleet, _Keys(coordinator, f"{number}-"))
         source = torch.zeros(pusher.plan.nbytes, dtype=torch.uint8, device=layout.device)
         target = torch.empty_like(source)
         reports, copies = [], []
