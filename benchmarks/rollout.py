@@ -299,7 +299,7 @@ class Memory:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, requests, tokens in (("client", client, 64, 64), ("collect", collect, 8192, 8192)):
+    for name, run, requests, tokens in (("client", client, 64, 256), ("collect", collect, 8192, 8192)):
         sub = commands.add_parser(name)
         sub.set_defaults(run=run)
         sub.add_argument("--requests", type=int, default=requests)
