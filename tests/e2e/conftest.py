@@ -44,9 +44,13 @@ class Run:
                 start_new_session=True,
             )
         self.family: list[psutil.Process] = []
+        self._looked = 0.0
 
-    def look(self) -> None:
-        """Notes the processes that belong to the run."""
+    def look(self, every: float = 0.0) -> None:
+        """Notes the processes that belong to the run, where it did not within `every` seconds: it costs a core else."""
+        if time.monotonic() - self._looked < every:
+            return
+        self._looked = time.monotonic()
         with contextlib.suppress(psutil.NoSuchProcess):
             for p in psutil.Process(self.process.pid).children(recursive=True):
                 if p not in self.family:
@@ -69,7 +73,7 @@ class Run:
     def wait(self, timeout: float = 240) -> int:
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
-            self.look()
+            self.look(every=0.5)
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"the run took more than {timeout} s:\n{self.text[-3000:]}")
@@ -83,7 +87,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"waited {timeout} s for {what}:\n{self.text[-3000:]}")
-            self.look()
+            self.look(every=0.5)
             time.sleep(0.005)
 
     def kill(self) -> None:
