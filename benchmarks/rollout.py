@@ -105,6 +105,7 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
 
         async def theirs(prompts: list[list[int]], number: int) -> int:
             slots = asyncio.Semaphore(rollout.concurrency)
+            # its own say what to do at an end token, too, which is the server's to say here
             same = {"sampling_params": {"temperature": 1.0, "max_new_tokens": rollout.max_new_tokens}}
 
             async def one(prompt: list[int]) -> int:
@@ -150,7 +151,8 @@ def client(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = tiny_model(folder)
-        own = RolloutConfig(concurrency=64, max_new_tokens=options.tokens)
+        same_length = ["--preferred-sampling-params", '{"ignore_eos": true}']  # in all requests, of either client
+        own = RolloutConfig(concurrency=64, max_new_tokens=options.tokens, server_args=same_length)
         server = SGLangServer(own, ModelConfig(path=str(model), dtype="float32"), folder / "server.log")
         for variable in ("API_KEY", "OPENAI_API_KEY"):  # ours, and the one that SGLang's client asks for
             os.environ[variable] = server.endpoint.api_key
@@ -165,7 +167,7 @@ def client(options: argparse.Namespace) -> dict[str, Any]:
         "machine": found,
         "concurrency": 64,
         "requests a round": options.requests,
-        "new tokens at most": options.tokens,
+        "new tokens of each": options.tokens,
         "tokens per second": samples,
         "ratio": ratio,
         "ratio interval 95 %": interval(samples["ours"], samples["sglang"]),
@@ -299,12 +301,12 @@ class Memory:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, requests, tokens in (("client", client, 64, 256), ("collect", collect, 8192, 8192)):
+    for name, run, requests, tokens in (("client", client, 64, 64), ("collect", collect, 8192, 8192)):
         sub = commands.add_parser(name)
         sub.set_defaults(run=run)
         sub.add_argument("--requests", type=int, default=requests)
         sub.add_argument("--tokens", type=int, default=tokens)
-        sub.add_argument("--rounds", type=int, default=8)
+        sub.add_argument("--rounds", type=int, default=100)
         sub.add_argument("--folder", help="for what is written meanwhile, about 2 GB with the defaults")
         sub.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / f"rollout_{name}.json")
     options = parser.parse_args()

@@ -16,6 +16,7 @@ from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
+KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about this request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
 
@@ -43,7 +44,7 @@ class Response:
 def open_session() -> aiohttp.ClientSession:
     """For the clients of all servers; use as `async with`."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_TIMEOUT),
     )
 

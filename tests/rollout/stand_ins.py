@@ -28,11 +28,13 @@ class Server:
         self.behaviour, self.healthy, self.loads = behaviour, healthy, loads
         self.asked: list[str] = []
         self.aborted: list[str] = []
+        self.callers: list[tuple[str, int]] = []  # address of the connection of each request
         self.under_way = self.most = 0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         rid = (await request.json())["rid"]
         self.asked.append(rid)
+        self.callers.append(request.transport.get_extra_info("peername"))
         number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)

@@ -151,6 +151,24 @@ def test_a_server_that_takes_no_connection_is_lost_and_no_rollout_timed_out(monk
             asyncio.run(work(f"http://127.0.0.1:{full.getsockname()[1]}"))
 
 
+def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch):
+    monkeypatch.setattr(client, "KEEP_ALIVE", 0.2)
+
+    async def work():
+        used = []
+        server = Server()
+        async with listening(server) as url, open_session() as session:
+            sglang = SGLangClient(session, Endpoint("kept", 1, url, 1, ""), RolloutConfig(), [])
+            for pause in (0.0, 0.0, 0.5):
+                await asyncio.sleep(pause)
+                await sglang.generate("r", [1])
+                used.append(server.callers[-1])
+        return used
+
+    first, second, third = asyncio.run(work())
+    assert first == second != third
+
+
 def test_an_older_sglang_says_its_weight_version_once():
     meta = reply("r")["meta_info"]
     del meta["weight_versions"]
