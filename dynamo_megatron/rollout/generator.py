@@ -31,6 +31,7 @@ from dynamo_megatron.rollout.result import (
     rollout_id,
 )
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.shipping import Room
 from dynamo_megatron.rollout.store import RolloutStore
 
 
@@ -47,6 +48,7 @@ class _Call:
     finished: list[float] = field(default_factory=list)
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
     late: int = 0
+    room: Room = field(default_factory=Room)  # for the batch
 
     def __post_init__(self) -> None:
         self.reused = len(self.rollouts)
@@ -134,7 +136,9 @@ class Generator:
                 self._lengths.observe(request.prompt_id, len(response.tokens))
             rollout = await self._score(step, request.name, wanted[request.name], response, server)
             self._store.append(rollout)
-            rollouts[request.name] = Accounted.of(rollout)
+            rollouts[request.name] = accounted = Accounted.of(rollout)
+            if accounted.batch is not None:
+                call.room.grow(accounted.batch.tokens.nbytes + accounted.batch.engine_logprobs.nbytes)
             self._finished(response)
 
         requests = [
@@ -172,7 +176,12 @@ class Generator:
             "tail": tail_seconds(call.finished),
         }
         return RolloutResult.of(
-            {name: rollouts[name] for name in wanted}, reused=call.reused, times=times, notes=notes, uses=uses
+            {name: rollouts[name] for name in wanted},
+            reused=call.reused,
+            times=times,
+            notes=notes,
+            uses=uses,
+            concatenate=call.room.concatenate,
         )
 
     def _count(self, uses: dict[str, ServerUse]) -> None:

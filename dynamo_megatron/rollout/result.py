@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, RolloutBatch
-from dynamo_megatron.rollout import shipping
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 KINDS = (*OUTCOMES.values(), "rejected")
@@ -99,13 +98,13 @@ class RolloutResult:
         times: dict[str, float],
         notes: list[str],
         uses: dict[str, ServerUse] | None = None,
+        concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutResult:
-        """`rollouts`: one for each request, by rollout_id, in batch order. The batch is where `shipping.send` finds it
-        without a copy."""
+        """`rollouts`: one for each request, by rollout_id, in batch order."""
         statuses = Counter(r.status for r in rollouts.values())
         batches = [r.batch for r in rollouts.values() if r.batch is not None]
         return cls(
-            RolloutBatch.join(batches, shipping.concatenate) if batches else RolloutBatch.from_rollouts([]),
+            RolloutBatch.join(batches, concatenate) if batches else RolloutBatch.from_rollouts([]),
             {name: r.outcome for name, r in rollouts.items()},
             times,
             notes,

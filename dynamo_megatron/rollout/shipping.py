@@ -6,12 +6,11 @@ memory has no name: it is gone with the processes, however they end.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -19,22 +18,41 @@ from typing import Any
 import numpy as np
 
 APART = 1 << 20  # bytes from which on an array is not part of the message itself
-_shared: dict[int, int] = {}  # address of an array that `concatenate` has made -> descriptor of its memory
+_shared: dict[int, tuple[Room, int, int]] = {}  # address of an array in a room -> the room, start, bytes
 
 
-def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """As np.concatenate, of arrays of one dtype [N, ...], into memory that `send` passes on as it is."""
-    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-    dtype = arrays[0].dtype
-    size = int(np.prod(shape)) * dtype.itemsize
-    if size < APART:
-        return np.concatenate(arrays)
-    descriptor = _memory(size)
-    mapped = mmap.mmap(descriptor, size)
-    joined = np.frombuffer(mapped, dtype).reshape(shape)
-    _shared[joined.ctypes.data] = descriptor
-    weakref.finalize(mapped, _forget, joined.ctypes.data)
-    return np.concatenate(arrays, out=joined)
+class Room:
+    """Memory for arrays that `send` passes on as they are, taken from the system by and by.
+
+    The first use of 0.8 GB can take a virtual machine five seconds, which a step's end would wait for.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("dynamo-megatron", os.MFD_CLOEXEC)
+        self._taken = self._used = 0  # bytes
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def grow(self, size: int) -> None:
+        """By `size` bytes, at least one. Raises OSError where there is no more memory."""
+        os.posix_fallocate(self.descriptor, self._taken, size)
+        self._taken += size
+
+    def concatenate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """As np.concatenate, of arrays of one dtype [N, ...]; a large result is in here, which grows if it has to."""
+        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+        dtype = arrays[0].dtype
+        size = int(np.prod(shape)) * dtype.itemsize
+        if size < APART:
+            return np.concatenate(arrays)
+        start = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._used = start + size
+        if self._used > self._taken:
+            self.grow(self._used - self._taken)
+        mapped = mmap.mmap(self.descriptor, size, offset=start)
+        joined = np.frombuffer(mapped, dtype).reshape(shape)
+        _shared[joined.ctypes.data] = self, start, size
+        weakref.finalize(mapped, _shared.pop, joined.ctypes.data)
+        return np.concatenate(arrays, out=joined)
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -49,46 +67,31 @@ def send(connection: Connection, message: Any) -> None:
         return False
 
     head = pickle.dumps(message, protocol=5, buffer_callback=keep)
-    connection.send((head, [array.nbytes for array in arrays]))
-    for array in arrays:
-        with _descriptor_of(array) as descriptor:
-            send_handle(connection, descriptor, None)
+    places = [_place(array) for array in arrays]
+    connection.send((head, [(start, size) for _, start, size in places]))
+    for room, _, _ in places:
+        send_handle(connection, room.descriptor, None)
 
 
 def receive(connection: Connection) -> Any:
     """What `send` sent. Raises EOFError and OSError as `connection.recv`."""
-    head, sizes = connection.recv()
+    head, places = connection.recv()
     arrays = []
-    for size in sizes:
+    for start, size in places:
         descriptor = recv_handle(connection)
         try:
-            arrays.append(mmap.mmap(descriptor, size))  # lives as long as the array in it does
+            arrays.append(mmap.mmap(descriptor, size, offset=start))  # lives as long as the array in it does
         finally:
             os.close(descriptor)
     return pickle.loads(head, buffers=arrays)
 
 
-@contextlib.contextmanager
-def _descriptor_of(array: memoryview) -> Iterator[int]:
-    """Of memory with the array's bytes: its own, or a copy."""
-    own = _shared.get(np.frombuffer(array, np.uint8).ctypes.data)
-    if own is not None and os.fstat(own).st_size == array.nbytes:
-        yield own
-        return
-    descriptor = _memory(array.nbytes)
-    try:
-        with mmap.mmap(descriptor, array.nbytes) as memory:
-            memory[:] = array
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _memory(size: int) -> int:
-    descriptor = os.memfd_create("dynamo-megatron", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
-    return descriptor
-
-
-def _forget(address: int) -> None:
-    os.close(_shared.pop(address))
+def _place(array: memoryview) -> tuple[Room, int, int]:
+    """Where the array's bytes are, its own or a copy of them: room, start, bytes."""
+    flat = np.frombuffer(array, np.uint8)
+    own = _shared.get(flat.ctypes.data)
+    if own is not None and own[2] == flat.nbytes:
+        return own
+    room = Room()
+    room.concatenate([flat])
+    return room, 0, flat.nbytes

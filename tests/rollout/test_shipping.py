@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.rollout import shipping
-from dynamo_megatron.rollout.shipping import APART, receive, send
+from dynamo_megatron.rollout.shipping import APART, Room, receive, send
 
 SENDER = """
 import sys, numpy as np
@@ -41,7 +41,7 @@ def test_arrays_of_another_process_come_whole_and_writable():
 
 def test_a_sender_that_ends_within_a_message_is_an_end():
     here, there = multiprocessing.Pipe()
-    there.send((pickle.dumps(None), [APART]))
+    there.send((pickle.dumps(None), [(0, APART)]))
     there.close()
     with pytest.raises((EOFError, OSError)):
         receive(here)
@@ -50,24 +50,37 @@ def test_a_sender_that_ends_within_a_message_is_an_end():
 def test_what_is_small_takes_no_memory_of_its_own():
     here, there = multiprocessing.Pipe()
     send(there, ("beat", 3, np.ones(10)))
-    head, sizes = here.recv()
-    assert sizes == [] and pickle.loads(head)[:2] == ("beat", 3)
+    head, places = here.recv()
+    assert places == [] and pickle.loads(head)[:2] == ("beat", 3)
 
 
-def test_what_was_joined_there_is_sent_without_a_copy(monkeypatch):
+@pytest.mark.parametrize("grown", [0, 3_000_000, 9_000_000])
+def test_what_was_joined_in_a_room_is_sent_without_a_copy(monkeypatch, grown):
     here, there = multiprocessing.Pipe()
-    parts = [np.arange(i, i + 100_000) for i in range(3)]
+    parts = [np.arange(i, i + 100_001) for i in range(3)]
     before = len(os.listdir("/proc/self/fd"))
-    joined, pairs = shipping.concatenate(parts), shipping.concatenate([np.ones((2, 2)), np.zeros((1, 2))])
+    room = Room()
+    if grown:
+        room.grow(grown)
+    joined, pairs, halves = map(room.concatenate, (parts, [np.ones((2, 2)), np.zeros((1, 2))], [parts[0] / 2] * 2))
     assert (joined == np.concatenate(parts)).all() and joined.dtype == np.int64 and pairs.shape == (3, 2)
-    monkeypatch.setattr(shipping, "_memory", None)
-    send(there, [joined, pairs])
+    monkeypatch.setattr(shipping, "Room", None)
+    send(there, [joined, pairs, halves])
     received = receive(here)
-    assert (received[0] == joined).all() and (received[1] == pairs).all()
+    assert (received[0] == joined).all() and (received[1] == pairs).all() and (received[2] == halves).all()
     joined[0] = 9
     assert received[0][0] == 9, "one memory"
     monkeypatch.undo()
     send(there, joined[1:])
     assert (receive(here) == joined[1:]).all(), "a part of it is another array"
-    del joined, received
+    del room, joined, halves, received
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_room_has_its_memory_before_it_is_used():
+    room = Room()
+    room.grow(5_000_000)
+    room.grow(3_000_000)
+    before = os.fstat(room.descriptor).st_blocks * 512
+    room.concatenate([np.ones(1_000_000)])
+    assert os.fstat(room.descriptor).st_blocks * 512 == before >= 8_000_000
