@@ -42,7 +42,7 @@ from measure import machine
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sglang", "aiohttp", "pydantic_core", "numpy", "torch")
 PROMPT_TOKENS = 64
-STEPS = 2  # the first one's memory is new to the process, and on a virtual machine to the host
+STEPS = 2
 
 
 def tiny_model(folder: Path, **options: Any) -> Path:
@@ -132,6 +132,7 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
             for name in sorted(calls, reverse=number % 2 == 1):
                 start = time.perf_counter()
                 tokens = await calls[name](prompts, number)
+                assert tokens == requests * rollout.max_new_tokens, "the rounds are not of equal work"
                 if number:
                     samples[name].append(tokens / (time.perf_counter() - start))
         running.cancel()

@@ -117,13 +117,18 @@ class RolloutBatch(Sequences):
     finish_reasons: list[str]
     servers: list[str]  # their names
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what there is one of for each token, which is nearly all."""
+        return self.tokens.nbytes + self.engine_logprobs.nbytes
+
     @classmethod
     def join(
         cls,
         batches: Sequence[RolloutBatch],
         concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutBatch:
-        """The rollouts of all of `batches`, at least one, in order."""
+        """The rollouts of all of `batches`, at least one, in order; `concatenate` says where the arrays go."""
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
         return cls(

@@ -31,7 +31,7 @@ from dynamo_megatron.rollout.result import (
     rollout_id,
 )
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-from dynamo_megatron.rollout.shipping import Room
+from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore
 
 
@@ -48,7 +48,7 @@ class _Call:
     finished: list[float] = field(default_factory=list)
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
     late: int = 0
-    room: Room = field(default_factory=Room)  # for the batch
+    arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:
         self.reused = len(self.rollouts)
@@ -96,6 +96,7 @@ class Generator:
                 return task.result()
         finally:
             task.cancel()
+            del task  # it holds what it raises, and by that this frame and the rollouts that came
         error = self._fleet_run.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -125,6 +126,9 @@ class Generator:
             positions = range(first, first + len(prompts))
             rollouts, notes = await asyncio.to_thread(self._reusable, step, wanted, positions)
             call = _Call(wanted, version, rollouts, notes)
+            await asyncio.to_thread(
+                call.arena.grow, sum(r.batch.nbytes for r in rollouts.values() if r.batch is not None)
+            )
         rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
         self.done = len(rollouts)
 
@@ -138,7 +142,7 @@ class Generator:
             self._store.append(rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
-                call.room.grow(accounted.batch.tokens.nbytes + accounted.batch.engine_logprobs.nbytes)
+                call.arena.grow(accounted.batch.nbytes)
             self._finished(response)
 
         requests = [
@@ -181,7 +185,7 @@ class Generator:
             times=times,
             notes=notes,
             uses=uses,
-            concatenate=call.room.concatenate,
+            concatenate=call.arena.concatenate,
         )
 
     def _count(self, uses: dict[str, ServerUse]) -> None:

@@ -100,7 +100,7 @@ class RolloutResult:
         uses: dict[str, ServerUse] | None = None,
         concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutResult:
-        """`rollouts`: one for each request, by rollout_id, in batch order."""
+        """`rollouts`: one for each request, by rollout_id, in batch order. `concatenate`: as RolloutBatch.join."""
         statuses = Counter(r.status for r in rollouts.values())
         batches = [r.batch for r in rollouts.values() if r.batch is not None]
         return cls(

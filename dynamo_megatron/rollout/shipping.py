@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 
 APART = 1 << 20  # bytes from which on an array is not part of the message itself
-_shared: dict[int, tuple[Room, int, int]] = {}  # address of an array in a room -> the room, start, bytes
+ZEROS = bytes(1 << 20)
+_shared: dict[int, tuple[Arena, int, int]] = {}  # address of an array in an arena -> the arena, start, bytes
 
 
-class Room:
-    """Memory for arrays that `send` passes on as they are, taken from the system by and by.
+class Arena:
+    """Memory for arrays that `send` passes on as they are, taken from the system by and by; it goes with the last array
+    in it, on either side.
 
     The first use of 0.8 GB can take a virtual machine five seconds, which a step's end would wait for.
     """
@@ -33,9 +35,10 @@ class Room:
         weakref.finalize(self, os.close, self.descriptor)
 
     def grow(self, size: int) -> None:
-        """By `size` bytes, at least one. Raises OSError where there is no more memory."""
-        os.posix_fallocate(self.descriptor, self._taken, size)
-        self._taken += size
+        """By `size` bytes. Raises OSError where the system refuses them."""
+        end = self._taken + size
+        while self._taken < end:  # fallocate would leave the clearing of pages, the slow part, to their first use
+            self._taken += os.pwrite(self.descriptor, ZEROS[: end - self._taken], self._taken)
 
     def concatenate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """As np.concatenate, of arrays of one dtype [N, ...]; a large result is in here, which grows if it has to."""
@@ -69,8 +72,8 @@ def send(connection: Connection, message: Any) -> None:
     head = pickle.dumps(message, protocol=5, buffer_callback=keep)
     places = [_place(array) for array in arrays]
     connection.send((head, [(start, size) for _, start, size in places]))
-    for room, _, _ in places:
-        send_handle(connection, room.descriptor, None)
+    for arena, _, _ in places:
+        send_handle(connection, arena.descriptor, None)
 
 
 def receive(connection: Connection) -> Any:
@@ -86,12 +89,12 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(head, buffers=arrays)
 
 
-def _place(array: memoryview) -> tuple[Room, int, int]:
-    """Where the array's bytes are, its own or a copy of them: room, start, bytes."""
+def _place(array: memoryview) -> tuple[Arena, int, int]:
+    """Where the array's bytes are, its own or a copy of them: arena, start, bytes."""
     flat = np.frombuffer(array, np.uint8)
     own = _shared.get(flat.ctypes.data)
     if own is not None and own[2] == flat.nbytes:
         return own
-    room = Room()
-    room.concatenate([flat])
-    return room, 0, flat.nbytes
+    arena = Arena()
+    arena.concatenate([flat])
+    return arena, 0, flat.nbytes

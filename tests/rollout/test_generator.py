@@ -9,6 +9,7 @@ from aiohttp import web
 from stand_ins import Server, external, listening
 
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
@@ -44,6 +45,22 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             return await work(generator, push)
 
     return lambda work, *servers, **rollout: asyncio.run(go(work, servers, rollout))
+
+
+def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
+    grown, grow = [], shipping.Arena.grow
+    monkeypatch.setattr(shipping, "APART", 1)
+    monkeypatch.setattr(shipping.Arena, "grow", lambda arena, size: (grown.append(size), grow(arena, size)))
+
+    async def work(generator, push):
+        await push(0)
+        for before in ([0] + 6 * [5 * 8 + 3 * 4], [6 * (5 * 8 + 3 * 4)]):  # the second time all six are on disk
+            grown.clear()
+            batch = (await generator.generate(1, PROMPTS, [2, 2, 2], 0)).batch
+            assert grown[: len(before)] == before
+            assert {batch.tokens.ctypes.data, batch.engine_logprobs.ctypes.data} <= shipping._shared.keys()
+
+    with_generator(work, Server())
 
 
 def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):

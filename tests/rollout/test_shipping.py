@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.rollout import shipping
-from dynamo_megatron.rollout.shipping import APART, Room, receive, send
+from dynamo_megatron.rollout.shipping import APART, Arena, receive, send
 
 SENDER = """
 import sys, numpy as np
@@ -55,32 +55,33 @@ def test_what_is_small_takes_no_memory_of_its_own():
 
 
 @pytest.mark.parametrize("grown", [0, 3_000_000, 9_000_000])
-def test_what_was_joined_in_a_room_is_sent_without_a_copy(monkeypatch, grown):
+def test_what_was_joined_in_an_arena_is_sent_without_a_copy(monkeypatch, grown):
     here, there = multiprocessing.Pipe()
     parts = [np.arange(i, i + 100_001) for i in range(3)]
     before = len(os.listdir("/proc/self/fd"))
-    room = Room()
-    if grown:
-        room.grow(grown)
-    joined, pairs, halves = map(room.concatenate, (parts, [np.ones((2, 2)), np.zeros((1, 2))], [parts[0] / 2] * 2))
+    arena = Arena()
+    arena.grow(grown)
+    joined, pairs, halves = map(arena.concatenate, (parts, [np.ones((2, 2)), np.zeros((1, 2))], [parts[0] / 2] * 2))
+    del arena
     assert (joined == np.concatenate(parts)).all() and joined.dtype == np.int64 and pairs.shape == (3, 2)
-    monkeypatch.setattr(shipping, "Room", None)
+    monkeypatch.setattr(shipping, "Arena", None)
     send(there, [joined, pairs, halves])
     received = receive(here)
     assert (received[0] == joined).all() and (received[1] == pairs).all() and (received[2] == halves).all()
     joined[0] = 9
     assert received[0][0] == 9, "one memory"
     monkeypatch.undo()
-    send(there, joined[1:])
-    assert (receive(here) == joined[1:]).all(), "a part of it is another array"
-    del room, joined, halves, received
+    for part in (joined[1:], joined[:-1]):
+        send(there, part)
+        assert (receive(here) == part).all(), "a part of it is another array"
+    del part, joined, halves, received
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_room_has_its_memory_before_it_is_used():
-    room = Room()
-    room.grow(5_000_000)
-    room.grow(3_000_000)
-    before = os.fstat(room.descriptor).st_blocks * 512
-    room.concatenate([np.ones(1_000_000)])
-    assert os.fstat(room.descriptor).st_blocks * 512 == before >= 8_000_000
+def test_an_arena_has_its_memory_before_it_is_used():
+    arena = Arena()
+    arena.grow(5_000_000)
+    arena.grow(3_000_000)
+    before = os.fstat(arena.descriptor).st_blocks * 512
+    arena.concatenate([np.ones(1_000_000)])
+    assert os.fstat(arena.descriptor).st_blocks * 512 == before >= 8_000_000
