@@ -23,9 +23,7 @@ def serve(config: Config, nodes: int, node: int) -> int:
 
     Raises ValueError where the servers are not an equal share for each of `nodes`, or host or port cannot be used.
     """
-    names = server_names(config.rollout.servers, nodes, node)
-    side = NodeSide(config.output_dir, names)
-    supervisor = Supervisor(config, names, side)
+    side, supervisor = _parts(config, nodes, node)
     try:
         asyncio.run(_serve(config, side, supervisor))
     except TimeoutError as error:
@@ -34,6 +32,13 @@ def serve(config: Config, nodes: int, node: int) -> int:
     except asyncio.CancelledError:
         print("stopped", flush=True)
     return 0
+
+
+def _parts(config: Config, nodes: int, node: int) -> tuple[NodeSide, Supervisor]:
+    """Nothing is started yet. Raises ValueError as `serve`."""
+    names = server_names(config.rollout.servers, nodes, node)
+    side = NodeSide(config.output_dir, names)
+    return side, Supervisor(config, names, side)
 
 
 async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
@@ -55,9 +60,13 @@ async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None
 
 
 class NodeServers:
-    """The same as a child process of a training node's local rank 0, for colocated servers."""
+    """The same as a child process of a training node's local rank 0, for colocated servers.
+
+    Raises ValueError as `serve`.
+    """
 
     def __init__(self, config: Config, nodes: int, node: int):
+        _parts(config, nodes, node)  # where it raises in the child, rank 0 waits for servers that never come
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
         with keeping_usr1():

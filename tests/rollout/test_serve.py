@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout import announcements, supervisor
 from dynamo_megatron.rollout.announcements import Announced, NodeSide
-from dynamo_megatron.rollout.serve import _serve
+from dynamo_megatron.rollout.serve import NodeServers, _serve
 from dynamo_megatron.rollout.supervisor import Supervisor
 from dynamo_megatron.rollout.worker import RolloutWorker
 
@@ -105,3 +106,17 @@ def test_servers_that_are_no_equal_share_are_refused(tiny_model, command_line, t
     assert code == 2 and said == "rollout.servers: 3 servers are not an equal share for each of 2 nodes\n"
     code, said = command_line(tmp_path, "serve", *words, "--nodes", 3, "--node", 3)
     assert code == 2 and said == "--node: 3 is not one of 0 to 2\n"
+
+
+def test_a_port_in_use_on_a_training_node_is_refused_there(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = Config(
+            model={"path": "none"},
+            data={"source": "unused"},
+            output_dir=str(tmp_path),
+            rollout={"servers": 2, "port": taken.getsockname()[1]},
+        )
+        with pytest.raises(ValueError, match="cannot be used"):
+            NodeServers(config, nodes=2, node=1)
