@@ -242,14 +242,12 @@ def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend)
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
-    planned = planned_bytes(config)
     ended = run_logged(command, folder / "train.log", timeout, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
-        "planned peak GPU bytes": planned,
         **ended,
     }
     if ended["exit code"] != 0:
@@ -257,7 +255,14 @@ def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [step_figures(work, json.loads(line), peak_flops(name)) for line in lines]
+    planned = planned_bytes(config)
     for heavy in ("model", "run", "recorded"):
         shutil.rmtree(folder / heavy)
     measured = steps[-1]["peak GPU bytes"]
-    return {**result, "steps": steps, "headline": steps[-1], "peak over plan": measured / planned if measured else None}
+    return {
+        **result,
+        "planned peak GPU bytes": planned,
+        "steps": steps,
+        "headline": steps[-1],
+        "peak over plan": measured / planned if measured else None,
+    }

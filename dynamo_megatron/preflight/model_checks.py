@@ -65,8 +65,10 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
 
 def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where the tokenizer has ids, or an end token lies, beyond the embedding, or where the tokenizer
-    does not know an end token: of a smaller one all ids fit."""
-    highest = max(tokenizer.get_vocab().values())
+    does not know an end token: of a smaller one all ids fit. Added tokens may lie beyond it: to a Qwen2 folder
+    transformers 5 itself adds one that the model may not have, and that no text has."""
+    added = tokenizer.get_added_vocab()
+    highest = max(id for token, id in tokenizer.get_vocab().items() if token not in added)
     if highest >= spec.vocab_size:
         raise ValueError(
             f"model.path: the tokenizer in {path} has ids up to {highest}, the embedding {spec.vocab_size} rows "

@@ -79,12 +79,14 @@ def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, st
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '0':\n"
+        "    import dataclasses\n"
         "    import numpy as np\n"
         "    from dynamo_megatron.algorithm import allocation\n"
         "    allocate = allocation.RolloutAllocator.allocate\n"
         "    def fixed(self, prompt_ids, budget, *, step):\n"
         "        allocate(self, prompt_ids, budget, step=step)\n"
-        "        return np.array([2, 7, 15, 4])\n"
+        "        self.last = dataclasses.replace(self.last, counts=np.array([2, 7, 15, 4]))\n"
+        "        return self.last.counts\n"
         "    allocation.RolloutAllocator.allocate = fixed\n"
     )
     problems = (workspace / "problems.jsonl").read_text().splitlines(keepends=True)[:3]

@@ -16,9 +16,11 @@ KILL_AFTER = 5  # steps
 
 
 def outcome(output: Path) -> tuple[dict, dict[str, torch.Tensor], dict]:
-    """(the last metrics line but for times, the final weights, rank 0's state of the last checkpoint)."""
+    """(the last metrics line but for times and pushes, which an evaluation makes more of, the final weights, rank 0's
+    state of the last checkpoint)."""
     line = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    plain = {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "resources/"))}
+    other = ("time/", "throughput/", "resources/", "reshard/")
+    plain = {key: value for key, value in line.items() if not key.startswith(other)}
     weights = {}
     for file in (output / "hf").glob("*.safetensors"):
         with safe_open(file, "pt") as f:

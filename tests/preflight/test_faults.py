@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.config_files import compose
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.preflight import device_checks, machine_checks
+from dynamo_megatron.preflight import device_checks, machine_checks, model_checks
 
 
 def test_all_is_well(check):
@@ -68,6 +70,16 @@ def test_another_models_tokenizer(base, failure, make_tiny_model):
     (base / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     said = failure("vocabulary")
     assert "ids up to 400, the embedding 128 rows" in said and "copy the model's own tokenizer files" in said
+
+
+def test_the_demos_tokenizer_is_its_models(tmp_path):
+    """transformers adds a token to it that the model has no row for."""
+    demo = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "demo_task.py"))
+    tokenizer = demo["train_tokenizer"](["1+2=", "34567890"])
+    demo["make_model"](tokenizer, tmp_path, 0)
+    loaded = load_tokenizer(tmp_path)
+    assert max(loaded.get_vocab().values()) >= len(tokenizer), "else this says nothing"
+    model_checks.check_vocabulary(tmp_path, load_model_config(tmp_path), loaded)
 
 
 def test_an_end_token_beyond_the_embedding(base, failure):
