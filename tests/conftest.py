@@ -97,7 +97,8 @@ def sglang_server(tiny_model, tmp_path_factory):
 
     log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"
     config = RolloutConfig(start_timeout=400)
-    server = SGLangServer(config, ModelConfig(path=str(tiny_model), dtype="float32"), log)
+    model = ModelConfig(path=str(tiny_model), dtype="float32")
+    server = SGLangServer(config, model, log, name="shared")  # no test that hurts "server-0" takes it for its own
     server.start()
     try:
         asyncio.run(server.wait_ready())

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -53,7 +54,12 @@ def servers(pid: int) -> list[psutil.Process]:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two looks at it
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def wait_until(condition, timeout: float, what: str) -> None:
