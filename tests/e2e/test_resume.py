@@ -15,14 +15,14 @@ from dynamo_megatron.replay.what_if import first_difference, replay
 KILL_AFTER = 5  # steps
 
 
-def outcome(output: Path) -> tuple[dict, dict[str, torch.Tensor], dict]:
+def outcome(output: Path, exported: Path | None = None) -> tuple[dict, dict[str, torch.Tensor], dict]:
     """(the last metrics line but for times and pushes, which an evaluation makes more of, the final weights, rank 0's
     state of the last checkpoint)."""
     line = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     other = ("time/", "throughput/", "resources/", "reshard/")
     plain = {key: value for key, value in line.items() if not key.startswith(other)}
     weights = {}
-    for file in (output / "hf").glob("*.safetensors"):
+    for file in (exported or output / "hf").glob("*.safetensors"):
         with safe_open(file, "pt") as f:
             weights.update({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118
     assert weights, f"{output} exported none"
@@ -102,8 +102,12 @@ def evaluated(recorded, workspace, start_run):
 
 
 @pytest.mark.full
-def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps):
-    same(outcome(evaluated), straight)
+def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspace, command_line):
+    """Its own export is the best step's, which need not be the last."""
+    last = workspace / "evaluated-last"
+    code, text = command_line(workspace, "convert", "mcore2hf", evaluated / "checkpoints" / f"step-{steps:06d}", last)
+    assert code == 0, text
+    same(outcome(evaluated, last), straight)
     rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))
 
