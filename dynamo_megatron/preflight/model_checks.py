@@ -65,10 +65,11 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
 
 def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where the tokenizer has ids, or an end token lies, beyond the embedding, or where the tokenizer
-    does not know an end token: of a smaller one all ids fit. Added tokens may lie beyond it: to a Qwen2 folder
-    transformers 5 itself adds one that the model may not have, and that no text has."""
+    does not know an end token: of a smaller one all ids fit. What transformers 5 itself adds to a Qwen2 folder, which
+    the folder's files do not name, may lie beyond it."""
     added = tokenizer.get_added_vocab()
-    highest = max(id for token, id in tokenizer.get_vocab().items() if token not in added)
+    named = "".join(file.read_text(encoding="utf-8") for file in Path(path).glob("*token*.json"))
+    highest = max(id for token, id in tokenizer.get_vocab().items() if token not in added or token in named)
     if highest >= spec.vocab_size:
         raise ValueError(
             f"model.path: the tokenizer in {path} has ids up to {highest}, the embedding {spec.vocab_size} rows "

@@ -72,6 +72,15 @@ def test_another_models_tokenizer(base, failure, make_tiny_model):
     assert "ids up to 400, the embedding 128 rows" in said and "copy the model's own tokenizer files" in said
 
 
+def test_added_tokens_beyond_the_embedding(base, failure):
+    file = base / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 400, "content": "<think>"})
+    tokenizer["model"]["vocab"]["<think>"] = 400
+    file.write_text(json.dumps(tokenizer))
+    assert "ids up to 400, the embedding 128 rows" in failure("vocabulary")
+
+
 def test_the_demos_tokenizer_is_its_models(tmp_path):
     """transformers adds a token to it that the model has no row for."""
     demo = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "demo_task.py"))
