@@ -117,6 +117,7 @@ def mcore2hf(
 ) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
     folder, spec, model = open_checkpoint(source, step, model)
+    check_config(model, spec)
     kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
     shapes = huggingface_shapes(spec)
     with _aside(out, model, _bytes(spec, kinds)) as unfinished:

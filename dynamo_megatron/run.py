@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.convert import check_config
 from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.layout_checks import check_layout, describe_layout
 from dynamo_megatron.models import ModelSpec, load_model_config
@@ -113,6 +115,7 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.layout import join_ranks
         from dynamo_megatron.policy.policy import Policy
 
+        check_config(Path(config.model.path), spec)
         store = connect_store(config.trainer.timeout)
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)

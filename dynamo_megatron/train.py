@@ -20,6 +20,7 @@ from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_to
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
+from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
@@ -41,7 +42,9 @@ class TrainJob(Job):
         config = self.config
         derived = super().check(ranks)
         try:
-            limit = max_prompt_length(config, load_model_config(config.model.path, config.model.family))
+            spec = load_model_config(config.model.path, config.model.family)
+            limit = max_prompt_length(config, spec)
+            check_served_rope(spec)
             check_ports(config)
             transport = check_transport(config.rollout)
         except ValueError as error:

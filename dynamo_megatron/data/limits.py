@@ -13,7 +13,10 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
     """
     limit = config.model.max_length or spec.max_positions
     if limit > spec.max_positions:
-        raise ValueError(f"model.max_length: {limit} tokens is above the model's {spec.max_positions}")
+        raise ValueError(
+            f"model.max_length: {limit} tokens is above the model's {spec.max_positions} (max_position_embeddings in "
+            "config.json, to be raised there for a RoPE scaling that extends it)"
+        )
     key, response = "rollout.max_new_tokens", config.rollout.max_new_tokens
     if evaluation and config.eval.max_new_tokens is not None:
         key, response = "eval.max_new_tokens", config.eval.max_new_tokens

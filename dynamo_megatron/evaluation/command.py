@@ -14,13 +14,14 @@ import yaml
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose, to_plain
-from dynamo_megatron.convert import find_checkpoint, mcore2hf, run_config
+from dynamo_megatron.convert import check_config, find_checkpoint, mcore2hf, run_config
 from dynamo_megatron.coordination import StopFlag, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, summarise, write_results
 from dynamo_megatron.models import load_model_config, open_weights
+from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
@@ -129,6 +130,8 @@ def _dtype(folder: Path) -> str:
 def _ask(config: Config, url: str | None) -> list[ProblemResult]:
     spec = load_model_config(config.model.path, config.model.family)
     if url is None:
+        check_config(Path(config.model.path), spec)
+        check_served_rope(spec)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path)

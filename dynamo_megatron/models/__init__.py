@@ -33,12 +33,16 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3": qwen3.spec_from_config,
     "qwen3_moe": qwen3_moe.spec_from_config,
 }
+ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same of the fields that the family knows
 
 
 def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
-    """Reads `path`/config.json; `family` None takes the file's model_type.
+    """Reads `path`/config.json; `family`, None or the one that the file's model_type belongs to.
 
-    Raises ValueError, one line with the path: no folder, no config.json, malformed, a family that is not known, a
+    A model_type that is not known is refused with any `family`: models whose config.json has Llama's fields alone
+    compute something else (OLMo 2 has its norms elsewhere, and Gemma adds 1 to their weights).
+
+    Raises ValueError, one line with the path: no folder, no config.json, malformed, a model_type that is not known, a
     field that cannot be mapped.
     """
     file = Path(path) / "config.json"
@@ -54,10 +58,15 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         raise ValueError(f"{file}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file}: not a JSON object")
-    name = config.get("model_type") if family is None else family
+    kind = config.get("model_type")
+    name = ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if name not in FAMILIES:
-        what = "model_type" if family is None else "model.family"
-        raise ValueError(f"{file}: {what} {name!r} is not mapped; the families known are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"{file}: model_type {kind!r} is not supported, and model.family does not change that; supported are "
+            f"{', '.join([*FAMILIES, *ALIASES])}"
+        )
+    if family not in (None, name):
+        raise ValueError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")
     try:
         return FAMILIES[name](config)
     except ValueError as error:

@@ -1,16 +1,21 @@
-"""Llama 3.x and what shares its shape (SmolLM2): no biases, no q/k norm, perhaps Llama 3's RoPE scaling."""
+"""Llama and what computes the same (SmolLM2; Mistral without its window): no biases, no q/k norm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec, flag
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
+from dynamo_megatron.models.values import flag
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped."""
-    for key in ("attention_bias", "mlp_bias"):
-        if flag(config, key):
-            raise ValueError(f"{key}: true is not supported")
-    return decoder_spec(config, "llama", layer_names=DENSE_LAYER)
+    if flag(config, "mlp_bias"):
+        raise ValueError("mlp_bias: true is not supported")
+    if config.get("model_type") == "mistral":
+        for key in ("num_key_value_heads", "sliding_window"):
+            if key not in config:
+                raise ValueError(f"{key}: missing, and what that means differs between mistral and llama; give it")
+    architectures = ("LlamaForCausalLM", "MistralForCausalLM")
+    return decoder_spec(config, "llama", layer_names=DENSE_LAYER, architectures=architectures, fields=("mlp_bias",))

@@ -15,4 +15,4 @@ QWEN2_LAYER = {
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped."""
-    return decoder_spec(config, "qwen2", layer_names=QWEN2_LAYER, qkv_bias=True)
+    return decoder_spec(config, "qwen2", layer_names=QWEN2_LAYER, architectures=("Qwen2ForCausalLM",), qkv_bias=True)

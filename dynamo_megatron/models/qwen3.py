@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec, flag
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
 
 QWEN3_LAYER = {
     **DENSE_LAYER,
@@ -16,6 +16,6 @@ QWEN3_LAYER = {
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped."""
-    if flag(config, "attention_bias"):
-        raise ValueError("attention_bias: true is not supported")
-    return decoder_spec(config, "qwen3", layer_names=QWEN3_LAYER, qk_norm=True, head_dim=128)
+    return decoder_spec(
+        config, "qwen3", layer_names=QWEN3_LAYER, architectures=("Qwen3ForCausalLM",), qk_norm=True, head_dim=128
+    )

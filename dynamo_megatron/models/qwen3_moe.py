@@ -10,21 +10,28 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_megatron.models.qwen3 import QWEN3_LAYER
-from dynamo_megatron.models.spec import ModelSpec, decoder_spec, flag, integer
+from dynamo_megatron.models.spec import ModelSpec, decoder_spec
+from dynamo_megatron.models.values import flag, integer
 
+FIELDS = (
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+)
 ATTENTION = {name: parts for name, parts in QWEN3_LAYER.items() if not name.startswith("mlp.")}
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped: anything but routed experts in every layer."""
-    if flag(config, "attention_bias"):
-        raise ValueError("attention_bias: true is not supported")
     if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
         raise ValueError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
-    for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
-        if config.get(key):
-            raise ValueError(f"{key}: {config[key]!r}: shared experts are not supported")
+    if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:  # in every layer
+        raise ValueError("sliding_window: attention other than full attention in every layer is not supported")
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
     if integer(config, "num_local_experts", experts) != experts:
@@ -34,8 +41,16 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ValueError(f"num_experts_per_tok: {topk} of {experts} experts")
     if topk == 1 and flag(config, "norm_topk_prob"):
         raise ValueError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
+    spec = decoder_spec(
+        config,
+        "qwen3_moe",
+        layer_names=_layer_names(experts),
+        architectures=("Qwen3MoeForCausalLM",),
+        fields=FIELDS,
+        qk_norm=True,
+    )
     return replace(
-        decoder_spec(config, "qwen3_moe", layer_names=_layer_names(experts), qk_norm=True),
+        spec,
         num_experts=experts,
         router_topk=topk,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),

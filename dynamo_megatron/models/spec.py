@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dynamo_megatron.models.config_fields import DECODER, check_fields
+from dynamo_megatron.models.rope import RopeScaling, read_rope
+from dynamo_megatron.models.values import flag, integer, number
 
 # What every dense family here has in common: Megatron's parameter name within a layer -> the Hugging Face names
 # within `model.layers.N.` that it is made of, in Megatron's order.
@@ -21,10 +25,6 @@ DENSE_LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-
-# GPTModel(rope_scaling=True) has these built in and takes only the factor (megatron.core.models.common.embeddings.
-# rotary_pos_embedding.RotaryEmbedding._apply_scaling).
-LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelSpec:
     max_positions: int  # tokens
     norm_eps: float
     rope_theta: float
-    rope_scaling_factor: float | None  # Llama 3's scaling; None: plain RoPE
+    rope_scaling: RopeScaling  # as `read_rope` returns it; empty: plain RoPE
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -54,7 +54,8 @@ class ModelSpec:
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that say which model it is, as plain data that survives JSON."""
-        return {key: value for key, value in vars(self).items() if key != "layer_names"}
+        plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
+        return plain | {"rope_scaling": dict(self.rope_scaling)}
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
@@ -105,19 +106,26 @@ def decoder_spec(
     family: str,
     *,
     layer_names: Mapping[str, tuple[str, ...]],
+    architectures: Collection[str],
+    fields: Collection[str] = (),
     qkv_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
-    `head_dim` is what a missing head_dim means.
+    `architectures` are the names that the family's field of this name may have, `fields` those that its file reads
+    besides; `head_dim` is what a missing head_dim means.
 
-    Raises ValueError naming the field that is missing, malformed or stands for something Megatron's GPTModel would
-    silently do otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
+    Raises ValueError naming the field that is missing, malformed, unknown or stands for something Megatron's GPTModel
+    would silently do otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
     """
+    check_fields(config, DECODER.union(fields), architectures)
+    if flag(config, "attention_bias"):
+        raise ValueError("attention_bias: true is not supported")
     heads = integer(config, "num_attention_heads")
-    groups = integer(config, "num_key_value_heads", heads)
+    # missing, transformers takes 32 or 4 for a Qwen
+    groups = integer(config, "num_key_value_heads", heads if family == "llama" else None)
     hidden = integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
     if heads % groups:
@@ -131,7 +139,8 @@ def decoder_spec(
     if config.get("quantization_config") is not None:
         raise ValueError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
     _refuse_sliding_window(config, layers)
-    rope_theta, rope_scaling_factor = _rope(config)
+    max_positions = integer(config, "max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(config, max_positions)
     return ModelSpec(
         family=family,
         num_layers=layers,
@@ -141,10 +150,10 @@ def decoder_spec(
         num_query_groups=groups,
         kv_channels=integer(config, "head_dim", head_dim or hidden // heads),
         vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        max_positions=max_positions,
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
-        rope_scaling_factor=rope_scaling_factor,
+        rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -152,37 +161,10 @@ def decoder_spec(
     )
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean of config.json, False where it is missing or null. Raises ValueError for anything else."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{key}: {value!r} is not true or false")
-    return bool(value)
-
-
-def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of config.json. Raises ValueError for anything else, or where it and `default` are missing."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"{key}: missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: {value!r} is not a positive integer")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key}: {value!r} is not a positive number")
-    return float(value)
-
-
 def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
     types = config.get("layer_types")
     if types is not None:
-        windowed = any(kind != "full_attention" for kind in types)
+        windowed = types != ["full_attention"] * layers
     elif "use_sliding_window" in config:  # Qwen: from layer max_window_layers on
         first = config.get("max_window_layers")
         windowed = flag(config, "use_sliding_window") and (first is None or first < layers)
@@ -191,28 +173,3 @@ def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
     if windowed:
         key = "layer_types" if types is not None else "sliding_window"
         raise ValueError(f"{key}: attention other than full attention in every layer is not supported")
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, float | None]:
-    """(theta, Llama 3's factor or None). transformers 5 writes `rope_parameters`, older ones `rope_scaling` beside
-    `rope_theta`; a `rope_scaling` that someone added to a new file wins, as it does in transformers."""
-    rope: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
-    for key in ("rope_parameters", "rope_scaling"):
-        part = config.get(key) or {}
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ValueError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
-        rope.update(part)
-    if (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: only 1.0 is supported")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = _number(rope, "rope_theta")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope_type: {kind!r} is not supported, only 'default' and 'llama3'")
-    for key, constant in LLAMA3_ROPE.items():
-        if rope.get(key) != constant:
-            raise ValueError(
-                f"{key}: {rope.get(key)!r} of rope_type 'llama3' is not supported; Megatron has {constant}"
-            )
-    return theta, _number(rope, "factor")

@@ -46,10 +46,11 @@ def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
     family's default and are not compared."""
     placeholder = Config(model={"path": "none"}, data={"source": "none"}, output_dir="none")
     megatron, arguments = transformer_config(spec, placeholder), model_arguments(spec, placeholder.parallel.tp)
-    config = {**config, **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    config = {**config, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
     built = {key: getattr(megatron, field) for key, field in FIELDS.items()}
     built |= {key: arguments[argument] for key, argument in ARGUMENTS.items()}
-    built["factor"] = arguments["rope_scaling_factor"] if arguments["rope_scaling"] else None
+    built |= {"rope_type": "default", **dict(spec.rope_scaling)}
     built["hidden_act"] = "silu" if megatron.activation_func is F.silu and megatron.gated_linear_unit else "another"
     if arguments["vocab_size"] - config["vocab_size"] not in range(16):  # less than one more multiple of 16
         built["vocab_size"] = arguments["vocab_size"]

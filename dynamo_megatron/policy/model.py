@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
+from dynamo_megatron.models.rope import scaled_frequencies
 from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch
@@ -111,6 +112,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        softmax_scale=_softmax_scale(spec),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=p.tp,
@@ -147,6 +149,12 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
     )
+
+
+def _softmax_scale(spec: ModelSpec) -> float | None:
+    """YaRN multiplies q and k by a factor each; None: Megatron's own, kv_channels ** -0.5."""
+    factor = scaled_frequencies(spec)[1] if spec.rope_scaling else 1.0
+    return None if factor == 1.0 else factor**2 * spec.kv_channels**-0.5
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -204,8 +212,6 @@ def model_arguments(spec: ModelSpec, tp: int) -> dict[str, Any]:
         "share_embeddings_and_output_weights": spec.tied,
         "position_embedding_type": "rope",
         "rotary_base": spec.rope_theta,
-        "rope_scaling": spec.rope_scaling_factor is not None,
-        "rope_scaling_factor": spec.rope_scaling_factor or 8.0,
     }
 
 
@@ -228,6 +234,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for chunk in range(count)
     ]
     for chunk in chunks:
+        if spec.rope_scaling:  # Megatron has some of them, with constants of its own
+            chunk.rotary_pos_emb.inv_freq = scaled_frequencies(spec)[0]
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
                 # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the

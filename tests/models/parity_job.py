@@ -68,14 +68,16 @@ def as_transformer_engine(chunks, spec):
 
 
 @torch.no_grad()
-def logits_gap(model, spec, folder):
+def logits_gap(model, spec, folder, cp):
     tokens = torch.randint(0, spec.vocab_size, (LENGTH + 1,), generator=torch.Generator().manual_seed(0))
     sequence = Sequences(["0"], tokens.numpy(), np.array([0, LENGTH + 1]), np.array([1]))
-    hidden = model.forward_packed(MicroBatch.pack(sequence, [0], multiple=1, device=tokens.device))
+    here = {"cp_rank": cp.rank(), "cp_size": cp.size()}
+    packed = MicroBatch.pack(sequence, [0], multiple=1, device=tokens.device, **here)
+    hidden = model.forward_packed(packed)
     logits = tensor_parallel.gather_from_tensor_model_parallel_region(hidden @ model.head_weight.T)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens[None, :-1]).logits[0]
     assert reference.std() > 0.3, "logits too flat to tell a misplaced weight"
-    return (logits[:, : spec.vocab_size] - reference).abs().max().item()
+    return (logits[:, : spec.vocab_size] - reference[packed.positions[0]]).abs().max().item()
 
 
 def place(layout, chunk):
@@ -150,7 +152,7 @@ def compare(case, store):
         check_megatron_loads(chunks, spec, config, case, layout)
     if "run" in case:
         check_checkpoint(spec, config, layout, Path(case["run"]))
-    gap = logits_gap(chunks[0], spec, folder) if case.get("logits") else None
+    gap = logits_gap(chunks[0], spec, folder, layout.cp) if case.get("logits") else None
     assert gap is None or gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
     if layout.rank == 0:
         print(json.dumps({"folder": folder, "parallel": parallel, "gap": gap}), flush=True)

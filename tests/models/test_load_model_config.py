@@ -1,9 +1,11 @@
 import json
+import math
 
 import pytest
 from transformers import AutoConfig
 
 from dynamo_megatron.models import load_model_config
+from dynamo_megatron.models.rope import check_served_rope
 
 QWEN2 = {  # as Qwen2.5-1.5B-Instruct's, written by transformers 4
     "architectures": ["Qwen2ForCausalLM"],
@@ -23,7 +25,14 @@ QWEN2 = {  # as Qwen2.5-1.5B-Instruct's, written by transformers 4
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-QWEN3 = {**QWEN2, "model_type": "qwen3", "head_dim": 128, "num_attention_heads": 16, "attention_bias": False}
+QWEN3 = {
+    **QWEN2,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+}
 LLAMA3_ROPE = {
     "factor": 32.0,
     "high_freq_factor": 4.0,
@@ -33,6 +42,7 @@ LLAMA3_ROPE = {
 }
 LLAMA = {
     **{k: v for k, v in QWEN2.items() if "window" not in k},
+    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
     "mlp_bias": False,
@@ -41,6 +51,7 @@ LLAMA = {
 
 QWEN3_MOE = {  # as Qwen3-30B-A3B's
     **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "decoder_sparse_step": 1,
     "hidden_size": 2048,
@@ -75,7 +86,7 @@ def test_qwen2(tmp_path):
     assert (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size) == (28, 1536, 8960)
     assert (spec.num_attention_heads, spec.num_query_groups, spec.kv_channels) == (12, 2, 128)
     assert (spec.vocab_size, spec.max_positions, spec.norm_eps, spec.rope_theta) == (151936, 32768, 1e-6, 1e6)
-    assert spec.tied and spec.qkv_bias and not spec.qk_norm and spec.rope_scaling_factor is None
+    assert spec.tied and spec.qkv_bias and not spec.qk_norm and spec.rope_scaling == ()
 
 
 def test_qwen3(tmp_path):
@@ -86,10 +97,12 @@ def test_qwen3(tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_rope(tmp_path, key):
-    config = {k: v for k, v in LLAMA.items() if k != "rope_scaling"}
-    config[key] = LLAMA3_ROPE | ({"rope_theta": 5e5} if key == "rope_parameters" else {})
+    config = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
+    config |= {key: LLAMA3_ROPE, "rope_theta": 1e6}
+    if key == "rope_parameters":
+        config = config | {key: LLAMA3_ROPE | {"rope_theta": 5e5}, "rope_theta": None}
     spec = load_model_config(write(tmp_path, config))
-    assert spec.rope_scaling_factor == 32.0
+    assert dict(spec.rope_scaling) == LLAMA3_ROPE
     assert spec.rope_theta == (5e5 if key == "rope_parameters" else 1e6)
     assert not spec.qkv_bias and not spec.qk_norm
 
@@ -102,17 +115,97 @@ def test_a_file_that_transformers_5_rewrites_reads_the_same(tmp_path, config):
     assert load_model_config(tmp_path / "new") == old
 
 
-def test_family_overrides_model_type(tmp_path):
-    folder = write(tmp_path, {**LLAMA, "model_type": "smollm"})
-    assert load_model_config(folder, "llama").family == "llama"
-    message = refusal(load_model_config, folder, "gemma")
-    assert "gemma" in message and "llama, qwen2, qwen3" in message
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+
+@pytest.mark.parametrize("family", [None, "llama"])
+def test_mistral_without_a_window_is_a_llama(tmp_path, family):
+    assert load_model_config(write(tmp_path, MISTRAL), family).family == "llama"
+
+
+def test_the_family_cannot_be_another_than_the_files(tmp_path):
+    message = refusal(load_model_config, write(tmp_path, LLAMA), "qwen3")
+    assert "model_type 'llama' is of family llama, model.family is 'qwen3'" in message
+    assert "model.family is 'gemma'" in refusal(load_model_config, tmp_path, "gemma")
+
+
+README_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # Qwen2.5's
+NEW_STYLE = {k: v for k, v in QWEN2.items() if k != "rope_theta"} | {
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}
+}
+
+
+def test_yarn(tmp_path):
+    spec = load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN}))
+    assert spec.rope_theta == 1e6
+    full = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    full |= {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True}
+    assert dict(spec.rope_scaling) == full
+    new = NEW_STYLE | {"rope_parameters": {"rope_theta": 1e6, **full, "attention_factor": 0.1 * math.log(4) + 1}}
+    assert load_model_config(write(tmp_path, new)) == spec
+    assert json.loads(json.dumps(spec.dimensions())) == spec.dimensions()
+
+
+YARN_FIELDS = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # What was trained as another model without a word: the two sets were merged.
+        ({"rope_scaling": README_YARN}, "rope_scaling: contradicts rope_parameters"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: contradicts rope_parameters"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "rope_scaling: contradicts rope_parameters"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "'mrope'"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section: "),
+        ({"rope_theta": 0}, "rope_theta: 0 contradicts the 1000000.0 in rope_parameters"),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta: 0 is not a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta: 0 is not a positive number"),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 1e6}, "rope_theta: None is not a positive number"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta: None is not a positive number"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta: 1.0 is not above 1"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor: 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "type 'linear' contradicts"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor: not a parameter of rope_type"),
+        ({"rope_parameters": {"rope_type": None}}, "rope_type: None"),
+        ({"rope_parameters": YARN_FIELDS | {"attn_factor": 2.0}}, "attn_factor: not a parameter of rope_type 'yarn'"),
+        ({"rope_parameters": YARN_FIELDS | {"factor": 0.5}}, "factor: 0.5"),
+        ({"rope_parameters": YARN_FIELDS | {"factor": None}}, "factor: null"),
+        ({"rope_parameters": YARN_FIELDS | {"beta_fast": 0.5}}, "beta_fast: 0.5 is not above beta_slow 1.0"),
+        ({"rope_parameters": YARN_FIELDS | {"truncate": None}}, "truncate: null"),
+        ({"rope_parameters": YARN_FIELDS | {"mscale": 0, "mscale_all_dim": 1.0}}, "mscale: 0 is not"),
+        ({"rope_parameters": YARN_FIELDS | {"attention_factor": -1.0}}, "attention_factor: -1.0 is not"),
+        ({"rope_parameters": YARN_FIELDS | {"original_max_position_embeddings": 0}}, "original_max_position_emb"),
+        ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings: 4096 is not supported"),
+    ],
+)
+def test_rope_parameters_that_are_refused(tmp_path, changes, named):
+    assert named in refusal(load_model_config, write(tmp_path, NEW_STYLE | changes))
+
+
+def test_an_attention_factor_that_sglang_would_ignore_is_not_served(tmp_path):
+    check_served_rope(load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN})))
+    config = QWEN2 | {"rope_scaling": README_YARN | {"attention_factor": 1.0}}
+    assert "attention_factor: 1.0" in refusal(check_served_rope, load_model_config(write(tmp_path, config)))
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         (QWEN2 | {"model_type": "qwen2_moe"}, ["model_type", "qwen2_moe", "llama, qwen2, qwen3"]),
+        (QWEN2 | {"model_type": ["qwen2"]}, ["model_type", "['qwen2']"]),
+        ({k: v for k, v in QWEN2.items() if k != "model_type"}, ["model_type", "None"]),
+        (QWEN2 | {"architectures": ["Qwen2ForRewardModel"]}, ["architectures", "Qwen2ForRewardModel"]),
+        (QWEN2 | {"architectures": "Qwen2ForCausalLM"}, ["architectures"]),
+        (QWEN2 | {"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
+        (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 262144}}, ["dual_chunk_attention_config"]),
+        (QWEN2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, ["auto_map"]),
+        ({k: v for k, v in QWEN2.items() if k != "num_key_value_heads"}, ["num_key_value_heads", "missing"]),
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, ["sliding_window", "missing"]),
+        (MISTRAL | {"sliding_window": 4096}, ["sliding_window"]),
+        (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),
         (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (QWEN2 | {"use_sliding_window": True}, ["sliding_window"]),
@@ -121,8 +214,7 @@ def test_family_overrides_model_type(tmp_path):
         (LLAMA | {"attention_bias": True}, ["attention_bias"]),
         (LLAMA | {"mlp_bias": True}, ["mlp_bias"]),
         (QWEN3 | {"attention_bias": True}, ["attention_bias"]),
-        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_type", "yarn"]),
-        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, ["low_freq_factor", "2.0"]),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, ["high_freq_factor", "4.0"]),
         (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": None}}, ["factor"]),
         (QWEN2 | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
         (QWEN2 | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),

@@ -15,33 +15,74 @@ from dynamo_megatron.convert import compare_weights, hf2mcore
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m"
 SIZES = {"vocab": 104, "layers": 4}
-WHOLE, TP2, TP2PP2, VPP = {}, {"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}
+WHOLE, TP2, CP2, TP2PP2, VPP = {}, {"tp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}
 MOE_TP2, MOE_EP2 = {"tp": 2, "ep": 2, "sequence_parallel": True}, {"ep": 2, "pp": 2}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+# What config.json has in place of rope_parameters; the sequences have three times the original length or 1.5 times.
+ROPES = {
+    "default": {"rope_theta": 500.0, "rope_scaling": None},
+    "yarn": {"rope_theta": 1000.0, "rope_scaling": {"type": "yarn", **YARN}},
+    "yarn_mscale": {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", **YARN, "mscale": 3.0, "mscale_all_dim": 1.0}
+    },
+    "yarn_all": {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 3.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+            "attention_factor": 1.4,
+        }
+    },
+    "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
+    "llama3_short": {
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 0.5,
+            "high_freq_factor": 8,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
 
 
 @pytest.fixture
 def folder_of(tiny_model, tmp_path):
-    """A family's tiny folder by name: FAMILY[_tied], llama3_rope is Llama with RoPE scaling."""
+    """A family's tiny folder by name: FAMILY[_tied][+ROPE], mistral is Llama's with its name changed."""
 
     def make(name, dtype="float32"):
-        family = "llama" if name == "llama3_rope" else name.removesuffix("_tied")
-        head = {"head_dim": 24} if family.startswith("qwen3") else {}
-        folder = tiny_model(family, tied=name.endswith("_tied"), dtype=dtype, **SIZES, **head)
-        if name != "llama3_rope":
-            return folder
-        scaled = tmp_path / f"llama3_rope-{dtype}"
-        if not scaled.exists():
-            shutil.copytree(folder, scaled)
-            config = json.loads((scaled / "config.json").read_text())
-            config["rope_parameters"] |= {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-            (scaled / "config.json").write_text(json.dumps(config))
-        return scaled
+        family, _, rope = name.partition("+")
+        kind = "llama" if family == "mistral" else family.removesuffix("_tied")
+        head = {"head_dim": 24} if kind.startswith("qwen3") else {}
+        folder = tiny_model(kind, tied=family.endswith("_tied"), dtype=dtype, **SIZES, **head)
+        changed = tmp_path / f"{name}-{dtype}"
+        if (rope or family == "mistral") and not changed.exists():
+            shutil.copytree(folder, changed)
+            config = json.loads((changed / "config.json").read_text())
+            if family == "mistral":
+                config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+            if rope:
+                del config["rope_parameters"]
+                config |= ROPES[rope]
+            (changed / "config.json").write_text(json.dumps(config))
+        return changed if rope or family == "mistral" else folder
 
     return make
 
@@ -78,7 +119,12 @@ def case(folder, parallel, dtype="float32", **more):
 def test_a_sample(folder_of, tmp_path):
     run(
         [
-            case(folder_of("llama3_rope"), WHOLE, logits=True),
+            case(folder_of("llama+llama3"), WHOLE, logits=True),
+            case(folder_of("llama+llama3_short"), CP2, logits=True),
+            case(folder_of("llama+linear"), WHOLE, logits=True),
+            case(folder_of("qwen2+yarn"), TP2, logits=True, convert=True),
+            case(folder_of("qwen3+yarn_all"), CP2, logits=True),
+            case(folder_of("mistral+yarn_mscale"), WHOLE, logits=True),
             case(folder_of("qwen2_tied"), TP2, logits=True),
             case(folder_of("qwen2_tied"), VPP, convert=True),
             case(folder_of("qwen3_moe"), MOE_TP2, logits=True),
@@ -92,13 +138,16 @@ def test_a_sample(folder_of, tmp_path):
 @pytest.mark.timeout(1800)
 def test_every_family(folder_of, tmp_path):
     cases = []
-    for name in ("llama", "llama3_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_moe", "qwen3_moe_tied"):
+    for name in ("llama", "llama+llama3", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "qwen3_moe", "qwen3_moe_tied"):
         mixture = "moe" in name
         cases.append(case(folder_of(name), WHOLE, logits=True))
         cases.append(case(folder_of(name), MOE_TP2 if mixture else TP2, logits=True, convert=True))
         for dtype in ("float32", "bfloat16"):
             layouts = [MOE_EP2, TP2PP2 | {"sequence_parallel": True}] if mixture else [TP2PP2, VPP]
             cases += [case(folder_of(name, dtype), layout, dtype, convert=True) for layout in layouts]
+    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe"):
+        layouts = (WHOLE, CP2) if family == "qwen3_moe" else (WHOLE, TP2, CP2)
+        cases += [case(folder_of(f"{family}+{rope}"), layout, logits=True) for rope in ROPES for layout in layouts]
     if SMOLLM2.is_dir():
         cases.append(case(SMOLLM2, WHOLE, logits=True))
         cases.append(case(SMOLLM2, {"pp": 2}, "bfloat16", convert=True))

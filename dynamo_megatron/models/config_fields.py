@@ -1,0 +1,68 @@
+"""Which fields of config.json are understood: a field that is on no list here is refused, whatever it means.
+
+A list of fields known to be harmful could never be complete: a field of next year's model would be ignored, and
+another model trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_DECODER = """
+    attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
+    max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor
+    quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings
+    use_sliding_window vocab_size
+"""
+_FILE = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attn_implementation bos_token_id
+    decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config name_or_path pad_token_id
+    sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
+    unk_token_id unsloth_fixed unsloth_version
+"""
+_TRAINING_AND_OUTPUTS = """
+    chunk_size_feed_forward id2label initializer_range label2id num_labels output_attentions output_hidden_states
+    output_router_logits pretraining_tp problem_type return_dict router_aux_loss_coef tf_legacy_loss
+    tie_last_hidden_states torchscript use_bfloat16 use_cache
+"""
+_SAMPLING = """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+"""
+# Read, or checked, by `decoder_spec`; a family adds its own.
+DECODER = frozenset(_DECODER.split())
+# Leave the logits of a given sequence unchanged, with any value.
+HARMLESS = frozenset(f"{_FILE} {_TRAINING_AND_OUTPUTS} {_SAMPLING}".split())
+# Leave them unchanged with this value.
+HARMLESS_AS: dict[str, Any] = {
+    "add_cross_attention": False,
+    "attention_dropout": 0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "per_layer_config": {},
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
+
+
+def check_fields(config: Mapping[str, Any], implemented: Collection[str], architectures: Collection[str]) -> None:
+    """Raises ValueError naming the first field that is neither `implemented`, nor null, nor known to be harmless, and
+    where `architectures`, by which SGLang chooses the model's class, has another one than these."""
+    for key, value in config.items():
+        if key in implemented or key in HARMLESS or value is None:
+            continue
+        if key == "architectures":
+            if other := set(value) - set(architectures):
+                raise ValueError(f"architectures: {other.pop()!r} is not supported, only {', '.join(architectures)}")
+        elif key not in HARMLESS_AS:
+            raise ValueError(
+                f"{key}: {value!r} is not supported: the field is neither implemented nor known to leave what the "
+                "model computes unchanged; remove it from config.json only if it has no effect on the logits"
+            )
+        elif value != HARMLESS_AS[key]:
+            raise ValueError(f"{key}: {value!r} is not supported, only {HARMLESS_AS[key]!r}")

@@ -1,0 +1,159 @@
+"""RoPE's parameters as transformers reads them from config.json, and the frequencies that they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dynamo_megatron.models.values import flag, integer, number
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynamo_megatron.models.spec import ModelSpec
+
+# rope_type -> its parameters besides rope_theta
+PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good as missing, for SGLang too
+
+RopeScaling = tuple[tuple[str, Any], ...]
+
+
+def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
+    """(theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
+
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Where both sets are
+    there, transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, older versions ignore
+    `rope_parameters`: refused, as is everything on which transformers and SGLang would differ.
+
+    Raises ValueError naming the field that is contradictory, malformed or not supported.
+    """
+    where, part = _parameter_set(config)
+    theta = _theta(config, where, part)
+    for holder in (config, part):
+        if holder.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
+    kind = part.get("rope_type", part.get("type", "default"))
+    if part.get("type", kind) != kind:
+        raise ValueError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
+    if not isinstance(kind, str) or kind not in PARAMETERS:
+        raise ValueError(f"rope_type: {kind!r} is not supported; supported are {', '.join(PARAMETERS)}")
+    for key in part:
+        if key not in COMMON and key not in PARAMETERS[kind]:
+            raise ValueError(
+                f"{key}: not a parameter of rope_type {kind!r} in {where}, which has "
+                f"{', '.join(PARAMETERS[kind]) or 'none besides rope_theta'}; remove it if it has no effect"
+            )
+        if part[key] is None and key not in NULLABLE:
+            raise ValueError(f"{key}: null in {where}; remove it or give a value")
+    return theta, _scaling(kind, part, max_positions)
+
+
+def _parameter_set(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, part in given.items():
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise ValueError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise ValueError(
+            "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
+            "read; keep rope_parameters alone and add rope_scaling's keys to it"
+        )
+    return next(iter(given.items()), ("rope_parameters", {}))
+
+
+def _theta(config: Mapping[str, Any], where: str, part: Mapping[str, Any]) -> float:
+    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
+    if theta <= 1:
+        raise ValueError(f"rope_theta: {theta!r} is not above 1")
+    if config.get("rope_theta") not in (None, theta):
+        raise ValueError(
+            f"rope_theta: {config['rope_theta']!r} contradicts the {theta!r} in {where}, which transformers reads; "
+            "remove one of them"
+        )
+    return theta
+
+
+def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScaling:
+    if kind == "default":
+        return ()
+    found: dict[str, Any] = {"rope_type": kind, "factor": number(part, "factor")}
+    if found["factor"] < 1:
+        raise ValueError(f"factor: {part['factor']!r} of rope_type {kind!r} is below 1")
+    if kind == "linear":
+        return tuple(found.items())
+    found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", max_positions)
+    low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    found[low] = number(part, low, 1.0 if kind == "yarn" else None)
+    found[high] = number(part, high, 32.0 if kind == "yarn" else None)
+    if found[high] <= found[low]:
+        raise ValueError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
+    if kind == "yarn":
+        found |= _yarn(part, found["factor"])
+    return tuple(found.items())
+
+
+def _yarn(part: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """YaRN's other parameters; an attention_factor that the others imply is left out."""
+    found: dict[str, Any] = {"truncate": flag({"truncate": True, **part}, "truncate")}
+    scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
+    implied = 0.1 * math.log(factor) + 1
+    if len(scales) == 2:  # one alone has no effect
+        found |= scales
+        implied = (0.1 * scales["mscale"] * math.log(factor) + 1) / (
+            0.1 * scales["mscale_all_dim"] * math.log(factor) + 1
+        )
+    if part.get("attention_factor") is not None:
+        given = number(part, "attention_factor")
+        if not math.isclose(given, implied, rel_tol=1e-6):
+            found["attention_factor"] = given
+    return found
+
+
+def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [kv_channels / 2] float32, factor of cos and sin) of a model with a RoPE scaling.
+
+    Both are transformers' own: linear interpolation, Llama 3's, YaRN (arXiv 2309.00071).
+    """
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(spec.rope_scaling)
+    extended = parameters.get("original_max_position_embeddings", spec.max_positions) * parameters["factor"]
+    config = LlamaConfig(
+        hidden_size=spec.kv_channels,
+        num_attention_heads=1,
+        head_dim=spec.kv_channels,
+        max_position_embeddings=math.ceil(extended),
+        rope_theta=spec.rope_theta,
+        rope_scaling=parameters,
+    )
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+
+
+def check_served_rope(spec: ModelSpec) -> None:
+    """Raises ValueError where SGLang would serve another RoPE than the policy's: it reads YaRN's mscale, but not its
+    attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
+    given = dict(spec.rope_scaling).get("attention_factor")
+    if given is not None:
+        raise ValueError(
+            f"attention_factor: {given!r} in config.json's RoPE parameters, which SGLang ignores: the servers would "
+            "sample from another model than the trained one; remove it to have the one that factor implies"
+        )

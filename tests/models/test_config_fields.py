@@ -1,0 +1,226 @@
+"""Every field of config.json is implemented, known to be harmless, or refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dynamo_megatron.models import ALIASES, FAMILIES, load_model_config
+from dynamo_megatron.models.config_fields import HARMLESS, HARMLESS_AS
+from dynamo_megatron.models.published import PUBLISHED
+
+# config.json as published, or what transformers 4 wrote of it.
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+SMOLLM2_135M = {
+    **{k: v for k, v in LLAMA_32_1B.items() if k not in ("head_dim", "mlp_bias")},
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "vocab_size": 49152,
+}
+MISTRAL_7B_V03 = {
+    **{k: v for k, v in LLAMA_32_1B.items() if k not in ("attention_bias", "mlp_bias", "pretraining_tp")},
+    "architectures": ["MistralForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN25_MATH = {
+    **PUBLISHED["Qwen2.5-Math-1.5B"]["config"],
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "max_window_layers": 21,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "use_mrope": False,
+}
+PUBLISHED_WHOLE = {
+    "Llama-3.2-1B": LLAMA_32_1B,
+    "SmolLM2-135M": SMOLLM2_135M,
+    "Mistral-7B-v0.3": MISTRAL_7B_V03,
+    "Qwen2.5-Math-1.5B": QWEN25_MATH,
+} | {name: model["config"] for name, model in PUBLISHED.items()}
+
+# Other families -> the field that is named where someone writes model_type llama into the file. None: all its fields
+# are Llama's own, and transformers would build a Llama too; a published folder's `architectures` still tells.
+OTHERS = {
+    "apertus": "hidden_act",
+    "arcee": "hidden_act",
+    "bitnet": "hidden_act",
+    "cohere": "layer_norm_eps",
+    "deepseek_v3": "first_k_dense_replace",
+    "ernie4_5": "use_bias",
+    "exaone4": "sliding_window_pattern",
+    "falcon": "activation",
+    "gemma": "hidden_act",
+    "gemma2": "attn_logit_softcapping",
+    "glm4": "attention_bias",
+    "gpt2": "activation_function",
+    "gpt_oss": "num_experts_per_tok",
+    "granite": "attention_multiplier",
+    "helium": None,
+    "hunyuan_v1_dense": "eod_token_id",
+    "minicpm3": "dim_model_base",
+    "mixtral": "num_experts_per_tok",
+    "nemotron": "norm_eps",
+    "olmo": None,
+    "olmo2": None,
+    "phi": "embd_pdrop",
+    "phi3": "embd_pdrop",
+    "qwen2_moe": "decoder_sparse_step",
+    "seed_oss": "attention_dropout",
+    "smollm3": "no_rope_layer_interval",
+    "stablelm": "hidden_dropout",
+    "starcoder2": "embedding_dropout",
+}
+# One at a time added to a Llama's config.json.
+FOREIGN = {
+    "attention_multiplier": 0.0078125,
+    "attn_logit_softcapping": 50.0,
+    "clip_qkv": 8.0,
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "first_k_dense_replace": 1,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 1, 1, 0],
+    "num_local_experts": 8,
+    "query_pre_attn_scalar": 224,
+    "residual_multiplier": 0.22,
+    "rope_interleaved": True,
+    "scale_emb": 12,
+    "use_qk_norm": True,
+    "a_field_of_next_year": 1,
+}
+
+
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def plain(config):
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("name", PUBLISHED_WHOLE)
+def test_published_models_are_accepted(tmp_path, name):
+    load_model_config(write(tmp_path, PUBLISHED_WHOLE[name]))
+    # and as transformers 5 writes them, with every field that it knows
+    load_model_config(write(tmp_path, plain(AutoConfig.from_pretrained(tmp_path))))
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *ALIASES])
+def test_what_transformers_writes_for_a_family_is_accepted(tmp_path, model_type):
+    config = AutoConfig.for_model(model_type, **({"sliding_window": None} if model_type == "mistral" else {}))
+    load_model_config(write(tmp_path, plain(config)))
+
+
+def refusal(folder, family=None):
+    with pytest.raises(ValueError) as caught:
+        load_model_config(folder, family)
+    message = str(caught.value).removeprefix(f"{folder}/config.json: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_another_family_is_refused_whatever_model_family_says(tmp_path, model_type):
+    config = plain(CONFIG_MAPPING[model_type]())
+    folder = write(tmp_path, config)
+    for family in (None, *FAMILIES):
+        message = refusal(folder, family)
+        assert message.startswith(f"model_type '{model_type}' is not supported, and model.family does not change that")
+    if (field := OTHERS[model_type]) is not None:
+        assert refusal(write(tmp_path, config | {"model_type": "llama"})).startswith(f"{field}: ")
+    else:
+        load_model_config(write(tmp_path, config | {"model_type": "llama"}))
+    named = {"model_type": "llama", "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
+    assert refusal(write(tmp_path, config | named)).split(":")[0] in config
+
+
+@pytest.mark.parametrize("field", FOREIGN)
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.3", "Qwen2.5-Math-1.5B", "Qwen3-14B"])
+def test_a_field_that_is_not_known_is_refused(tmp_path, name, field):
+    folder = write(tmp_path, PUBLISHED_WHOLE[name] | {field: FOREIGN[field]})
+    assert refusal(folder).startswith(f"{field}: {FOREIGN[field]!r} is not supported")
+
+
+VALUES = {
+    "_attn_implementation": "eager",
+    "attn_implementation": "eager",
+    "dtype": "float32",
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "initializer_range": 0.5,
+    "label2id": {"a": 0, "b": 1, "c": 2},
+    "output_attentions": False,
+    "output_hidden_states": True,
+    "output_router_logits": True,
+    "problem_type": "regression",
+    "return_dict": True,
+    "router_aux_loss_coef": 0.5,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_harmless_fields_leave_the_logits_unchanged(tiny_model, tmp_path, family):
+    """Each with a value that is not the default."""
+    folder = tiny_model(family)
+    config = json.loads((folder / "config.json").read_text())
+    values = {field: True if isinstance(config.get(field), bool) else 3 for field in HARMLESS} | VALUES
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    write(changed, config | {k: v for k, v in values.items() if config.get(k) != v} | HARMLESS_AS)
+    load_model_config(changed)
+    tokens = torch.arange(5, 105)[None]
+    plain, other = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)(tokens) for f in (folder, changed))
+    torch.testing.assert_close(other.logits, plain.logits, atol=1e-4, rtol=0)
