@@ -174,6 +174,16 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig | None = None
 
+    @model_validator(mode="after")
+    def _modulates_token_ratios(self) -> AlgorithmConfig:
+        for key, only in (("kind", "clip"), ("ratio", "token")):
+            if self.modulation is not None and (value := getattr(self.loss, key)) != only:
+                raise ValueError(
+                    f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
+                    "set algorithm.modulation to null"
+                )
+        return self
+
 
 class OptimizerConfig(Section):
     lr: Annotated[float, Field(ge=0)] = 1e-6
@@ -328,6 +338,7 @@ class Config(Section):
             kl_coef=a.kl.coef,
             kl_kind=a.kl.kind,
             entropy_coef=a.loss.entropy_coef,
+            kind=a.loss.kind,
         )
 
     def learning_rate(self, step: int) -> float:

@@ -82,6 +82,11 @@ class KLCovConfig(Section):
 
 
 class LossConfig(Section):
+    # cispo (arXiv 2506.13585): the ratio, held to [1 - low, 1 + high], is a weight without gradient on the logprob
+    kind: Literal["clip", "cispo"] = "clip"
+    # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
+    # geometric mean (GSPO, arXiv 2507.18071)
+    ratio: Literal["token", "sequence", "sequence_mean"] = "token"
     clip_ratio_low: Annotated[float, Field(ge=0, le=1)] = 0.2  # 1: no lower clip
     clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
@@ -91,6 +96,16 @@ class LossConfig(Section):
     entropy_top_ratio: Annotated[float, Field(gt=0, le=1)] | None = None  # train this share, by entropy; None: all
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> LossConfig:
+        if self.kind == "cispo" and self.clip_ratio_c is not None:
+            raise ValueError(
+                f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
+            )
+        if self.kl_cov is not None and self.ratio != "token":
+            raise ValueError(f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token")
+        return self
 
     @property
     def selects(self) -> bool:
@@ -122,6 +137,7 @@ class PolicyLossConfig:
     kl_coef: float = 0.0
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     entropy_coef: float = 0.0
+    kind: Literal["clip", "cispo"] = "clip"
 
 
 class RolloutCorrectionConfig(Section):

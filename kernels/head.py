@@ -185,6 +185,7 @@ def policy_loss(
     *,
     ref_logprobs: Tensor | None = None,
     old_kl_coef: Tensor | None = None,
+    log_ratios: Tensor | None = None,
     ranges: ModulationRanges | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
@@ -200,8 +201,10 @@ def policy_loss(
     advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; what stands in rows
     labelled -100 is never read. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
     advantage of 1 the gradient is that of the cross-entropy. old_kl_coef: floating point [T], the coefficient of each
-    token's |logprob - old logprob| (KL-Cov); None: no such term. config.modulation None: advantages are used as they
-    are. ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
+    token's |logprob - old logprob| (KL-Cov); None: no such term. log_ratios: floating point [T], the value of
+    logprob - old logprob in the policy loss (a whole response's: GSPO, RLOO), with the gradient of the token's own;
+    None: each token's value. config.modulation None: advantages are used as they are.
+    ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
     micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], for expectation "sequence_mean", whose
     mean goes over a sequence's labelled tokens.
 
@@ -211,8 +214,8 @@ def policy_loss(
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.
-    Metrics: tokens, loss (weighted), entropy (nats), kl (nats) and kl_square, ratio and ratio_square (of the policy to
-    the old one), clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
+    Metrics: tokens, loss (weighted), entropy (nats), kl (nats) and kl_square, ratio and ratio_square (of the policy
+    loss), clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
 
     Raises ValueError naming the argument.
     """
@@ -223,6 +226,7 @@ def policy_loss(
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
         "old_kl_coef": old_kl_coef,
+        "log_ratios": log_ratios,
     }
     for name, value in per_token.items():
         if value is None and name not in ("advantages", "token_weights"):
@@ -231,6 +235,8 @@ def policy_loss(
             raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
     if gradient not in ("eager", "recompute"):
         raise ValueError(f"gradient: {gradient!r} is none of 'eager', 'recompute'")
+    if config.modulation is not None and log_ratios is not None:
+        raise ValueError("log_ratios: modulation is defined by the ratios of tokens; give None or no modulation")
     if config.modulation is not None and ranges is None and gradient == "eager":
         raise ValueError("gradient: 'eager' needs ranges; without them (micro-batch scope) use 'recompute'")
     sequence_mean = config.modulation is not None and config.modulation.expectation == "sequence_mean"

@@ -26,13 +26,15 @@ def check_backend(
     *,
     gradient: str,
     kl_cov: bool,
+    response_ratio: bool,
     backend: str,
     temperature: float,
     tp_group: dist.ProcessGroup | None,
 ) -> None:
     """Compares loss, statistics and gradients of a few random tokens where `backend` resolves to Triton.
 
-    gradient: as `policy_loss` takes it in training; kl_cov: tokens have an old_kl_coef there.
+    gradient: as `policy_loss` takes it in training; kl_cov, response_ratio: tokens have an old_kl_coef or log_ratios
+    there.
     weight: [V/tp, h], this rank's shard; its first rows are used. Every rank of tp_group takes part and comes to the
     same end. Raises ValueError where something differs by more than rounding.
     """
@@ -65,6 +67,7 @@ def check_backend(
                 config,
                 ref_logprobs=drift - 9.0,
                 old_kl_coef=weights if kl_cov else None,
+                log_ratios=drift if response_ratio else None,
                 ranges=ModulationRanges(*RANGES),
                 temperature=temperature,
                 vocab_size=vocab_size,

@@ -55,10 +55,18 @@ def summed_loss(
         advantages = modulated.advantages
         damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
     loss = policy_loss_terms(
-        logprobs, entropy, old_logprobs, advantages, tokens.ref_logprobs, config, tokens.old_kl_coef
+        logprobs,
+        entropy,
+        old_logprobs,
+        advantages,
+        tokens.ref_logprobs,
+        config,
+        tokens.old_kl_coef,
+        tokens.log_ratios,
     )
     kl = torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach()
-    ratio = (logp - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratios = logp - old_logprobs if tokens.log_ratios is None else tokens.log_ratios
+    ratio = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     counts = (loss.clipped, loss.clipped_dual, damped, boosted)
     values = (h, kl, kl.square(), ratio, ratio.square(), *counts)
     sums = [(tokens.weights * loss.loss).sum(), *(v.sum(dtype=logp.dtype) for v in values)]

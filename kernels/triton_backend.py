@@ -72,6 +72,7 @@ def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLoss
         KL_COEF=config.kl_coef,
         KL_KIND=config.kl_kind,
         ENTROPY_COEF=config.entropy_coef,
+        KIND=config.kind,
         ALPHA=None if modulation is None else modulation.alpha,
         LAMBDA_MIN=None if modulation is None else modulation.lambda_min,
         GAMMA=None if modulation is None else modulation.gamma,

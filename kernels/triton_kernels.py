@@ -171,21 +171,30 @@ def _modulate(
 
 
 @triton.jit
-def _clipped_loss(logp, old, advantage, LOW: tl.constexpr, HIGH: tl.constexpr, CEILING: tl.constexpr):
-    """(loss, d loss / d logp, ratio, clipped, clipped_dual) of `algorithm.losses.clipped_policy_loss`."""
-    drift = logp - old
+def _policy_loss(
+    logp, drift, advantage, LOW: tl.constexpr, HIGH: tl.constexpr, CEILING: tl.constexpr, KIND: tl.constexpr
+):
+    """(loss, d loss / d logp, ratio, clipped, clipped_dual) of `algorithm.losses.policy_loss_terms`."""
     ratio = tl.exp(_clamp(drift, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    plain = -advantage * ratio
-    bounded = -advantage * _clamp(ratio, 1 - LOW, 1 + HIGH)
-    clipped = bounded > plain
-    loss = tl.where(clipped, bounded, plain)
-    dual = tl.zeros_like(clipped)
-    if CEILING is not None:
-        dual = (advantage < 0) & (loss > -advantage * CEILING)
-        loss = tl.where(dual, -advantage * CEILING, loss)
-    # Each comparison is false for a NaN, which therefore reaches the gradient.
-    still = clipped | dual | (tl.abs(drift) > MAX_LOG_RATIO)
-    return loss, tl.where(still, 0.0, plain), ratio, clipped, dual
+    held = _clamp(ratio, 1 - LOW, 1 + HIGH)
+    bounded = -advantage * held
+    if KIND == "cispo":
+        loss, slope = bounded * logp, bounded
+        clipped = (held != ratio) & (advantage != 0)
+        dual = tl.zeros_like(clipped)
+    else:
+        tl.static_assert(KIND == "clip")
+        plain = -advantage * ratio
+        clipped = bounded > plain
+        loss = tl.where(clipped, bounded, plain)
+        dual = tl.zeros_like(clipped)
+        if CEILING is not None:
+            dual = (advantage < 0) & (loss > -advantage * CEILING)
+            loss = tl.where(dual, -advantage * CEILING, loss)
+        # Each comparison is false for a NaN, which therefore reaches the gradient.
+        still = clipped | dual | (tl.abs(drift) > MAX_LOG_RATIO)
+        slope = tl.where(still, 0.0, plain)
+    return loss, slope, ratio, clipped, dual
 
 
 @triton.jit
@@ -219,6 +228,7 @@ def merge_kernel(
     old_logprobs,
     ref_logprobs,
     old_kl_coef,
+    log_ratios,
     ranges,
     terms,
     sums,
@@ -229,6 +239,7 @@ def merge_kernel(
     KL_COEF: tl.constexpr,
     KL_KIND: tl.constexpr,
     ENTROPY_COEF: tl.constexpr,
+    KIND: tl.constexpr,
     ALPHA: tl.constexpr,
     LAMBDA_MIN: tl.constexpr,
     GAMMA: tl.constexpr,
@@ -239,7 +250,8 @@ def merge_kernel(
 
     terms[3, n]: d loss / d logp and d loss / d entropy times the token's weight, and the modulated advantage.
     sums[programs, SUMS]: this program's sums in the order of types.METRICS. advantages None: statistics alone; ranges
-    None: no modulation; old_logprobs None: ratio 1; without ref_logprobs or old_kl_coef none of their terms.
+    None: no modulation; old_logprobs None: ratio 1; without ref_logprobs or old_kl_coef none of their terms; log_ratios
+    None: each token's own, logp - old.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = token < n
@@ -290,7 +302,11 @@ def merge_kernel(
             advantage, comp, stab = _modulate(
                 advantage, logp, h, old, expected, ranges, LOW, HIGH, ALPHA, LAMBDA_MIN, GAMMA, TAU
             )
-        loss, slope, ratio, clipped, dual = _clipped_loss(logp, old, advantage, LOW, HIGH, CEILING)
+        own = logp - old
+        drift = own
+        if log_ratios is not None:
+            drift = tl.load(log_ratios + token, mask=live, other=0.0)
+        loss, slope, ratio, clipped, dual = _policy_loss(logp, drift, advantage, LOW, HIGH, CEILING, KIND)
         kl = tl.zeros_like(m)
         if ref_logprobs is not None:
             kl, kl_slope = _kl(logp, tl.load(ref_logprobs + token, mask=live, other=0.0), KL_KIND)
@@ -301,10 +317,9 @@ def merge_kernel(
             loss -= ENTROPY_COEF * h
         if old_kl_coef is not None:
             coef = tl.load(old_kl_coef + token, mask=live, other=0.0)
-            drift = logp - old
-            size = tl.sqrt(tl.fma(drift, drift, _like(ABS_ROUNDING * ABS_ROUNDING, drift)))
+            size = tl.sqrt(tl.fma(own, own, _like(ABS_ROUNDING * ABS_ROUNDING, own)))
             loss += coef * (size - ABS_ROUNDING)
-            slope += coef * drift / size
+            slope += coef * own / size
         out = terms + token
         tl.store(out, weight * slope, mask=live)
         tl.store(out + n, -ENTROPY_COEF * weight, mask=live)

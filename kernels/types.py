@@ -34,6 +34,7 @@ class Tokens(NamedTuple):
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None = None
     old_kl_coef: Tensor | None = None
+    log_ratios: Tensor | None = None  # of the policy loss, in place of logprob - old logprob
 
     def at(self, chunk: slice) -> Tokens:
         return Tokens(*(None if t is None else t[chunk] for t in self))

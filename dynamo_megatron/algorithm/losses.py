@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossConfig",
     "PolicyLossTerms",
+    "cispo_policy_loss",
     "clipped_policy_loss",
     "kl_estimate",
     "policy_loss_terms",
@@ -27,7 +29,7 @@ ABS_ROUNDING = 1e-3
 
 class PolicyLoss(NamedTuple):
     loss: torch.Tensor  # per token
-    clipped: torch.Tensor  # bool: the clip to [1 - low, 1 + high] decided the loss
+    clipped: torch.Tensor  # bool: the clip to [1 - low, 1 + high] decided the loss, or with cispo its weight
     clipped_dual: torch.Tensor  # bool: the dual clip did
 
 
@@ -70,6 +72,46 @@ def clipped_policy_loss(
 
 
 @torch_function
+def cispo_policy_loss(
+    logprobs: Array, log_ratios: Array, advantages: Array, *, clip_ratio_low: float, clip_ratio_high: float
+) -> PolicyLoss:
+    """CISPO's loss per token, -A sg(clip(r, 1 - low, 1 + high)) logprob, r = exp(log_ratios) (arXiv 2506.13585, Eq. 4).
+
+    The weight has no gradient (sg), so the clip bounds a token's gradient and never removes it. Arrays of one shape,
+    natural log; differentiable in `logprobs`.
+    """
+    ratio = torch.exp(log_ratios.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    clipped = (weight != ratio) & (advantages != 0)
+    return PolicyLoss(-advantages * weight * logprobs, clipped, torch.zeros_like(clipped))
+
+
+@torch_function
+def response_log_ratios(
+    log_ratios: Array,
+    lengths: Array,
+    ratio: Literal["sequence", "sequence_mean"],
+    add_up: Callable[[torch.Tensor], object] | None = None,
+) -> Array:
+    """The log ratio of each token's response, float [n], no gradient: the sum over its tokens, or their mean.
+
+    log_ratios: logprob - old logprob, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
+    `sequence`: a response is one action (RLOO, arXiv 2402.14740). `sequence_mean`: GSPO's (arXiv 2507.18071, Eq. 7).
+    `add_up`, where ranks hold parts of each response: adds float64 [2, S], sums and token counts, over them in place.
+    """
+    if len(lengths) == 0:  # segment_reduce refuses it
+        return log_ratios.detach()
+    # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not.
+    sums = torch.segment_reduce(log_ratios.detach().double(), "sum", lengths=lengths, initial=0)
+    totals = torch.stack([sums, lengths.double()])
+    if add_up is not None:
+        add_up(totals)
+    sums, counts = totals
+    values = sums if ratio == "sequence" else sums / counts.clamp(min=1)
+    return values.to(log_ratios.dtype).repeat_interleave(lengths)
+
+
+@torch_function
 def kl_estimate(logprobs: Array, ref_logprobs: Array, kind: Literal["k1", "k2", "k3", "abs"]) -> Array:
     """Estimate of KL(policy || reference) per token in nats from sampled tokens (joschu.net/blog/kl-approx.html).
 
@@ -97,22 +139,27 @@ def policy_loss_terms(
     ref_logprobs: torch.Tensor | None,
     config: PolicyLossConfig,
     old_kl_coef: torch.Tensor | None = None,
+    log_ratios: torch.Tensor | None = None,
 ) -> PolicyLossTerms:
     """The whole loss per token from advantages that are modulated already; differentiable in `logprobs` and `entropy`.
 
     Float tensors of one shape, nats. `old_kl_coef`: the coefficient of each token's |d|, d = logprobs - old_logprobs,
-    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). A term with coefficient 0 is left out, so that it
+    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). `log_ratios`: a value to use for d in the policy
+    loss, that of the token's response; the gradient is then the ratio's value times that of the token's own logprob, as
+    GSPO-token's (arXiv 2507.18071, Eq. 14). A term with coefficient 0 is left out, so that it
     cannot bring in a NaN.
     Raises ValueError where kl_coef is set and reference logprobs are missing.
     """
-    loss, clipped, clipped_dual = clipped_policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-    )
+    bounds = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
+    own = logprobs - old_logprobs
+    drift = own if log_ratios is None else log_ratios + (logprobs - logprobs.detach())  # that value, this gradient
+    if config.kind == "cispo":
+        loss, clipped, clipped_dual = cispo_policy_loss(logprobs, drift, advantages, **bounds)
+    else:
+        zero = torch.zeros_like(drift)
+        loss, clipped, clipped_dual = clipped_policy_loss(
+            drift, zero, advantages, **bounds, clip_ratio_c=config.clip_ratio_c
+        )
     if ref_logprobs is None and config.kl_coef:
         raise ValueError("ref_logprobs: kl_coef is not 0, so the reference model's logprobs are needed")
     kl = None if ref_logprobs is None else kl_estimate(logprobs, ref_logprobs, config.kl_kind)
@@ -121,6 +168,5 @@ def policy_loss_terms(
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     if old_kl_coef is not None:
-        drift = (logprobs - old_logprobs).square() + ABS_ROUNDING**2
-        loss = loss + old_kl_coef * (drift.sqrt() - ABS_ROUNDING)
+        loss = loss + old_kl_coef * ((own.square() + ABS_ROUNDING**2).sqrt() - ABS_ROUNDING)
     return PolicyLossTerms(loss, clipped, clipped_dual, kl)

@@ -7,6 +7,7 @@ add and scale nothing: the upstream gradient of every micro-batch is exactly 1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
+from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
@@ -85,9 +87,14 @@ class Policy:
         self.loss_config = config.policy_loss()
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
-            kl_cov = config.algorithm.loss.kl_cov is not None
-            gradient = config.kernels.gradient
-            check_backend(self._head_weight, self.loss_config, gradient=gradient, kl_cov=kl_cov, **head)
+            check_backend(
+                self._head_weight,
+                self.loss_config,
+                gradient=config.kernels.gradient,
+                kl_cov=config.algorithm.loss.kl_cov is not None,
+                response_ratio=config.algorithm.loss.ratio != "token",
+                **head,
+            )
 
     @property
     def _head_weight(self) -> torch.Tensor:
@@ -244,21 +251,24 @@ class Policy:
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
             slots = micro_batch.slots.cpu()
+            log_ratios = self._response_log_ratios(micro_batch, hidden, stats.logprobs[slots])
             take = slice(None)
             if not every_token_counts and not whole_sequences:
                 take = trained[slots]  # tokens without gradient never reach the head's GEMM
                 hidden = hidden[take.to(device)]
+            rows = take.to(device) if torch.is_tensor(take) else take
             here = slots[take]
             return here, kernels.policy_loss(
                 hidden,
                 self._head_weight,
-                micro_batch.labels[take.to(device) if torch.is_tensor(take) else take],
+                micro_batch.labels[rows],
                 shaped.advantages[here].to(device),
                 stats.logprobs[here].to(device),
                 shaped.weights[here].to(device),
                 loss,
                 ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
                 old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
+                log_ratios=None if log_ratios is None else log_ratios[rows],
                 ranges=shaped.ranges,
                 cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
                 gradient=self.config.kernels.gradient,
@@ -267,6 +277,22 @@ class Policy:
 
         result = self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
         return {**result, "selected": float(shaped.selected.sum())}
+
+    @torch.no_grad()
+    def _response_log_ratios(
+        self, micro_batch: MicroBatch, hidden: torch.Tensor, old_logprobs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[r] the log ratio of each row's response, over all context-parallel ranks; None where ratios are of tokens.
+
+        One more pass through the head (a GEMM), since no token's loss is known before its whole response's logprobs.
+        """
+        ratio = self.config.algorithm.loss.ratio
+        if ratio == "token":
+            return None
+        logprobs = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head).logprobs
+        lengths = micro_batch.response_bounds.diff().long()
+        add_up = functools.partial(dist.all_reduce, group=self.layout.cp) if self.layout.cp.size() > 1 else None
+        return response_log_ratios(logprobs - old_logprobs.to(logprobs.device), lengths, ratio, add_up)
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.

@@ -14,7 +14,13 @@ DEMO = str(ROOT / "configs" / "demo" / "rl.yaml")
 DIFFERENCES = {
     "clip_higher": {"loss.clip_ratio_high": 0.28},
     "entropy_loss": {"loss.entropy_coef": 0.001},
-    "fork_tokens": {"loss.entropy_top_ratio": 0.2},
+    "fork_tokens": {
+        "dynamic_sampling.rounds": 10,
+        "loss.clip_ratio_high": 0.28,
+        "loss.clip_ratio_c": 10.0,
+        "advantage.overlong_buffer": 0.2,
+        "loss.entropy_top_ratio": 0.2,
+    },
     "entropy_advantages": {"advantage.entropy_shaping.alpha": 0.4, "advantage.entropy_shaping.kappa": 2.0},
     "clip_cov": {
         "loss.clip_ratio_low": 1.0,
@@ -29,10 +35,22 @@ DIFFERENCES = {
         "loss.kl_cov.ratio": 0.002,
         "loss.kl_cov.coef": 1.0,
     },
-    "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1},
-    "dapo": {"dynamic_sampling.rounds": 4, "loss.clip_ratio_high": 0.28, "advantage.overlong_buffer": 0.2},
+    "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1, "loss.entropy_coef": 0.001},
+    "dapo": {
+        "dynamic_sampling.rounds": 10,
+        "loss.clip_ratio_high": 0.28,
+        "loss.clip_ratio_c": 10.0,
+        "advantage.overlong_buffer": 0.2,
+    },
     "dr_grpo": {"advantage.kind": "dr_grpo", "loss.aggregation": "constant_length"},
-    "rloo": {"advantage.kind": "rloo", "loss.aggregation": "sequence_sum"},
+    "rloo": {"advantage.kind": "rloo", "loss.ratio": "sequence", "loss.aggregation": "sequence_sum"},
+    "gspo": {
+        "loss.ratio": "sequence_mean",
+        "loss.clip_ratio_low": 3e-4,
+        "loss.clip_ratio_high": 4e-4,
+        "loss.aggregation": "sequence_mean",
+    },
+    "cispo": {"loss.kind": "cispo", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 4.0},
 }
 
 
@@ -106,6 +124,13 @@ def test_the_docs_list_every_method():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("algorithm.loss={kind: cispo, clip_ratio_c: 3}", "clip_ratio_c: 3 is a dual clip, which kind cispo lacks"),
+        (
+            "algorithm.loss={ratio: sequence, kl_cov: {}}",
+            "kl_cov: is about the ratio of a token, and ratio is sequence",
+        ),
+        ("algorithm={loss: {kind: cispo}, modulation: {}}", "loss.kind: cispo does not go with modulation"),
+        ("algorithm={loss: {ratio: sequence}, modulation: {}}", "loss.ratio: sequence does not go with modulation"),
         ("algorithm.loss.clip_cov.low=7", "clip_cov: low: 7.0 is not below high 5.0"),
         ("algorithm.rollout_correction={low: 3}", "rollout_correction: low: 3.0 is not below high 2.0"),
         ("algorithm.advantage={kind: reinforce, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),

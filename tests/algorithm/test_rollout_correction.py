@@ -76,4 +76,8 @@ def test_mismatch():
     tilted = engine * (policy / engine) ** 0.1  # not normalised: k3 is then E[e^d - 1 - d] all the same
     want = (engine * (tilted / engine - 1 - np.log(tilted / engine))).sum()
     assert mismatch(d, np.full(1000, 200), None)["kl"] == pytest.approx(want, rel=0.02)
+    # far apart: the plain mean, without a bound on the estimate
+    assert mismatch(np.array([5.0, 0.0]), np.array([2]), None)["kl"] == pytest.approx((math.exp(5) - 6) / 2, rel=1e-12)
+    assert mismatch(np.array([-30.0]), np.array([1]), None)["kl"] == pytest.approx(29.0, rel=1e-12)
+    assert math.isfinite(mismatch(np.full(10, 900.0), np.array([10]), None)["kl"])
     assert mismatch(np.zeros(0), np.zeros(3, int), None) == {"kl": 0.0, "ratio_max": 0.0}

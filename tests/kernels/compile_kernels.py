@@ -25,12 +25,14 @@ GRADIENT = {
     "labels": "*i64",
     "TEMPERATURE": 0.7,
 }
-TENSORS = ("parts", "statistics", "advantages", "weights", "old_logprobs", "ref_logprobs", "old_kl_coef", "ranges")
+TENSORS = ("parts", "statistics", "advantages", "weights", "old_logprobs", "ref_logprobs", "old_kl_coef")
+TENSORS += ("log_ratios", "ranges")
 LOSS = {"LOW": 0.2, "HIGH": 0.28, "CEILING": 10.0, "KL_COEF": 0.1, "KL_KIND": "k3", "ENTROPY_COEF": 0.01}
+LOSS |= {"KIND": "clip"}
 LOSS |= {"ALPHA": 0.2, "LAMBDA_MIN": 0.6, "GAMMA": 50.0, "TAU": 0.99, "TEMPERATURE": 0.7, "BLOCK": backend.MERGE_BLOCK}
 MERGE = {**dict.fromkeys((*TENSORS, "terms", "sums"), "*fp32"), **LOSS}
 # On policy, without modulation and every optional term.
-LEAST = {**MERGE, **dict.fromkeys(("old_logprobs", "ref_logprobs", "old_kl_coef", "ranges", "CEILING"))}
+LEAST = {**MERGE, **dict.fromkeys(("old_logprobs", "ref_logprobs", "old_kl_coef", "log_ratios", "ranges", "CEILING"))}
 LEAST |= {**dict.fromkeys(("ALPHA", "LAMBDA_MIN", "GAMMA", "TAU")), "KL_COEF": 0.0, "ENTROPY_COEF": 0.0}
 MERGE_ALONE = {**MERGE, **dict.fromkeys((*TENSORS[2:], "terms", "sums"))}
 # name: (kernel, arguments as a type or a constexpr's value, with i32 for those not named, warps)
@@ -52,6 +54,7 @@ VARIANTS = {
     },
     "merge": (kernels.merge_kernel, MERGE_ALONE, backend.MERGE_WARPS),
     "merge_loss_least": (kernels.merge_kernel, LEAST, backend.MERGE_WARPS),
+    "merge_loss_cispo": (kernels.merge_kernel, {**LEAST, "KIND": "cispo"}, backend.MERGE_WARPS),
     **{
         f"merge_loss_{kind}": (kernels.merge_kernel, {**MERGE, "KL_KIND": kind}, backend.MERGE_WARPS)
         for kind in ("k1", "k2", "k3", "abs")
@@ -65,7 +68,7 @@ def compiled(kernel, arguments: dict, warps: int, capability: int) -> dict[str, 
     signature, constants, hints = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments.get(name, "i32")
-        is_type = isinstance(value, str) and name != "KL_KIND"
+        is_type = isinstance(value, str) and name not in ("KIND", "KL_KIND")
         signature[name] = value if is_type else "constexpr"
         if not is_type:
             constants[(i,)] = value

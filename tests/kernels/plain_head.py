@@ -37,7 +37,7 @@ def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2
     if tokens > 4:
         c.labels[[1, 4]] = IGNORE
         c.hidden[1] = c.advantages[1] = c.old[4] = c.weights[1] = c.ref[4] = torch.nan
-    c.old_kl_coef = None
+    c.old_kl_coef = c.log_ratios = None
     c.cu_seqlens = torch.tensor([0, tokens // 3, tokens // 3, tokens])
     return c
 
@@ -77,10 +77,15 @@ def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
         out.damped, out.boosted = (stab < 0.9).sum(), (comp > 1.1).sum()
         out.ranges = (low, high, top)
     out.advantages = adv
-    r = (logp - old).exp()
+    d = logp - old
+    if c.log_ratios is not None:
+        d = c.log_ratios[keep] + logp - logp.detach()
+    r = d.exp()
     loss = torch.maximum(-adv * r, -adv * r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high))
     if config.clip_ratio_c is not None:
         loss = torch.where(adv < 0, torch.minimum(loss, -adv * config.clip_ratio_c), loss)
+    if config.kind == "cispo":
+        loss = -adv * r.detach().clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * logp
     loss = loss - config.entropy_coef * H
     if config.kl_coef:
         loss = loss + config.kl_coef * ((ref - logp).exp() - (ref - logp) - 1)

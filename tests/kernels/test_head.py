@@ -35,6 +35,7 @@ def run(c, config, upstream=1.0, **kw):
         config,
         ref_logprobs=c.ref if config.kl_coef else None,
         old_kl_coef=c.old_kl_coef,
+        log_ratios=c.log_ratios,
         cu_seqlens=c.cu_seqlens,
         **kw,
     )
@@ -96,6 +97,27 @@ def test_a_coefficient_per_token_holds_it_to_the_old_policy(gradient, chunk, bac
     c.old_kl_coef[1] = torch.nan  # a row that takes no part
     held, _ = check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk, backend=backend)
     assert held.loss > without.loss
+
+
+CISPO = PolicyLossConfig(0.3, 0.4, None, kl_coef=0.05, entropy_coef=0.02, kind="cispo")
+UNMODULATED = replace(FULL, modulation=None)
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+@pytest.mark.parametrize("of_responses", [False, True])
+@pytest.mark.parametrize("config", [CISPO, UNMODULATED], ids=["cispo", "clip"])
+def test_cispo_and_the_ratios_of_responses(config, of_responses, gradient, backend):
+    c = plain.case()
+    if of_responses:
+        c.log_ratios = torch.linspace(-0.8, 0.9, len(c.labels), dtype=torch.float64)
+        c.log_ratios[1] = torch.nan  # a row that takes no part
+    out, want = check(c, config, 1e-11, gradient=gradient, chunk_tokens=7, backend=backend)
+    keep = c.labels != plain.IGNORE
+    log_ratios = c.log_ratios[keep] if of_responses else want.logprobs - c.old[keep]
+    assert out.metrics["ratio"].item() == pytest.approx(log_ratios.exp().sum().item(), rel=1e-6)
+    outside = (log_ratios.exp() < 1 - config.clip_ratio_low) | (log_ratios.exp() > 1 + config.clip_ratio_high)
+    if config is CISPO:
+        assert out.metrics["clipped"] == (outside & (want.advantages != 0)).sum() > 3
 
 
 @pytest.mark.parametrize("config", [FULL, SEQUENCE_MEAN], ids=["exact", "sequence_mean"])

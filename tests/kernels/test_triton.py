@@ -152,6 +152,8 @@ CONFIGS = {
     "k1": PolicyLossConfig(0.2, 0.28, None, MODULATION, kl_coef=0.3, kl_kind="k1"),
     "k2": PolicyLossConfig(0.1, 0.3, 2.0, None, kl_coef=0.3, kl_kind="k2", entropy_coef=-0.1),
     "abs": PolicyLossConfig(0.2, 0.2, 1.3, MODULATION, kl_coef=0.3, kl_kind="abs"),
+    "cispo": PolicyLossConfig(0.2, 0.28, None, kl_coef=0.3, entropy_coef=0.02, kind="cispo"),
+    "response": PolicyLossConfig(0.2, 0.28, 1.3),  # with the ratios of responses
     "reported": PolicyLossConfig(0.2, 0.28, 3.0, MODULATION),  # reference logprobs, but no KL term
 }
 
@@ -176,7 +178,8 @@ def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy, ranges):
     advantages = randn()
     advantages[::6] = 0
     coef = None if name == "full" else randn().clamp(min=0)
-    tokens = Tokens(advantages, randn().abs(), None if on_policy else logp + drift, ref, coef)
+    log_ratios = -drift if name == "response" else None
+    tokens = Tokens(advantages, randn().abs(), None if on_policy else logp + drift, ref, coef, log_ratios)
     ranges = None if config.modulation is None else ranges
     want_stats, want = reference.merge_with_loss(parts, 0.8, config, tokens, ranges)
     stats, got = triton_backend.merge_with_loss(parts, 0.8, config, tokens, ranges)
@@ -265,15 +268,21 @@ def test_row_offsets_beyond_int32(operand, device):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gradient", "kl_cov"), [(torch.float32, "recompute", True), (torch.bfloat16, "eager", False)]
+    ("config", "dtype", "gradient", "kl_cov"),
+    [
+        (FULL, torch.float32, "recompute", True),
+        (FULL, torch.bfloat16, "eager", False),
+        (CONFIGS["cispo"], torch.float32, "eager", False),
+    ],
 )
-def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, device, dtype, gradient, kl_cov):
+def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, device, config, dtype, gradient, kl_cov):
     weight = torch.randn(40, 8).to(dtype)
     options = {"gradient": gradient, "kl_cov": kl_cov, "temperature": 0.7, "tp_group": None}
-    check_backend(weight, FULL, backend="triton", **options)
+    options["response_ratio"] = config.modulation is None
+    check_backend(weight, config, backend="triton", **options)
     right = triton_backend.logits_gradient_
     monkeypatch.setattr(triton_backend, "logits_gradient_", lambda *a: right(*a).mul_(1.1))
     with pytest.raises(ValueError, match=r"kernels.backend: on this machine .* differ by .* of hidden.grad"):
-        check_backend(weight, FULL, backend="triton", **options)
+        check_backend(weight, config, backend="triton", **options)
     if device.type == "cpu":
-        check_backend(weight, FULL, backend="auto", **options)  # the reference
+        check_backend(weight, config, backend="auto", **options)  # the reference

@@ -40,7 +40,7 @@ TITLES = [
 
 def planned(hardware: Path, method: str) -> Plan:
     """The plan of `configs/hardware/KINDxN/MODEL.yaml` with a method at the paper's sizes."""
-    files = [CONFIGS / "models" / hardware.name, hardware, CONFIGS / "methods" / f"{method}.yaml", PAPER]
+    files = [CONFIGS / "models" / hardware.name, hardware, PAPER, CONFIGS / "methods" / f"{method}.yaml"]
     config, _ = compose([str(file) for file in files], [], UNNEEDED)
     kind, gpus = hardware.parent.name.split("x")
     (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
@@ -68,7 +68,7 @@ def generated() -> str:
                 f"{plan.times.step:.0f}",
             ]
         )
-        configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/methods/dynamo.yaml configs/paper.yaml"
+        configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/paper.yaml configs/methods/dynamo.yaml"
         keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
         host = "rollout.host=ib0 " if plan.cluster.nodes > 1 else ""
         words = f"{configs} {keys} {host}output_dir=/runs/{file.stem}"

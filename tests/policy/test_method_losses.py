@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config_files import compose
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
@@ -80,7 +81,10 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
         config.algorithm,
     )
     nothing = torch.zeros_like(stats.new)
-    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef)
+    log_ratios = None
+    if (kind := config.algorithm.loss.ratio) != "token":
+        log_ratios = response_log_ratios(stats.new - stats.old, torch.from_numpy(rollouts.response_lengths), kind)
+    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef, log_ratios)
     terms = loss_terms(
         config.policy_loss(),
         Statistics(nothing, nothing, stats.new, stats.entropy, stats.expected, nothing),
@@ -108,12 +112,12 @@ def ratio(stats):
     return np.exp((stats.new - stats.old).double().numpy())
 
 
-def clipped(advantages, ratio, low=0.2, high=0.2):
-    """PPO's loss and its derivative by the logprob, by cases."""
+def clipped(advantages, ratio, low=0.2, high=0.2, c=math.inf):
+    """PPO's loss with the dual clip and its derivative by the logprob, by cases."""
     loss, slope = [], []
     for a, r in zip(advantages, ratio, strict=True):
-        stopped = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
-        bound = 1 + high if a > 0 else 1 - low
+        stopped = (a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > c))
+        bound = 1 + high if a > 0 else min(max(r, 1 - low), c)
         loss.append(-a * (bound if stopped else r))
         slope.append(0.0 if stopped else -a * r)
     return np.array(loss), np.array(slope)
@@ -156,13 +160,14 @@ def test_entropy_loss_adds_a_bonus_to_every_token(rollouts, stats, grpo):
     expect(got, grpo.advantages, grpo.weights, loss - bonus, slope, grad_entropy=-0.001)
 
 
-def test_fork_tokens_trains_the_fifth_of_highest_entropy_and_divides_by_their_number(rollouts, stats, grpo):
-    got = run("fork_tokens", rollouts, stats)
-    count = math.ceil(0.2 * len(grpo.weights))
-    chosen = np.zeros(len(grpo.weights), bool)
+def test_fork_tokens_is_dapo_on_the_fifth_of_highest_entropy_divided_by_their_number(rollouts, stats):
+    got, dapo = run("fork_tokens", rollouts, stats), run("dapo", rollouts, stats)
+    count = math.ceil(0.2 * len(dapo.weights))
+    chosen = np.zeros(len(dapo.weights), bool)
     chosen[np.argsort(-stats.entropy.numpy(), kind="stable")[:count]] = True
     assert (got.selected == chosen).all()
-    expect(got, grpo.advantages, np.where(chosen, 1 / count, 0.0), *clipped(grpo.advantages, ratio(stats)))
+    loss = clipped(dapo.advantages, ratio(stats), high=0.28, c=10.0)
+    expect(got, dapo.advantages, np.where(chosen, 1 / count, 0.0), *loss)
 
 
 def test_entropy_advantages_adds_to_the_advantage_alone(rollouts, stats, grpo):
@@ -207,10 +212,12 @@ def test_kl_cov_holds_the_largest_covariances_to_the_old_policy_in_place_of_the_
     expect(got, a, grpo.weights, -a * r + chosen * held, -a * r + chosen * slope)
 
 
-def test_w_reinforce_has_an_advantage_of_its_own_alone(rollouts, stats, grpo):
+def test_w_reinforce_has_an_advantage_of_its_own_and_an_entropy_bonus(rollouts, stats, grpo):
     got = run("w_reinforce", rollouts, stats)
     advantages = rollouts.per_token(np.where(rollouts.rewards > 0, 0.1, -1.0))
-    expect(got, advantages, grpo.weights, *clipped(advantages, ratio(stats)))
+    loss, slope = clipped(advantages, ratio(stats))
+    bonus = 0.001 * stats.entropy.double().numpy()
+    expect(got, advantages, grpo.weights, loss - bonus, slope, grad_entropy=-0.001)
 
 
 def test_dapo_is_clip_higher_with_a_penalty_on_long_responses(rollouts, stats, grpo):
@@ -223,12 +230,43 @@ def test_dapo_is_clip_higher_with_a_penalty_on_long_responses(rollouts, stats, g
         if size > 1:
             advantages[mine] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     advantages = rollouts.per_token(advantages)
-    expect(got, advantages, grpo.weights, *clipped(advantages, ratio(stats), high=0.28))
+    expect(got, advantages, grpo.weights, *clipped(advantages, ratio(stats), high=0.28, c=10.0))
     assert (advantages[rollouts.per_token(np.array(rollouts.group_ids) == "d")] != 0).any()  # unsolved, but too long
 
 
+def response_ratio(rollouts, stats, mean: bool) -> np.ndarray:
+    """Of each token's response, one response at a time."""
+    d, found = (stats.new - stats.old).double().numpy(), []
+    for a, b in pairwise(rollouts.response_offsets):
+        total = math.fsum(d[a:b])
+        found += [math.exp(total / (b - a) if mean else total)] * (b - a)
+    return np.array(found)
+
+
+def test_gspo_has_the_geometric_mean_of_a_response_s_ratios(rollouts, stats, grpo):
+    got = run("gspo", rollouts, stats)
+    ratios = response_ratio(rollouts, stats, mean=True)
+    weights = rollouts.per_token(1 / len(rollouts.rewards) / rollouts.response_lengths)
+    loss, slope = clipped(grpo.advantages, ratios, 3e-4, 4e-4)
+    expect(got, grpo.advantages, weights, loss, slope)
+    moving = rollouts.per_token(np.ones(len(rollouts.rewards))) * (slope != 0)
+    assert 0 < moving.sum() < len(slope)
+    for a, b in pairwise(rollouts.response_offsets):  # one decision a response
+        assert len(set(np.sign(np.abs(got.grad_logprobs[a:b])))) == 1
+
+
+def test_cispo_bounds_the_weight_and_stops_no_token(rollouts, stats, grpo):
+    far = SimpleNamespace(**{**vars(stats), "new": stats.old + 8 * (stats.new - stats.old)})
+    got = run("cispo", rollouts, far)
+    r, a = ratio(far), grpo.advantages
+    assert (r > 5).any() and (r < 0.1).any()
+    weight = np.minimum(r, 5.0)
+    expect(got, a, grpo.weights, -a * weight * far.new.double().numpy(), -a * weight)
+    assert (got.grad_logprobs[a != 0] != 0).all()
+
+
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
-def test_other_baselines_change_advantage_and_weights_alone(rollouts, stats, name):
+def test_other_baselines_change_advantage_weights_and_ratio_alone(rollouts, stats, name):
     per_rollout = np.zeros(len(rollouts.rewards))
     for group, size in SIZES.items():
         mine = np.array([g == group for g in rollouts.group_ids])
@@ -239,7 +277,8 @@ def test_other_baselines_change_advantage_and_weights_alone(rollouts, stats, nam
     weight = 1 / len(per_rollout) / (MAX_LENGTH if name == "dr_grpo" else 1)
     advantages = rollouts.per_token(per_rollout)
     weights = np.full(len(advantages), weight)
-    expect(run(name, rollouts, stats), advantages, weights, *clipped(advantages, ratio(stats)))
+    ratios = response_ratio(rollouts, stats, mean=False) if name == "rloo" else ratio(stats)
+    expect(run(name, rollouts, stats), advantages, weights, *clipped(advantages, ratios))
 
 
 def modulation(advantages, stats, *, alpha=0.2, lambda_min=0.6, expected=None, low=0.2, high=0.2):

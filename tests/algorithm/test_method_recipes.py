@@ -1,0 +1,156 @@
+"""What a method's file resolves to over every base that the docs name, against the recipe that its authors or a peer
+publish. verl is 0.9.1, TRL 1.16.0."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_megatron.config import AlgorithmConfig
+from dynamo_megatron.config_files import compose, identity, to_plain
+from dynamo_megatron.config_method import AdvantageConfig, LossConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+METHODS = sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))
+PAPER, SMOLLM2, DEMO = (CONFIGS / name for name in ("paper.yaml", "smollm2.yaml", "demo/rl.yaml"))
+# A user's own file, from other experiments: it sets what makes a method, each key to what no method has.
+MINE = """
+model: {path: model}
+data: {source: train.jsonl}
+output_dir: out
+algorithm:
+  dynamic_sampling: {rounds: 3}
+  advantage:
+    kind: dr_grpo
+    positive_weight: 0.7
+    overlong_buffer: 0.4
+    overlong_penalty: 0.9
+    entropy_shaping: {alpha: 0.3}
+  modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
+  loss:
+    clip_ratio_low: 0.4
+    clip_ratio_high: 0.6
+    clip_ratio_c: 4.0
+    aggregation: prompt_token_mean
+    entropy_coef: 0.7
+    entropy_top_ratio: 0.9
+    clip_cov: {ratio: 0.5, low: 0.1, high: 0.2}
+    kl_cov: {ratio: 0.6, coef: 7.0}
+"""
+
+
+def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="token", **others) -> dict:
+    """Everything that makes the loss; what is not named is off."""
+    low, high = clip
+    loss = {"kind": kind, "ratio": ratio, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
+    loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
+    section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
+    section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
+    for key, value in others.items():
+        part, _, name = key.rpartition("__")
+        (section[part] if part else section)[name] = value
+    return section
+
+
+DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
+DAPO = {"dynamic_sampling": {"rounds": 10}, "advantage__overlong_buffer": 0.2}
+RECIPES = {
+    # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
+    "grpo": recipe((0.2, 0.2), "token_mean"),
+    # arXiv 2503.14476, section 4.1
+    "clip_higher": recipe((0.2, 0.28), "token_mean"),
+    # verl's recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches 10, buffer 4096 of 20480, clip_ratio_c 10
+    "dapo": recipe((0.2, 0.28), "token_mean", c=10.0, **DAPO),
+    # Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR: the same script with entropy_top_ratio 0.2
+    "fork_tokens": recipe((0.2, 0.28), "token_mean", c=10.0, loss__entropy_top_ratio=0.2, **DAPO),
+    # TRL GRPOConfig: loss_type dr_grpo, scale_rewards none
+    "dr_grpo": recipe((0.2, 0.2), "constant_length", "dr_grpo"),
+    # TRL RLOOConfig: epsilon 0.2, the ratio exp(sum of the response's log ratios)
+    "rloo": recipe((0.2, 0.2), "sequence_sum", "rloo", ratio="sequence"),
+    # verl's examples/gspo_trainer and arXiv 2507.18071, section 5.1
+    "gspo": recipe((3e-4, 4e-4), "sequence_mean", ratio="sequence_mean"),
+    # arXiv 2506.13585, Eq. 4 (no lower bound); the upper one is ScaleRL's (arXiv 2510.13786), TRL's epsilon_high 5.0
+    "cispo": recipe((1.0, 4.0), "token_mean", kind="cispo"),
+    # verl's compute_policy_loss_clip_cov with recipe/entropy/7b_clip_cov.sh; the function has no dual clip
+    "clip_cov": recipe((1.0, 1.0), "token_mean", loss__clip_cov={"ratio": 2e-4, "low": 1.0, "high": 5.0}),
+    # verl's compute_policy_loss_kl_cov with recipe/entropy/7b_kl_cov.sh; the function has no clip at all
+    "kl_cov": recipe((1.0, 1e9), "token_mean", loss__kl_cov={"ratio": 0.002, "coef": 1.0}),
+    # verl's ppo_trainer.yaml of 2025: entropy_coeff 0.001
+    "entropy_loss": recipe((0.2, 0.2), "token_mean", loss__entropy_coef=0.001),
+    # arXiv 2506.14758, section 3
+    "entropy_advantages": recipe((0.2, 0.2), "token_mean", advantage__entropy_shaping={"alpha": 0.4, "kappa": 2.0}),
+    # TianHongZXY/RLVR-Decomposed: run_qwen2.5-math-7b_psr_nsr.sh over its ppo_trainer.yaml (entropy_coeff 0.001)
+    "w_reinforce": recipe(
+        (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
+    ),
+    # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
+    "dynamo": recipe(
+        (0.2, 0.2), "prompt_mean", "rloo", modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"}
+    ),
+    "dynamo_published": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        c=10.0,
+        modulation={**DECAY6, "expectation": "sequence_mean", "scope": "micro_batch"},
+    ),
+}
+
+
+def own_keys(name: str) -> dict:
+    """The file's own algorithm section."""
+    return yaml.safe_load((CONFIGS / "methods" / f"{name}.yaml").read_text())["algorithm"]
+
+
+def check(name: str, files: list[Path], *more: str) -> None:
+    config, _ = compose([str(file) for file in files], ["output_dir=out", *more])
+    got, want = to_plain(config)["algorithm"], RECIPES[name]
+    for part, value in want.items():
+        # Of the losses and advantages what the recipe is about, not mini_batches, eps and the size of a penalty.
+        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage") else got[part]
+        assert seen == value, (name, part, [file.name for file in files])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("base", ["paper", "smollm2", "demo", "mine", "paper after"])
+def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
+    mine, method = tmp_path / "my.yaml", CONFIGS / "methods" / f"{name}.yaml"
+    mine.write_text(MINE)
+    sizes = ["model.path=model", "data.source=train.jsonl"]
+    if name == "dynamo_published" and base in ("smollm2", "demo", "mine"):
+        sizes += ["data.batch_prompts=512", "algorithm.allocation.budget=8192"]
+    orders = {
+        "paper": [PAPER, method],
+        "smollm2": [SMOLLM2, method],
+        "demo": [DEMO, method],
+        "mine": [mine, PAPER, method],
+        "paper after": [method, PAPER],
+    }
+    check(name, orders[base], *sizes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("before", METHODS)
+def test_a_method_after_another_is_itself(name, before):
+    files = [CONFIGS / "methods" / f"{before}.yaml", CONFIGS / "methods" / f"{name}.yaml"]
+    check(name, files, "model.path=model", "data.source=train.jsonl", "data.batch_prompts=512")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_sets_every_key_that_makes_one(name):
+    own = own_keys(name)
+    bookkeeping = {"mini_batches", "singleton", "eps"}
+    assert set(LossConfig.model_fields) - bookkeeping <= set(own["loss"])
+    assert set(AdvantageConfig.model_fields) - bookkeeping <= set(own["advantage"])
+    others = {"kl", "rollout_correction"}  # of the engine and the reference policy: they go with any method
+    assert set(AlgorithmConfig.model_fields) - others <= set(own)
+
+
+def test_no_base_sets_a_key_that_makes_a_method():
+    keys = set(identity(RECIPES["grpo"], ["loss", "advantage"]))
+    for path in (PAPER, SMOLLM2, DEMO):
+        section = yaml.safe_load(path.read_text())["algorithm"]
+        assert not keys & set(identity(section, [part for part in ("loss", "advantage") if part in section])), path
+
+
+def test_every_method_has_a_recipe():
+    assert sorted(RECIPES) == METHODS
