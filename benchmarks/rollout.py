@@ -201,12 +201,21 @@ def replay(port: int, length: int, vocabulary: int, last: Any) -> None:
     bodies = replies(length, vocabulary)
     count = 0
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(request: web.Request) -> web.StreamResponse:
         nonlocal count
-        await request.read()
-        count += 1
-        last.value = time.monotonic()
-        return web.Response(body=bodies[count % len(bodies)], content_type="application/json")
+        rid = (await request.json())["rid"]
+        if isinstance(rid, str):
+            count += 1
+            last.value = time.monotonic()
+            return web.Response(body=bodies[count % len(bodies)], content_type="application/json")
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for name in rid:
+            count += 1
+            last.value = time.monotonic()
+            one = bodies[count % len(bodies)].replace(b'"replayed"', json.dumps(name).encode(), 1)
+            await stream.write(b"data: " + one + b"\n\n")
+        return stream
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"loads": []})

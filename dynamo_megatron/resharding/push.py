@@ -82,6 +82,7 @@ class WeightPusher:
         self._connected: set[Endpoint] = set()
         self._endpoints: list[Endpoint] = []
         self._known: set[Endpoint] = set()  # of the last push
+        self._devices: dict[Endpoint, str] = {}  # those asked; an incarnation does not change its device
         self._pushes = 0
 
     def push(
@@ -140,9 +141,12 @@ class WeightPusher:
     def _begin(self, version: int, on_wait: Callable[[], None] | None) -> tuple[list[Endpoint], str]:
         """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
         endpoints = self._rollout.begin_push(version, on_wait)
+        self._devices = {e: device for e, device in self._devices.items() if e in endpoints}
         for endpoint in endpoints:
             with contextlib.suppress(ServerError):
-                return endpoints, server_device(endpoint)
+                if endpoint not in self._devices:
+                    self._devices[endpoint] = server_device(endpoint)
+                return endpoints, self._devices[endpoint]
         return endpoints, "cuda" if torch.cuda.is_available() else "cpu"
 
     def _to_prove(self, version: int, endpoints: Sequence[Endpoint]) -> Collection[int] | None:

@@ -19,6 +19,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Spans of bounded length, so that openings without an end cost no quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
+INTEGER = re.compile(r"-?[0-9]{1,1000}")
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 
 
@@ -42,6 +43,8 @@ def math_answer(prompt: Prompt, response: str) -> float:
         return float(_plain(candidate).casefold() == _plain(reference).casefold())
     if _plain(candidate) == _plain(reference):
         return 1.0
+    if INTEGER.fullmatch(candidate) and INTEGER.fullmatch(reference):  # math-verify takes a millisecond for them
+        return float(int(candidate) == int(reference))
     target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
     gold = _parsed_reference(reference)
     return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))

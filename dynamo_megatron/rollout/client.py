@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pydantic_core import from_json
 
 from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, Batches, body
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
-ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about this request; any other one is about the server
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
 
 
 class ServerLost(Exception):
@@ -50,7 +48,8 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class SGLangClient:
-    """Of the server at `endpoint`. Every method is safe to run many times at once."""
+    """Of the server at `endpoint`. Every method is safe to run many times at once; calls of `generate` from tasks that
+    start together share HTTP requests."""
 
     def __init__(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, config: RolloutConfig, eos_token_ids: Sequence[int]
@@ -58,6 +57,7 @@ class SGLangClient:
         self.url = endpoint.url
         self._session, self._config = session, config
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        self._batches = Batches(self._post)
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
         self._sampling = {
             "temperature": config.temperature,
@@ -115,15 +115,9 @@ class SGLangClient:
             sampling["temperature"] = temperature
         if max_new_tokens is not None:
             sampling["max_new_tokens"] = max_new_tokens
-        payload = {
-            "rid": request_id,
-            "input_ids": list(prompt_tokens),
-            "return_logprob": True,
-            "sampling_params": sampling,
-        }
         try:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
-                status, reply = await self._post("/generate", payload)
+                status, reply = await self._batches.generate(request_id, prompt_tokens, sampling)
         except (aiohttp.ClientError, ValueError) as error:  # first: no connection in time is a TimeoutError, too
             raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
         except TimeoutError:
@@ -142,10 +136,17 @@ class SGLangClient:
             raise ServerLost(f"the rollout server {self.url} answers with nonsense: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request whose connection is closed already, which would end it too, only later."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            async with asyncio.timeout(CONTROL_TIMEOUT):
-                await self._post("/abort_request", {"rid": request_id})
+        """Ends a request that nobody waits for any more."""
+        with suppress(RolloutError):
+            await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": request_id})
+
+    async def freeze_gc(self) -> None:
+        """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.
+
+        A CPU server runs a full collection for every /flush_cache: 0.4 s over the modules it has imported. SGLang makes
+        this call itself, but with --skip-server-warmup before its port listens. Servers without it answer 404.
+        """
+        await self._control("POST", "/freeze_gc", CONTROL_TIMEOUT)
 
     async def rest(self) -> None:
         """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
@@ -160,15 +161,14 @@ class SGLangClient:
                 asyncio.timeout(timeout),
                 self._session.request(method, self.url + path, json=payload, headers=self._headers) as reply,
             ):
-                return reply.status, await _body(reply)
+                return reply.status, await body(reply)
         except (aiohttp.ClientError, ValueError) as error:
             raise RolloutError(f"the rollout server {self.url} does not answer {path}: {error}") from error
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
 
-    async def _post(self, path: str, payload: dict[str, Any]) -> tuple[int, Any]:
-        async with self._session.post(self.url + path, json=payload, headers=self._headers) as reply:
-            return reply.status, await _body(reply)
+    def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(self.url + path, json=payload, headers=self._headers)
 
     def _response(self, request_id: str, meta: dict[str, Any]) -> Response:
         finish = meta["finish_reason"]
@@ -195,9 +195,3 @@ class SGLangClient:
 def _version(text: str) -> int:
     """-1 for what somebody else's server calls its weights."""
     return int(text) if text.isdecimal() else -1
-
-
-async def _body(reply: aiohttp.ClientResponse) -> Any:
-    if reply.content_type != "application/json":
-        return await reply.text()
-    return from_json(await reply.read())  # a quarter of json's time

@@ -46,7 +46,7 @@ class External:
         rollout = self._config.rollout
         async with open_session() as session:
             while True:
-                endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key)
+                endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key, shared=True)
                 try:
                     client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()
@@ -54,6 +54,7 @@ class External:
                         raise RolloutError(
                             f"no answer to /health for rollout.health_timeout ({rollout.health_timeout:g} s)"
                         )
+                    await client.freeze_gc()
                 except RolloutError as error:
                     self._listener.down(name, str(error), False)
                 else:

@@ -168,6 +168,7 @@ class SGLangServer:
                 raise RolloutError(f"{error}; see {self.log}") from None
             if response.error:
                 raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
+            await client.freeze_gc()
 
     async def release_caches(self) -> None:
         """Leaves the GPU to the ranks but for the weights, until they resume the caches. Raises RolloutError."""

@@ -7,6 +7,7 @@ It imports Megatron once and forks the ranks of one layout after the other. The 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -35,7 +36,7 @@ from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.resharding.proof import ExpectedChecksums, mismatch  # noqa: E402
 from dynamo_megatron.resharding.push import WeightPusher  # noqa: E402
-from dynamo_megatron.resharding.server_api import call  # noqa: E402
+from dynamo_megatron.resharding.server_api import ServerError, call, rest  # noqa: E402
 from dynamo_megatron.rollout.endpoint import Endpoint  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
@@ -52,6 +53,9 @@ class Fleet:
         self.endpoints, self.outcomes = endpoints, {}
 
     def begin_push(self, version, on_poll):
+        for endpoint in self.endpoints:
+            with contextlib.suppress(ServerError):  # one that was killed
+                rest(endpoint)
         return self.endpoints
 
     def end_push(self, version, outcomes, on_poll):

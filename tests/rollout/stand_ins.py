@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 from aiohttp import web
 
@@ -22,10 +23,13 @@ def reply(rid: str, tokens: int = 3) -> dict:
 
 
 class Server:
-    """`behaviour(request id, number of the request)`: a reply, a response, or None for the usual one."""
+    """`behaviour(request id, number of the request)`: a reply, a response, or None for the usual one.
 
-    def __init__(self, behaviour=None, healthy: bool = True, loads=None):
-        self.behaviour, self.healthy, self.loads = behaviour, healthy, loads
+    It refuses lists of requests unless `lists`; for those a behaviour only waits, or raises what breaks the connection.
+    """
+
+    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists: bool = False):
+        self.behaviour, self.healthy, self.loads, self.lists = behaviour, healthy, loads, lists
         self.asked: list[str] = []
         self.aborted: list[str] = []
         self.callers: list[tuple[str, int]] = []  # address of the connection of each request
@@ -33,8 +37,12 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         rid = (await request.json())["rid"]
+        if isinstance(rid, list) and not self.lists:
+            return web.json_response({"error": {"message": "no lists"}}, status=400)
         self.asked.append(rid)
         self.callers.append(request.transport.get_extra_info("peername"))
+        if isinstance(rid, list):
+            return await self._stream(request, rid)
         number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -46,6 +54,22 @@ class Server:
             return made if made is not None else web.json_response(reply(rid))
         finally:
             self.under_way -= 1
+
+    async def _stream(self, request: web.Request, rids: list[str]) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+
+        async def answer(rid: str) -> None:
+            begun = reply(rid)
+            begun["meta_info"]["finish_reason"] = None
+            await stream.write(b"data: " + json.dumps(begun).encode() + b"\n\n")
+            if self.behaviour:
+                await self.behaviour(rid, len(self.asked))
+            await stream.write(b"data: " + json.dumps(reply(rid)).encode() + b"\n\n")
+
+        await asyncio.gather(*map(answer, rids))
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json()).get("rid", "all"))

@@ -54,6 +54,16 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(sglang_server, tiny
     assert gap(tiny_model, responses[0], other) > 1e-2
 
 
+def test_requests_of_one_moment_share_http_requests(sglang_server):
+    async def work(client):
+        return await asyncio.gather(*(client.generate(f"shared-{k}", PROMPT) for k in range(40)))
+
+    before = sglang_server.log.read_text()
+    responses = run(sglang_server, work, max_new_tokens=16)
+    assert all(r.error == "" and r.tokens for r in responses)
+    assert sglang_server.log.read_text()[len(before) :].count("POST /generate ") == 2
+
+
 def test_the_stop_token_belongs_to_the_response_and_a_truncated_one_has_none(sglang_server):
     async def work(client):
         return await asyncio.gather(*(client.generate(f"stop-{k}", PROMPT) for k in range(24)))

@@ -105,6 +105,11 @@ def test_nobody_else_can_use_or_reach_a_server(sglang_server):
     assert {c.laddr.ip for c in family[0].net_connections("tcp") if c.status == "LISTEN"} == {"127.0.0.1"}
 
 
+def test_a_server_freezes_its_heap_after_its_first_request(sglang_server):
+    calls = sglang_server.log.read_text()
+    assert calls.index("POST /generate ") < calls.rfind("POST /freeze_gc ")
+
+
 @pytest.mark.full
 def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "WORLD_SIZE": "8"}.items():
@@ -120,8 +125,8 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
             response = await client.generate("one", [20, 30, 40])
             sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
             payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
-            _, reply = await client._post("/generate", payload)
-            return response, reply["meta_info"]["output_top_logprobs"]
+            async with client._post("/generate", payload) as reply:
+                return response, (await reply.json())["meta_info"]["output_top_logprobs"]
 
     before = {child.pid for child in psutil.Process().children()}
     server.start()
