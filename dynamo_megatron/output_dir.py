@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint_folder import latest_checkpoint
+from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE
@@ -94,6 +94,11 @@ class OutputDir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a run with another {', '.join(differ)}; name another folder"
             )
+
+    def stream_state(self) -> dict[str, Any] | None:
+        """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
+        last = latest_checkpoint(self.path / "checkpoints")
+        return read_state(last[1])["stream"] if last is not None else None
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights

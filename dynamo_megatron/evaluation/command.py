@@ -138,6 +138,7 @@ def _ask(config: Config, url: str | None) -> list[ProblemResult]:
         max_prompt_length(config, spec, evaluation=True),
     )
     stop = StopFlag()
+    stop.catch_signals()
     worker = RolloutWorker(_with_servers(config, url), end_token_ids(config.model.path, tokenizer))
     progress = Progress()
     try:

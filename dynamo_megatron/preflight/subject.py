@@ -37,7 +37,9 @@ class Subject:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        return load_prompts(self.config.data)
+        """Of a source that is read while the run goes on, those of a first step."""
+        data = self.config.data
+        return load_prompts(data.model_copy(update={"limit": data.batch_prompts}) if data.streamed else data)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
