@@ -58,6 +58,7 @@ class DataConfig(Section):
     limit: Positive | None = None  # the first so many problems; None: all, of module:fn read as the run goes on
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
+    chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int = 0
@@ -71,8 +72,9 @@ class DataConfig(Section):
             raise ValueError("template: give 'chat' or a text that contains {prompt}")
         if self.template == "chat" and self.few_shot:
             raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
-        if self.template != "chat" and self.system_prompt:
-            raise ValueError("system_prompt: goes with template 'chat'")
+        for key in ("system_prompt", "chat_template"):
+            if self.template != "chat" and getattr(self, key):
+                raise ValueError(f"{key}: goes with template 'chat'")
         return self
 
     @property

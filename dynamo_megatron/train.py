@@ -57,7 +57,7 @@ class TrainJob(Job):
         config = self.config
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
@@ -80,6 +80,8 @@ class TrainJob(Job):
             held_out = load_problems(config, encode, longest, training=prompts)
             self._evaluation = PeriodicEvaluation(config, held_out, server)
         self.output.claim()
+        if config.data.chat_template is not None:
+            self.output.keep_chat_template(tokenizer.chat_template)
         self.journal = Journal(config)
         self._rollout.start()
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dynamo_megatron.launcher.command import free_port
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
-START_GRACE = 3.0  # seconds until ranks that have not come to the first step are ended
+START_GRACE = 2.0  # seconds until ranks that have not come to the first step are ended
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -27,6 +27,10 @@ from dynamo_megatron.user_code import SPEC, load_callable
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
+WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
+NEEDS_CHAT = (
+    f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
+)
 REPEATS_IN_A_ROW = 10_000
 # Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
 USUAL_KEYS = {
@@ -82,7 +86,7 @@ def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
         )
     for where, prompt in located:
         if config.template != "chat" and prompt.messages is not None:
-            raise ValueError(f"{where}: chat messages need data.template: chat, not a plain template")
+            raise ValueError(f"{where}: {NEEDS_CHAT}")
         prompt.where = where
         yield where, prompt
 
@@ -155,7 +159,23 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
         if found:
             return key, value
     looked_for = " or ".join(map(repr, keys))
-    raise ValueError(f"{where}: no {looked_for}; the row has {', '.join(map(str, row))} (set data.{name})")
+    has = f"the row has {', '.join(map(str, row))}"
+    if configured is not None:
+        has = _inside(row, configured) or has
+    raise ValueError(f"{where}: no {looked_for}; {has} (set data.{name})")
+
+
+def _inside(row: dict[str, Any], key: str) -> str | None:
+    """What the deepest column on the path `key` that the row has holds; None where it has not the first one."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        found, value = look_up(row, key)
+        if found and isinstance(value, dict):
+            return f"{key!r} has {', '.join(map(str, value)) or 'nothing in it'}"
+        if found:
+            kind = "text" if isinstance(value, str) else "null" if value is None else type(value).__name__
+            return f"{key!r} is {kind} and has no columns"
+    return None
 
 
 def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:

@@ -131,7 +131,7 @@ def _ask(config: Config, url: str | None) -> list[ProblemResult]:
     if url is None:
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     problems = load_problems(
         config,
         lambda prompt: encode_prompt(prompt, tokenizer, config.data),

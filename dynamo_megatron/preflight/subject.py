@@ -33,7 +33,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.config.model.path)
+        return load_tokenizer(self.config.model.path, self.config.data.chat_template)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
