@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config_files import ConfigError, compose, describe
+from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
@@ -182,9 +183,10 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from dynamo_megatron.launcher.slurm import adopt_rank
 
     adopt_rank(os.environ)
-    if "RANK" in os.environ:
-        # There is nothing to save yet. Not so for SIGTERM, which a launcher also sends because another rank has failed.
-        signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+    # There is nothing to save yet. A rank leaves SIGTERM as it is: launchers also send it because another rank has
+    # failed, and it has to end even a rank whose interpreter is busy in C code.
+    for number in (signal.SIGUSR1,) if "RANK" in os.environ else (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, _end_start)
     config, origins = compose(*_files_and_keys(options.config + rest))
     if options.command == "train":
         from dynamo_megatron.train import TrainJob as Job
@@ -209,6 +211,12 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     return run_ranks(arguments, ranks)
+
+
+def _end_start(number: int, _frame: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{stopped_early(number)}\n".encode())
+    os._exit(75)
 
 
 def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

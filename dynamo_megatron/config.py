@@ -55,8 +55,10 @@ class DataConfig(Section):
     source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
     prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
     answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
+    limit: Positive | None = None  # the first so many problems; None: all, of module:fn read as the run goes on
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
+    chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int = 0
@@ -70,9 +72,16 @@ class DataConfig(Section):
             raise ValueError("template: give 'chat' or a text that contains {prompt}")
         if self.template == "chat" and self.few_shot:
             raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
-        if self.template != "chat" and self.system_prompt:
-            raise ValueError("system_prompt: goes with template 'chat'")
+        for key in ("system_prompt", "chat_template"):
+            if self.template != "chat" and getattr(self, key):
+                raise ValueError(f"{key}: goes with template 'chat'")
         return self
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the problems are read while the run goes on, and not all at its start."""
+        libraries = ("datasets:", "reasoning_gym:")
+        return self.limit is None and not self.source.startswith(libraries) and bool(SPEC.fullmatch(self.source))
 
 
 class ParallelConfig(Section):
@@ -307,6 +316,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
                 "a mini-batch needs a prompt"
+            )
+        if self.algorithm.allocation.prior_by is not None and self.data.streamed:
+            raise ValueError(
+                "algorithm.allocation.prior_by: needs all problems at the start, and those of "
+                f"{self.data.source} are read while the run goes on; set data.limit to read so many at the start"
             )
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":

@@ -24,7 +24,7 @@ from dynamo_megatron.checkpoint_folder import (
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
-from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, companion_files
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.megatron_folder import converted, write_megatron
 from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
@@ -125,6 +125,9 @@ def mcore2hf(
         write_safetensors(unfinished, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
         single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
         _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
+        template = folder.path.resolve().parents[1] / CHAT_TEMPLATE_FILE  # of the run that trained with it
+        if folder.path.resolve().parent.name == "checkpoints" and template.is_file():
+            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)
         sync_folder(unfinished)
 
 

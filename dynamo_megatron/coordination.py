@@ -49,17 +49,21 @@ def connect_store(timeout: float) -> dist.TCPStore:
 class StopFlag:
     """Whether this process was asked to stop: by SIGTERM or SIGUSR1, or because it is `wall_time` seconds old.
 
-    From its creation on the signals do nothing else; Ctrl-C stays KeyboardInterrupt.
+    From `catch_signals` on the signals do nothing else; Ctrl-C stays KeyboardInterrupt.
     """
 
     def __init__(self, wall_time: float | None = None):
         self._wall_time, self._start = wall_time, time.monotonic()
         self._number: int | None = None
+
+    def catch_signals(self) -> None:
+        """Call it once there is something to save. Until then SIGTERM ends the process: no handler of Python's would
+        run while C code holds the interpreter."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._set)
 
     def _set(self, number: int, _frame) -> None:
-        self._number = number
+        self._number = self._number or number
 
     def ignore(self) -> None:
         """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python

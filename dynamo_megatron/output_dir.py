@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint_folder import latest_checkpoint
+from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
-from dynamo_megatron.models.checkpoint_files import EXPORT_FILE
+from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
 
@@ -94,6 +94,21 @@ class OutputDir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a run with another {', '.join(differ)}; name another folder"
             )
+
+    def keep_chat_template(self, text: str) -> None:
+        """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""
+        file = self.path / CHAT_TEMPLATE_FILE
+        if self._has_results() and file.is_file() and file.read_text(encoding="utf-8") != text:
+            raise ConfigError(
+                f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
+                f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
+            )
+        file.write_text(text, encoding="utf-8")
+
+    def stream_state(self) -> dict[str, Any] | None:
+        """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
+        last = latest_checkpoint(self.path / "checkpoints")
+        return read_state(last[1])["stream"] if last is not None else None
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights

@@ -18,6 +18,7 @@ class Prompt:
 
     `prompt_id` names the problem for as long as the data lives (statistics are kept under it).
     Exactly one of `messages` (chat) and `text` is set; `tokens` is the rendered prompt, set by the prompt stream.
+    `where` is its place in the source ("path:line"), for messages.
     """
 
     prompt_id: str
@@ -27,6 +28,7 @@ class Prompt:
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
+    where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.text is None):

@@ -123,6 +123,7 @@ def run_rank(job: Job) -> int:
         job.wait_ready(coordinator, layout.host)
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
+        stop.catch_signals()
         job.run()
         dist.barrier(group=layout.host)
         coordinator.close()

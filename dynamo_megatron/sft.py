@@ -16,8 +16,7 @@ import torch.distributed as dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, StopRequested
-from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import ModelSpec, open_weights
 from dynamo_megatron.output_dir import OutputDir
@@ -54,13 +53,15 @@ class SFTJob(Job):
         config = self.config
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
-        self._tokenizer = load_tokenizer(config.model.path)
+        self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
-        examples = load_prompts(config.data)
-        self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)
+        longest = config.model.max_length or spec.max_positions
+        self._stream = open_stream(config.data, self._encode, longest, self.output.stream_state())
         self.output.claim()
+        if config.data.chat_template is not None:
+            self.output.keep_chat_template(self._tokenizer.chat_template)
         self.journal = Journal(config)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:

@@ -13,9 +13,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
-from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.strata import prompt_strata
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
@@ -61,15 +60,15 @@ class TrainJob(Job):
         config = self.config
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)
 
-        prompts = load_prompts(config.data)
         limit = max_prompt_length(config, spec)
-        self._stream = PromptStream(prompts, config.data, encode, limit)
+        self._stream = open_stream(config.data, encode, limit, self.output.stream_state())
+        prompts = self._stream.prompts
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         evaluates = config.eval.every is not None
@@ -84,6 +83,8 @@ class TrainJob(Job):
             held_out = load_problems(config, encode, longest, training=prompts)
             self._evaluation = PeriodicEvaluation(config, held_out, server)
         self.output.claim()
+        if config.data.chat_template is not None:
+            self.output.keep_chat_template(tokenizer.chat_template)
         self.journal = Journal(config)
         self._rollout.start()
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dynamo_megatron.launcher.command import free_port
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
+START_GRACE = 2.0  # seconds until ranks that have not come to the first step are ended
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -24,7 +25,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     """Runs `dynamo-megatron ARGUMENTS` in `ranks` local processes and returns the run's exit code.
 
-    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130).
+    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130). Ranks that have not come to the
+    first step end within START_GRACE whatever they do: they leave SIGTERM as it is, and get it after other signals.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a killed rank become ours to end
@@ -32,13 +34,16 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    received: set[int] = set()
+    received: dict[int, float] = {}  # signal -> when, time.monotonic
 
-    def pass_on(number: int, _frame) -> None:
-        received.add(number)
+    def send(number: int) -> None:
         for p in processes:
             if p.poll() is None:
                 p.send_signal(number)
+
+    def pass_on(number: int, _frame) -> None:
+        received.setdefault(number, time.monotonic())
+        send(number)
 
     processes: list[subprocess.Popen] = []
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -64,12 +69,17 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
             )
         )
     deadline = first_bad = None
+    insisted = False
     while any(p.poll() is None for p in processes):
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
         if first_bad is None and bad:
             first_bad = min(bad)  # a signal, a negative code, before what it led to
         if deadline is None and (bad or signal.SIGINT in received):
             deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused: all is said
+        ended = any(p.poll() == 75 for p in processes)
+        if received and not insisted and (ended or time.monotonic() > min(received.values()) + START_GRACE):
+            insisted = True
+            send(signal.SIGTERM)
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
                 if p.poll() is None:
@@ -82,12 +92,20 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     if signal.SIGINT in received:
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
-    if -code in received:  # it came before the rank could save anything, or had anything to save
+    if received and -code in (*received, signal.SIGTERM):  # before the rank had anything to save
+        if codes[0] < 0:  # else it has said so itself
+            print(stopped_early(next(iter(received))), file=sys.stderr, flush=True)
         return 75
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 1
     return 2 if 2 in codes else code or max(codes)  # a refusal by one rank is a failure to the others
+
+
+def stopped_early(number: int) -> str:
+    """What the user reads where a signal ended the start of a run."""
+    name = signal.Signals(number).name
+    return f"stopped by {name} before the first step; the same command starts the run again"
 
 
 def _end_orphans() -> None:

@@ -10,7 +10,9 @@ import os, signal, time
 from dynamo_megatron.coordination import Coordinator, StopFlag, StopRequested, connect_store
 
 rank = int(os.environ["RANK"])
-coordinator = Coordinator(connect_store(60), rank, StopFlag(), step_timeout=4)
+stop = StopFlag()
+stop.catch_signals()
+coordinator = Coordinator(connect_store(60), rank, stop, step_timeout=4)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGUSR1)
     print(coordinator.wait("stopped", "rank 0 to stop", 60))

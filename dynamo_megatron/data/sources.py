@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ from dynamo_megatron.user_code import SPEC, load_callable
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
+WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
+NEEDS_CHAT = (
+    f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
+)
+REPEATS_IN_A_ROW = 10_000
 # Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
@@ -34,8 +39,8 @@ USUAL_KEYS = {
 }
 
 
-def load_prompts(config: DataConfig) -> list[Prompt]:
-    """All prompts of `config.source`, in its order.
+def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None = None) -> list[Prompt]:
+    """All prompts of `config.source`, in its order, or the first `config.limit`.
 
     A source of rows, or of prompts:
     - `PATH.jsonl`: one JSON object a line.
@@ -44,7 +49,8 @@ def load_prompts(config: DataConfig) -> list[Prompt]:
       `load_dataset` takes; the split is "train" unless given.
     - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists; the seed is 0 unless given, since
       the library's own default is a random one. The entry stays in `Prompt.meta["reasoning_gym"]` for its scorer.
-    - `module:iterator`: a function without arguments that returns finitely many `Prompt`s or rows.
+    - `module:iterator`: a function without arguments that returns `Prompt`s or rows, finitely many unless
+      `config.limit` is set (`IteratorStream` reads endless ones).
 
     In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. A key that is
     None is looked for in each row: the prompt in "problem", "question" or "prompt", the answer in "answer" or
@@ -53,9 +59,15 @@ def load_prompts(config: DataConfig) -> list[Prompt]:
     row's place.
 
     One problem has one id: a row that repeats an id with the same content is dropped (with a warning that counts them),
-    with other content it is an error; rows without an id are the same where prompt and answer are. Raises ValueError
-    (one line, with `path:line` or `path row N` where there is one).
+    with other content it is an error; rows without an id are the same where prompt and answer are. `on_progress` is
+    called with the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N` where
+    there is one).
     """
+    return _unique(located_prompts(config), config, on_progress)
+
+
+def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
+    """(its place in the source, prompt) of every row, repeated ones included. Raises ValueError as `load_prompts`."""
     source = config.source
     if source.startswith(REASONING_GYM):
         located = _reasoning_gym_prompts(source)
@@ -72,30 +84,55 @@ def load_prompts(config: DataConfig) -> list[Prompt]:
             f"data.source: {source!r} is no known source; "
             "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
         )
-    return _unique(located, config)
-
-
-def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[Prompt]:
-    first: dict[str, tuple[str, Prompt]] = {}
-    repeated = 0
     for where, prompt in located:
         if config.template != "chat" and prompt.messages is not None:
-            raise ValueError(f"{where}: chat messages need data.template: chat, not a plain template")
-        known_where, known = first.setdefault(prompt.prompt_id, (where, prompt))
+            raise ValueError(f"{where}: {NEEDS_CHAT}")
+        prompt.where = where
+        yield where, prompt
+
+
+def _unique(
+    located: Iterable[tuple[str, Prompt]], config: DataConfig, on_progress: Callable[[int], None] | None
+) -> list[Prompt]:
+    first: dict[str, Prompt] = {}
+    repeated = in_a_row = 0
+    for where, prompt in located:
+        known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
+            if on_progress is not None:
+                on_progress(len(first))
+            if len(first) == config.limit:
+                break
+            in_a_row = 0
             continue
-        # An id made from prompt and answer vouches for both; the columns beside them may number the rows.
-        if known != prompt and prompt.prompt_id != _digest(prompt.messages or prompt.text, prompt.answer):
+        if known != prompt and not _has_digest_as_id(prompt):
             raise ValueError(
-                f"{where}: the id {prompt.prompt_id!r} is taken by {known_where} with other content; "
+                f"{where}: the id {prompt.prompt_id!r} is taken by {known.where} with other content; "
                 f"give every problem its own id (data.id_key: {config.id_key})"
             )
         repeated += 1
+        in_a_row += 1
+        if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
+            raise ValueError(
+                f"data.limit: {in_a_row:,} items of {config.source} in a row repeat earlier ones; it has "
+                f"{len(first):,} different problems so far: lower the limit to that"
+            )
     if not first:
         raise ValueError(f"data.source: {config.source} has no prompts")
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
-    return [prompt for _, prompt in first.values()]
+    return list(first.values())
+
+
+def _has_digest_as_id(prompt: Prompt) -> bool:
+    """An id made from prompt and answer vouches for both; the columns beside them may number the rows."""
+    return prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
+
+
+def content_digest(prompt: Prompt) -> str:
+    """16 hexadecimal digits: equal for rows that may have one id."""
+    columns = [] if _has_digest_as_id(prompt) else [prompt.meta]
+    return _digest(prompt.messages, prompt.text, prompt.answer, *columns)
 
 
 def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
@@ -122,7 +159,23 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
         if found:
             return key, value
     looked_for = " or ".join(map(repr, keys))
-    raise ValueError(f"{where}: no {looked_for}; the row has {', '.join(map(str, row))} (set data.{name})")
+    has = f"the row has {', '.join(map(str, row))}"
+    if configured is not None:
+        has = _inside(row, configured) or has
+    raise ValueError(f"{where}: no {looked_for}; {has} (set data.{name})")
+
+
+def _inside(row: dict[str, Any], key: str) -> str | None:
+    """What the deepest column on the path `key` that the row has holds; None where it has not the first one."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        found, value = look_up(row, key)
+        if found and isinstance(value, dict):
+            return f"{key!r} has {', '.join(map(str, value)) or 'nothing in it'}"
+        if found:
+            kind = "text" if isinstance(value, str) else "null" if value is None else type(value).__name__
+            return f"{key!r} is {kind} and has no columns"
+    return None
 
 
 def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:

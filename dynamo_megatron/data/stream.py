@@ -5,11 +5,30 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.iterator_stream import IteratorStream
+from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.records import Prompt
+
+
+def open_stream(
+    config: DataConfig,
+    encode: Callable[[Prompt], list[int]],
+    max_prompt_length: int | None,
+    before: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> PromptStream | IteratorStream:
+    """The stream of `config.source`. `before`: the state that the run will load, None where it starts: a run that began
+    when iterators were read at the start goes on so. `on_progress` is called with the number of problems read so far.
+
+    Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
+    """
+    if config.streamed and (before is None or "taken" in before):
+        return IteratorStream(config, encode, max_prompt_length, on_progress)
+    return PromptStream(load_prompts(config, on_progress), config, encode, max_prompt_length)
 
 
 class PromptStream:
@@ -31,7 +50,7 @@ class PromptStream:
     ) -> None:
         if not prompts:
             raise ValueError("data.source: no prompts to draw from")
-        self._prompts = prompts
+        self.prompts = prompts
         self._config = config
         self._encode = encode
         self._limit = max_prompt_length
@@ -59,11 +78,11 @@ class PromptStream:
         """
         batch: list[Prompt] = []
         while len(batch) < n:
-            if self._position == len(self._prompts):
+            if self._position == len(self.prompts):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
-            prompt = self._prompts[index]
+            prompt = self.prompts[index]
             tokens = self._encode(prompt)
             if self._limit is not None and len(tokens) > self._limit:
                 self._refuse(index, len(tokens))
@@ -74,7 +93,7 @@ class PromptStream:
 
     def _check_lengths(self) -> None:
         """Every prompt before the run: one that cannot be encoded would end it in its middle, and each resume again."""
-        for index, prompt in enumerate(self._prompts):
+        for index, prompt in enumerate(self.prompts):
             length = len(self._encode(prompt))
             if self._limit is not None and length > self._limit:
                 self._refuse(index, length)
@@ -83,20 +102,20 @@ class PromptStream:
     def _refuse(self, index: int, length: int) -> None:
         if self._config.on_long_prompt == "error":
             raise ValueError(
-                f"prompt {self._prompts[index].prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
+                f"prompt {self.prompts[index].prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
                 "raise data.max_prompt_length or set data.on_long_prompt: skip"
             )
         self._skipped.add(index)
-        if len(self._skipped) == len(self._prompts):
+        if len(self._skipped) == len(self.prompts):
             raise ValueError(
-                f"data.max_prompt_length: all {len(self._prompts)} prompts have more than {self._limit} tokens"
+                f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
             )
 
     def _shuffled(self, epoch: int) -> list[int]:
         # Python promises that the same integer seed gives the same random() for ever; of shuffle() it promises nothing.
         seed = hashlib.sha256(f"{self._config.shuffle_seed}/{epoch}".encode()).digest()
         generator = random.Random(int.from_bytes(seed, "big"))
-        keys = [generator.random() for _ in self._prompts]
+        keys = [generator.random() for _ in self.prompts]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:

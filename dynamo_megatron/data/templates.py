@@ -9,26 +9,49 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
 from dynamo_megatron.records import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# For a tokenizer without a template of its own; a base model continues it as a text.
+PLAIN = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{{ message['content'] + '\n\n' }}"
+    "{%- else -%}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}"
+)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises ValueError (one line) where the folder has none."""
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, with the chat template that `data.chat_template` names; None: its own.
+
+    Raises ValueError (one line) where the folder has none, or `chat_template` is no file.
+    """
     from transformers import AutoTokenizer  # seconds of import that the reward workers and the config do not need
 
     # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
     if not any((Path(path) / name).is_file() for name in VOCABULARY_FILES):
         raise ValueError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+    if chat_template == "plain":
+        # A rendered chat is encoded without the special tokens that the tokenizer begins a text with.
+        begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
+        tokenizer.chat_template = ("{{- bos_token -}}" if begins else "") + PLAIN
+    elif chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ValueError(f"data.chat_template: {chat_template}: {why}; give a Jinja file, or plain") from None
+    return tokenizer
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -56,9 +79,9 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     Raises ValueError naming the prompt: the chat template is missing or fails on it, or no tokens come out.
     """
     if config.template == "chat":
-        tokens = _chat_tokens(prompt, tokenizer, config.system_prompt)
+        tokens = _chat_tokens(prompt, tokenizer, config)
     elif prompt.text is None:
-        raise ValueError(f"prompt {prompt.prompt_id!r}: chat messages need data.template: chat, not a plain template")
+        raise ValueError(f"prompt {prompt.prompt_id!r}: {NEEDS_CHAT}")
     else:
         # str.format would trip over the braces of LaTeX.
         tokens = tokenizer.encode(config.few_shot + config.template.replace("{prompt}", prompt.text))
@@ -67,12 +90,13 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     return tokens
 
 
-def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> list[int]:
+def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
     if tokenizer.chat_template is None:
+        otherwise = "" if prompt.text is None else ", or data.template to a text with {prompt} in it"
         raise ValueError(
-            f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
-            "give a plain template with {prompt} in it"
+            f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; set {WAYS}{otherwise}"
         )
+    system_prompt = config.system_prompt
     messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
     if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -81,7 +105,8 @@ def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prom
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
         raise ValueError(
-            f"prompt {prompt.prompt_id!r}: the chat template of {tokenizer.name_or_path} fails on it: "
+            f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
+            "on it: "
             f"{type(error).__name__}: {text}"
         ) from error
     return list(encoded["input_ids"])

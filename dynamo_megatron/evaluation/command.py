@@ -134,13 +134,14 @@ def _ask(config: Config, url: str | None) -> list[ProblemResult]:
         check_served_rope(spec)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     problems = load_problems(
         config,
         lambda prompt: encode_prompt(prompt, tokenizer, config.data),
         max_prompt_length(config, spec, evaluation=True),
     )
     stop = StopFlag()
+    stop.catch_signals()
     worker = RolloutWorker(_with_servers(config, url), end_token_ids(config.model.path, tokenizer))
     progress = Progress()
     try:

@@ -18,6 +18,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
+CHAT_TEMPLATE_FILE = (
+    "chat_template.jinja"  # of a model, which transformers prefers to tokenizer_config.json's; of a run
+)
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 

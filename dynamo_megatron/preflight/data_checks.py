@@ -20,7 +20,8 @@ WRONG = "I do not know."
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """All prompts are read; the first so many are encoded."""
+    """All prompts are read, those of a first step where they are read while the run goes on; the first so many are
+    encoded."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
     lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
@@ -36,7 +37,8 @@ def data(subject: Subject) -> Iterator[Finding]:
             f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
             "raise data.max_prompt_length or set data.on_long_prompt: skip"
         )
-    yield ok(f"{len(prompts):,} prompts from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
+    which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
+    yield ok(f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
     if long:
         yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.data.batch_prompts:

@@ -33,11 +33,13 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.config.model.path)
+        return load_tokenizer(self.config.model.path, self.config.data.chat_template)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        return load_prompts(self.config.data)
+        """Of a source that is read while the run goes on, those of a first step."""
+        data = self.config.data
+        return load_prompts(data.model_copy(update={"limit": data.batch_prompts}) if data.streamed else data)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)

@@ -169,3 +169,12 @@ def test_the_users_iterator(tmp_path, monkeypatch):
 def test_real_files(name, size):
     prompts = load(str(DATA / f"{name}.jsonl"))
     assert len(prompts) == size and prompts[3].prompt_id == f"{name}/3"
+
+
+def test_a_nested_column_that_is_missing_lists_what_is_inside(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "q", "reward_model": {"style": "rule", "ground_truth": "1"}})
+    assert refused(path, answer_key="reward_model.ground_truthh").startswith(
+        f"{path}:1: no 'reward_model.ground_truthh'; 'reward_model' has style, ground_truth (set data.answer_key)"
+    )
+    assert "; the row has prompt, reward_model (" in refused(path, answer_key="rewardmodel.ground_truth")
+    assert "'reward_model.style' is text and has no columns (" in refused(path, answer_key="reward_model.style.x")

@@ -1,5 +1,5 @@
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import DataConfig
@@ -48,7 +48,7 @@ def test_plain_template_takes_braces_as_they_are():
 @pytest.mark.parametrize(
     ("prompt", "chat", "settings", "words"),
     [
-        (TEXT, None, {}, "has no chat template"),
+        (TEXT, None, {}, "has no chat template; set data.chat_template to plain (lines of User: and Assistant:) or to"),
         (Prompt("t", messages=[{"role": "tool", "content": "x"}]), CHAT, {}, "prompt 't': the chat template of"),
         (
             Prompt("m", messages=[{"role": "user", "content": "x"}]),
@@ -89,3 +89,71 @@ def test_load_tokenizer(tmp_path):
         with pytest.raises(ValueError, match=words) as error:
             load_tokenizer(str(tmp_path / name))
         assert "\n" not in str(error.value)
+
+
+TURNS = Prompt(
+    "m",
+    messages=[
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2?"},
+    ],
+)
+
+
+def base_model(folder, chat_template=None):
+    characters(chat_template).save_pretrained(folder)
+    return folder
+
+
+def with_template(folder, prompt, chat_template, **settings):
+    config = DataConfig(source="a.jsonl", chat_template=str(chat_template), **settings)
+    tokenizer = load_tokenizer(folder, config.chat_template)
+    return tokenizer.decode(encode_prompt(prompt, tokenizer, config)).replace("?unk", "\n")
+
+
+def test_the_plain_chat_template_renders_turns_for_a_tokenizer_without_one(tmp_path):
+    folder = base_model(tmp_path)
+    shown = with_template(folder, TURNS, "plain").replace(" ", "")
+    assert shown == "Add.\n\nUser:1+1?\nAssistant:2\nUser:2+2?\nAssistant:"
+    shown = with_template(folder, TEXT, "plain", system_prompt="Be brief.").replace(" ", "")
+    assert shown == "Bebrief.\n\nUser:1+1?\nAssistant:"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_the_plain_chat_template_begins_as_the_tokenizer_does(tmp_path, adds_bos):
+    tokenizer = characters(None)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    if adds_bos:
+        tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        )
+    tokenizer.save_pretrained(tmp_path)
+    tokens = encode_prompt(TEXT, load_tokenizer(tmp_path, "plain"), DataConfig(source="a", chat_template="plain"))
+    assert (tokens[0] == tokenizer.bos_token_id) == adds_bos and tokenizer.bos_token_id not in tokens[1:]
+
+
+def test_a_file_takes_the_place_of_the_tokenizers_chat_template(tmp_path):
+    folder = base_model(tmp_path / "model", CHAT)
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    assert with_template(folder, TURNS, tmp_path / "mine.jinja").replace(" ", "") == "[Add.][1+1?][2][2+2?]"
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    for file, words in [
+        ("none.jinja", "data.chat_template: .*none.jinja: No such file"),
+        ("broken.jinja", "the chat template of .*broken.jinja fails on it: TemplateSyntaxError"),
+    ]:
+        with pytest.raises(ValueError, match=words) as error:
+            with_template(folder, TURNS, tmp_path / file)
+        assert "\n" not in str(error.value)
+
+
+def test_each_refusal_of_chat_messages_names_a_way_that_works(tmp_path):
+    """A base model's tokenizer with verl's Parquet: the two messages named each other as the way out."""
+    folder = base_model(tmp_path)
+    for settings in ({}, {"template": "{prompt}"}):
+        with pytest.raises(ValueError, match=r"data\.chat_template"):
+            encode_prompt(TURNS, load_tokenizer(folder), DataConfig(source="a.jsonl", **settings))
+    assert with_template(folder, TURNS, "plain")
+    with pytest.raises(ValueError, match="chat_template: goes with template 'chat'"):
+        DataConfig(source="a.jsonl", template="{prompt}", chat_template="plain")

@@ -1,0 +1,141 @@
+"""The prompts of a function of the user's, in its order, read as the run needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.sources import content_digest, located_prompts
+from dynamo_megatron.records import Prompt
+
+SKIPPED_IN_A_ROW = 10_000  # prompts that are too long, until that is an error: an endless iterator may have no other
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where reading stands: how many items of the epoch were taken, and a hash of their ids and contents."""
+
+    epoch: int = 0
+    taken: int = 0
+    digest: str = ""
+
+
+class IteratorStream:
+    """Prompts without end, in the order in which the function `config.source` yields them.
+
+    Where the iterator ends, the function is called again: a new epoch. At most a first batch is read ahead, so that
+    what is wrong with the data shows before the run. Of what was read, ids and 8 bytes a content are kept: an id that
+    comes again is the same problem, and an error where its content differs. `encode`, `max_prompt_length` and errors
+    are as for `PromptStream`; `on_progress` is called with the number of items read so far.
+
+    The state is the number of items taken: a resume calls the function anew and skips so many, which therefore has to
+    yield the same items each time.
+    """
+
+    prompts: tuple[Prompt, ...] = ()  # those known before the run
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encode: Callable[[Prompt], list[int]],
+        max_prompt_length: int | None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._config, self._encode, self._limit = config, encode, max_prompt_length
+        self._on_progress = on_progress
+        self._known: dict[str, int] = {}
+        self._skipped: set[str] = set()
+        self._drawn = self._read = _Place()
+        self._items = located_prompts(config)
+        self._ahead: deque[tuple[Prompt, _Place]] = deque()
+        while len(self._ahead) < config.batch_prompts:
+            self._ahead.append(self._draw())
+        # The first prompt's tokens stand for tokenizer and template.
+        self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
+
+    @property
+    def skipped(self) -> int:
+        """Distinct prompts found too long so far."""
+        return len(self._skipped)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompt drawn last, from 0."""
+        return self._drawn.epoch
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, with `tokens` set. Raises ValueError: as the constructor."""
+        batch: list[Prompt] = []
+        while len(batch) < n:
+            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw()
+            batch.append(prompt)
+        return batch
+
+    def _draw(self) -> tuple[Prompt, _Place]:
+        for _ in range(SKIPPED_IN_A_ROW):
+            prompt = self._take()
+            tokens = self._encode(prompt)
+            if self._limit is None or len(tokens) <= self._limit:
+                return dataclasses.replace(prompt, tokens=tokens), self._read
+            if self._config.on_long_prompt == "error":
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
+                    "raise data.max_prompt_length or set data.on_long_prompt: skip"
+                )
+            self._skipped.add(prompt.prompt_id)
+        raise ValueError(
+            f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
+            f"{self._limit} tokens"
+        )
+
+    def _take(self) -> Prompt:
+        """The iterator's next item, of the next epoch where it has ended."""
+        source, place = self._config.source, self._read
+        item = next(self._items, None)
+        if item is None:
+            if not place.taken:
+                again = " when it was called again: it has to return a new iterator each time" if place.epoch else ""
+                raise ValueError(f"data.source: {source} has no prompts{again}")
+            self._items, self._read = located_prompts(self._config), _Place(place.epoch + 1)
+            return self._take()
+        where, prompt = item
+        content = content_digest(prompt)
+        if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
+            raise ValueError(
+                f"{where}: the id {prompt.prompt_id!r} is taken by an earlier problem with other content; "
+                f"give every problem its own id (data.id_key: {self._config.id_key})"
+            )
+        chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
+        self._read = _Place(place.epoch, place.taken + 1, hashlib.sha256(chained).hexdigest())
+        if self._on_progress is not None:
+            self._on_progress(len(self._known))
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: how many items of which epoch were drawn, and what they were."""
+        drawn = dataclasses.asdict(self._drawn)
+        return {**drawn, "skipped": sorted(self._skipped), "rendering": self._rendering}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises ValueError where the function yields other items, or tokenizer or
+        template have changed."""
+        self._items, self._read = located_prompts(self._config), _Place(state["epoch"])
+        self._ahead.clear()
+        while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
+            self._take()
+        self._drawn, self._skipped = self._read, set(state["skipped"])
+        if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
+            raise ValueError(
+                f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "
+                "run has drawn; it has to yield the same ones each time it is called: give its random numbers a seed, "
+                "or start a new output_dir"
+            )
+        if state["rendering"] != self._rendering:
+            raise ValueError(
+                "data.template: the checkpoint's first prompt had other tokens: the tokenizer or the template differs; "
+                "resume with the same ones, or start a new output_dir"
+            )

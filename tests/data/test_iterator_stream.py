@@ -1,0 +1,167 @@
+import itertools
+import json
+
+import pytest
+
+from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.data import load_prompts, open_stream
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
+
+FUNCTIONS = """
+import itertools, random
+taken = []
+def row(number):
+    return {"id": number, "problem": f"{number}+1?", "answer": str(number + 1)}
+def endless():
+    for number in itertools.count():
+        taken.append(number)
+        yield row(number)
+def five():
+    return (row(number) for number in range(5))
+def cycle():
+    return itertools.cycle([row(number) for number in range(3)])
+def unseeded():
+    while True:
+        yield row(random.randrange(10**9))
+def clash():
+    yield from five()
+    yield {"id": 2, "problem": "another one", "answer": "3"}
+def long_ones():
+    for number in itertools.count():
+        yield {"problem": f"{number} " + "x" * (40 if number % 3 else 0), "answer": "1"}
+def too_long():
+    for number in itertools.count():
+        yield {"problem": f"{number} " + "x" * 40, "answer": "1"}
+def nothing():
+    return iter(())
+once = iter([row(0), row(1)])
+def exhausted():
+    return once
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch, request):
+    name = f"streamed_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def stream(name, function, before=None, **settings):
+    config = DataConfig(source=f"{name}:{function}", **{"batch_prompts": 4, **settings})
+    return open_stream(config, lambda p: [1] * len(p.text), 20, before)
+
+
+def ids(batch):
+    return [p.prompt_id for p in batch]
+
+
+def test_an_endless_iterator_is_read_as_far_as_the_first_batch_and_then_as_it_is_needed(functions):
+    s = stream(functions, "endless")
+    taken = __import__(functions).taken
+    assert taken == [0, 1, 2, 3]
+    assert ids(s.next(3)) == ["0", "1", "2"] and taken == [0, 1, 2, 3]
+    (first, *_) = s.next(3)
+    assert taken == [0, 1, 2, 3, 4, 5] and first.where.endswith(":endless row 4") and first.tokens == [1] * 4
+
+
+def test_an_iterator_that_ends_starts_anew_in_its_order(functions):
+    s = stream(functions, "five")
+    assert ids(s.next(7)) == ["0", "1", "2", "3", "4", "0", "1"] and s.epoch == 1
+    s = stream(functions, "cycle")
+    assert ids(s.next(7)) == ["0", "1", "2", "0", "1", "2", "0"] and s.epoch == 0
+
+
+@pytest.mark.parametrize(("function", "before"), [*itertools.product(["endless", "five", "long_ones"], [0, 1, 3])])
+def test_resume_goes_on_as_the_straight_stream(functions, function, before):
+    straight = stream(functions, function)
+    for _ in range(before):
+        straight.next(3)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = stream(functions, function, before=state)
+    resumed.load_state_dict(state)
+    for _ in range(5):
+        assert ids(resumed.next(3)) == ids(straight.next(3))
+        assert (resumed.epoch, resumed.skipped) == (straight.epoch, straight.skipped)
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_resume_refuses_other_items_and_another_template(functions):
+    s = stream(functions, "unseeded")
+    s.next(2)
+    state = s.state_dict()
+    with pytest.raises(ValueError, match=r"2 items .* the same ones each time it is called: give its random numbers a"):
+        stream(functions, "unseeded").load_state_dict(state)
+    config = DataConfig(source=f"{functions}:five", batch_prompts=4)
+    other = open_stream(config, lambda p: [2] * len(p.text), None)
+    with pytest.raises(ValueError, match="the tokenizer or the template differs"):
+        other.load_state_dict(stream(functions, "five").state_dict())
+
+
+def test_a_run_that_read_its_iterator_at_the_start_goes_on_so(functions):
+    whole = stream(functions, "five", limit=100)
+    assert isinstance(whole, PromptStream)
+    drawn = ids(whole.next(3))
+    state = whole.state_dict()
+    assert "taken" not in state
+    resumed = stream(functions, "five", before=state)
+    resumed.load_state_dict(state)
+    assert sorted(drawn + ids(resumed.next(2))) == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
+        ("too_long", "10,000 prompts of .* in a row have more than 20 tokens"),
+        ("nothing", "has no prompts$"),
+        ("exhausted", "has no prompts when it was called again: it has to return a new iterator each time"),
+    ],
+)
+def test_refusals_are_one_line(functions, function, words):
+    with pytest.raises(ValueError, match=words) as error:
+        stream(functions, function, batch_prompts=10)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_reads_so_many_at_the_start_of_any_source(functions, tmp_path):
+    s = stream(functions, "endless", limit=6)
+    assert sorted(ids(s.next(6))) == ["0", "1", "2", "3", "4", "5"] and len(s.prompts) == 6
+    rows = [{"id": i, "problem": "q", "answer": "1"} for i in (0, 0, 1, 2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ids(load_prompts(DataConfig(source="a.jsonl", limit=2))) == ["0", "1"]
+    with pytest.raises(ValueError, match=r"10,000 items .* repeat earlier ones; it has 3 different problems"):
+        load_prompts(DataConfig(source=f"{functions}:cycle", limit=4))
+
+
+def test_progress_is_told_while_data_is_read(functions):
+    told = []
+    config = DataConfig(source=f"{functions}:endless", batch_prompts=3)
+    open_stream(config, lambda p: [1], None, on_progress=told.append)
+    load_prompts(config.model_copy(update={"limit": 2}), told.append)
+    assert told == [1, 2, 3, 1, 2]
+
+
+def test_an_evaluation_on_an_endless_iterator_needs_a_limit(functions):
+    def problems(**settings):
+        config = {"model": {"path": "m"}, "data": {"source": "a.jsonl"}, "output_dir": "run"}
+        config = Config.model_validate({**config, "eval": {"data": f"{functions}:endless", **settings}})
+        return load_problems(config, lambda p: [1], 10)
+
+    assert len(problems(limit=7)) == 7
+    with pytest.raises(ValueError, match=rf"^eval\.limit: .* yields more than {UNLIMITED:,} problems"):
+        problems()
+
+
+def test_prior_by_needs_the_problems_at_the_start():
+    def config(**data):
+        allocation = {"allocation": {"prior_by": "level"}}
+        return Config.model_validate(
+            {"model": {"path": "m"}, "data": {"source": "m:f", **data}, "output_dir": "run", "algorithm": allocation}
+        )
+
+    assert config(limit=5).data.limit == 5
+    with pytest.raises(ValueError, match=r"prior_by: needs all problems at the start"):
+        config()

@@ -1,0 +1,80 @@
+"""A signal ends a run that has not come to its first step, whatever it is doing there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+PROBLEMS = """
+import ctypes, itertools, pathlib, time
+
+def sleeps():
+    pathlib.Path("reached").touch()
+    time.sleep(600)
+    yield {"problem": "1+1?", "answer": "2"}
+
+def endless():
+    for number in itertools.count():
+        if number == 1000:
+            pathlib.Path("reached").touch()
+        yield {"problem": f"{number}+1?", "answer": str(number + 1)}
+
+def holds_the_interpreter():
+    pathlib.Path("reached").touch()
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock: no Python code runs meanwhile, no signal handler either
+    yield {"problem": "1+1?", "answer": "2"}
+"""
+
+
+def seconds_to_end(folder, model, source, number):
+    """(exit code, seconds from the signal to the end, output) of a training that reads its data."""
+    (folder / "hard_data.py").write_text(PROBLEMS)
+    keys = [f"model.path={model}", "model.dtype=float32", f"data.source=hard_data:{source}", "data.limit=1000000000"]
+    keys += ["rollout.max_new_tokens=16", "parallel.pp=2", "output_dir=run"]
+    with open(folder / "console.log", "w") as log:
+        run = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *keys],
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    deadline = time.monotonic() + 120
+    while not (folder / "reached").exists():
+        assert run.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
+        time.sleep(0.05)
+    ranks = psutil.Process(run.pid).children(recursive=True)
+    asked = time.monotonic()
+    run.send_signal(number)
+    try:
+        code = run.wait(60)
+    finally:
+        run.kill()
+    took = time.monotonic() - asked
+    assert len(ranks) >= 2 and not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
+    return code, took, (folder / "console.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "number", "code"),
+    [
+        ("endless", signal.SIGTERM, 75),
+        pytest.param("sleeps", signal.SIGTERM, 75, marks=pytest.mark.full),
+        pytest.param("sleeps", signal.SIGUSR1, 75, marks=pytest.mark.full),
+        pytest.param("sleeps", signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param("holds_the_interpreter", signal.SIGTERM, 75, marks=pytest.mark.full),
+        ("holds_the_interpreter", signal.SIGUSR1, 75),
+        pytest.param("holds_the_interpreter", signal.SIGINT, 130, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_ends_the_start_within_ten_seconds(tiny_model, tmp_path, source, number, code):
+    ended, took, said = seconds_to_end(tmp_path, tiny_model, source, number)
+    assert (ended, took <= 10) == (code, True), (took, said)
+    if code == 75:
+        assert said.splitlines()[-1] == (
+            f"stopped by {number.name} before the first step; the same command starts the run again"
+        )
