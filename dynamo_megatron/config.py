@@ -59,7 +59,7 @@ class DataConfig(Section):
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
-    shuffle_seed: int = 0
+    shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
@@ -261,6 +261,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     output_dir: str
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -278,6 +279,12 @@ class Config(Section):
         if not value:
             raise ValueError("name a folder")
         return value
+
+    @property
+    def prompt_stream(self) -> DataConfig:
+        """`data` with the seed of its order."""
+        seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
+        return self.data.model_copy(update={"shuffle_seed": seed})
 
     @property
     def rollout_budget(self) -> int:

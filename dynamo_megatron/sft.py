@@ -59,7 +59,9 @@ class SFTJob(Job):
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         examples = load_prompts(config.data)
-        self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)
+        self._stream = PromptStream(
+            examples, config.prompt_stream, self._encode, config.model.max_length or spec.max_positions
+        )
         self.output.claim()
         self.journal = Journal(config)
 

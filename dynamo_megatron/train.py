@@ -66,7 +66,7 @@ class TrainJob(Job):
 
         prompts = load_prompts(config.data)
         limit = max_prompt_length(config, spec)
-        self._stream = PromptStream(prompts, config.data, encode, limit)
+        self._stream = PromptStream(prompts, config.prompt_stream, encode, limit)
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         evaluates = config.eval.every is not None

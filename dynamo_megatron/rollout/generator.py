@@ -33,6 +33,7 @@ from dynamo_megatron.rollout.result import (
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.seeds import derived_seed
 
 
 @dataclass
@@ -145,8 +146,16 @@ class Generator:
                 call.arena.grow(accounted.batch.nbytes)
             self._finished(response)
 
+        seed = self._config.seed
         requests = [
-            Request(name, name.rpartition("-")[0], p.prompt_id, p.tokens, self._lengths(p.prompt_id))
+            Request(
+                name,
+                name.rpartition("-")[0],
+                p.prompt_id,
+                p.tokens,
+                self._lengths(p.prompt_id),
+                derived_seed(seed, "rollout", name),
+            )
             for name, p in wanted.items()
             if name not in rollouts
         ]
@@ -232,6 +241,7 @@ class Generator:
                 prompt.prompt_id,
                 prompt.tokens,
                 self._lengths(prompt.prompt_id),
+                derived_seed(self._config.seed, "eval", prompt.prompt_id, str(k)),
                 config.temperature,
                 config.max_new_tokens,
             )

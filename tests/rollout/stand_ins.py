@@ -27,12 +27,15 @@ class Server:
     def __init__(self, behaviour=None, healthy: bool = True, loads=None):
         self.behaviour, self.healthy, self.loads = behaviour, healthy, loads
         self.asked: list[str] = []
+        self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
         self.callers: list[tuple[str, int]] = []  # address of the connection of each request
         self.under_way = self.most = 0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        rid = (await request.json())["rid"]
+        payload = await request.json()
+        rid = payload["rid"]
+        self.seeds[rid] = payload["sampling_params"].get("sampling_seed")
         self.asked.append(rid)
         self.callers.append(request.transport.get_extra_info("peername"))
         number = len(self.asked)
