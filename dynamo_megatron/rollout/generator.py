@@ -14,7 +14,7 @@ from typing import Any
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
@@ -265,6 +265,8 @@ class Generator:
                     finish_reasons=[r.finish_reason for r in responses],
                     statuses=[s.status for s in scores],
                     responses=list(texts),
+                    prompt=self._tokenizer.decode(prompt.tokens),
+                    answer=plain_data(prompt.answer),
                 )
             )
         return results
@@ -289,9 +291,12 @@ class Generator:
             reward_parts={},
             status="failed",
             server=server,
+            prompt=self._tokenizer.decode(prompt.tokens),
+            response="",
+            answer=plain_data(prompt.answer),
         )
         if not response.error:
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.status = score.parts, score.status

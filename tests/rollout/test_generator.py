@@ -152,6 +152,21 @@ def test_a_rollouts_seed_belongs_to_its_identity(with_generator, tmp_path):
     assert not drawn & {*others.values(), *others_evaluated}
 
 
+def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tmp_path):
+    prompt = Prompt("p", text="?", tokens=[20, 30], answer=("7", {1: 2.5}))
+
+    async def work(generator, push):
+        await generator.generate(1, [prompt], [1], 0)
+        return await generator.evaluate([prompt])
+
+    (result,) = with_generator(work, Server())
+    (stored,) = RolloutStore(tmp_path).finished(1)
+    assert stored.prompt == result.prompt and stored.response == result.responses[0]
+    assert len(stored.prompt) == 2 and len(stored.response) == 3  # a token a character
+    assert stored.answer == result.answer == ["7", {"1": 2.5}]
+    assert stored.reward_parts == {"generator_rewards:slow": 1.0}
+
+
 def test_slow_scoring_and_a_refused_prompt_are_not_the_deadlines(with_generator):
     def refuse(rid, number):
         return web.json_response({"error": {"message": "no"}}, status=400) if "-0000-" in rid else None
