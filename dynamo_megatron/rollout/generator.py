@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -270,6 +271,20 @@ class Generator:
                 )
             )
         return results
+
+    async def rescore(self, prompts: Sequence[Prompt], results: Sequence[ProblemResult]) -> list[ProblemResult]:
+        async def scored(prompt: Prompt, result: ProblemResult) -> ProblemResult:
+            scores = await asyncio.gather(*(self._pool.score(prompt, text) for text in result.responses))
+            return dataclasses.replace(
+                result,
+                source=prompt.source,
+                answer=plain_data(prompt.answer),
+                rewards=[s.reward for s in scores],
+                successes=[s.success for s in scores],
+                statuses=[s.status for s in scores],
+            )
+
+        return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
     def _finished(self, response: Response) -> None:
         self.done += 1
