@@ -53,6 +53,15 @@ def test_a_seeded_response_is_the_same_whatever_is_sampled_beside_it(sglang_serv
     assert others == [first, first]
 
 
+def test_requests_without_a_seed_differ(sglang_server):
+    async def work():
+        async with open_session() as session:
+            client = SGLangClient(session, sglang_server.endpoint, RolloutConfig(max_new_tokens=24), (3,))
+            return await asyncio.gather(*(client.generate(f"unseeded-{k}", PROMPTS[0]) for k in range(8)))
+
+    assert len({tuple(response.tokens) for response in asyncio.run(work())}) == 8
+
+
 def test_tokens_are_drawn_by_their_probability(plugin):
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     n = 40_000

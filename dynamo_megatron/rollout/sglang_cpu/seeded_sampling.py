@@ -21,9 +21,13 @@ def register() -> None:
 
 
 def _add_seeds(info, cls, batch, vocab_size):
-    """Requests without a seed, such as those of /health, have 0."""
-    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
-    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
+    """Requests without a seed draw one from the server's random numbers (--random-seed)."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    drawn = torch.randint(2**63 - 1, (len(seeds),))
+    for row, seed in enumerate(seeds):
+        if seed is not None:
+            drawn[row] = seed
+    info.sampling_seed = drawn
     return info
 
 
