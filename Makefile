@@ -70,7 +70,7 @@ comma := ,
 empty :=
 compare: runs/demo/warmup/hf
 	@$(foreach seed,$(SEEDS),$(foreach arm,$(ARMS),.venv/bin/dynamo-megatron train configs/demo/rl.yaml $($(arm)) \
-		data.shuffle_seed=$(seed) output_dir=runs/compare/$(arm)-$(seed) || exit; ))
+		seed=$(seed) output_dir=runs/compare/$(arm)-$(seed) || exit; ))
 	@.venv/bin/python -P tools/compare.py runs/compare $(foreach arm,$(ARMS),$(arm)=$(subst $(empty) ,$(comma),$(SEEDS:%=runs/compare/$(arm)-%)))
 
 test: $(INSTALLED)

@@ -15,7 +15,7 @@ setup(
     package_data={
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
-        "dynamo_megatron.rollout": ["sglang_cpu/**/*.py"],
+        "dynamo_megatron.rollout": ["sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"],
     },
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[

@@ -1,4 +1,4 @@
-"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, replay."""
+"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, samples, replay."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ EXAMPLES = {
     "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
     "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
+    "samples": "dynamo-megatron samples runs/first --step 20 --best 2 --worst 2 | less",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
 
@@ -135,6 +136,16 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
     sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
     sub.add_argument("run", type=Path, help="a run's output_dir")
+    sub = command("samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
+    sub.add_argument("run", type=Path, help="a run's output_dir, running or not")
+    sub.add_argument("--step", type=_positive, help="of training (default: the newest; with --prompt all)")
+    sub.add_argument("--prompt", metavar="ID", help="those of this problem alone, by its prompt_id")
+    sub.add_argument("--best", type=_positive, metavar="N", help="the N of the highest reward, the highest first")
+    sub.add_argument("--worst", type=_positive, metavar="N", help="the N of the lowest reward, the lowest first")
+    sub.add_argument(
+        "--limit", type=_positive, default=8, metavar="N", help="without --best and --worst: the first N (default 8)"
+    )
+    sub.add_argument("--json", action="store_true", help="an object a line")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
     sub.add_argument(
         "run",
@@ -319,6 +330,22 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     return 0
 
 
+def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.tracking.samples import Choice, read_samples
+
+    choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for text in read_samples(options.run, choice, as_json=options.json):
+            print(text)
+        sys.stdout.flush()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except BrokenPipeError:  # the pager was left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.replay.command import write_replay
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
@@ -341,6 +368,7 @@ _COMMANDS = {
     "launch": _launch,
     "plan": _plan,
     "report": _report,
+    "samples": _samples,
     "replay": _replay,
 }
 

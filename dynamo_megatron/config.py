@@ -61,7 +61,7 @@ class DataConfig(Section):
     chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
-    shuffle_seed: int = 0
+    shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
@@ -259,6 +259,7 @@ class EvalConfig(Section):
     k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
     temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
     max_new_tokens: Positive | None = None  # None: rollout.max_new_tokens
+    cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
     every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
 
     @model_validator(mode="after")
@@ -280,6 +281,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     output_dir: str
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -297,6 +299,12 @@ class Config(Section):
         if not value:
             raise ValueError("name a folder")
         return value
+
+    @property
+    def prompt_stream(self) -> DataConfig:
+        """`data` with the seed of its order."""
+        seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
+        return self.data.model_copy(update={"shuffle_seed": seed})
 
     @property
     def rollout_budget(self) -> int:

@@ -160,6 +160,7 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
 _IDENTITY = (
     "model",
     "data",
+    "seed",
     "reward.functions",
     "reward.fusion",
     "reward.success_threshold",
@@ -187,4 +188,6 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         walk(node, tuple(key.split(".")))
+    if "data.shuffle_seed" in found and found["data.shuffle_seed"] is None:
+        found["data.shuffle_seed"] = plain.get("seed")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,12 @@ class Prompt:
             raise ValueError(f"prompt {self.prompt_id!r}: give either messages or text")
 
 
+def plain_data(value: Any) -> Any:
+    """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""
+    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return json.loads(text.encode("utf-8", "replace"))
+
+
 @dataclass
 class Rollout:
     """One response to one prompt.
@@ -46,6 +53,9 @@ class Rollout:
     the engine) or "error" (the server refused it).
     `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
     weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
+    `reward_parts`: the value of each reward function, by its name in `reward.functions`. `prompt` (what the model was
+    given, special tokens included), `response` (what the reward functions were given) and `answer` (plain data) are
+    for people; None in the files of runs from before they were stored.
     """
 
     rollout_id: str
@@ -62,6 +72,9 @@ class Rollout:
     reward_parts: dict[str, float]
     status: str = "ok"
     server: str = ""
+    prompt: str | None = None
+    response: str | None = None
+    answer: Any = None
 
     def to_json(self) -> str:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times

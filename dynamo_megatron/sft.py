@@ -58,7 +58,7 @@ class SFTJob(Job):
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         longest = config.model.max_length or spec.max_positions
-        self._stream = open_stream(config.data, self._encode, longest, self.output.stream_state())
+        self._stream = open_stream(config.prompt_stream, self._encode, longest, self.output.stream_state())
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)

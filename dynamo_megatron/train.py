@@ -67,7 +67,7 @@ class TrainJob(Job):
             return encode_prompt(prompt, tokenizer, config.data)
 
         limit = max_prompt_length(config, spec)
-        self._stream = open_stream(config.data, encode, limit, self.output.stream_state())
+        self._stream = open_stream(config.prompt_stream, encode, limit, self.output.stream_state())
         prompts = self._stream.prompts
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))

@@ -126,7 +126,7 @@ class Trainer:
             due = evaluation is not None and (journal.finished() or evaluation.due(step))
             if due and not journal.evaluated(step):
                 self._say_phase("evaluate", evaluation.responses)
-                summary = evaluation.run(step, self.coordinator.check_stop, journal.progress.count)
+                summary = evaluation.run(step, self.coordinator.check_stop, journal.progress.count, journal.say)
                 journal.evaluation(summary)
             # Asked also of an evaluation from before a kill, which may have come between it and its export.
             return journal.finished(), due and journal.best(step)

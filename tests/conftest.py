@@ -27,6 +27,12 @@ from dynamo_megatron.config import ModelConfig, RolloutConfig
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Evaluations are kept for this session alone."""
+    os.environ["DYNAMO_MEGATRON_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def make_tiny_model():
     """`make_tiny_model(out, family=..., dtype=..., seed=...)` of tools/tiny_model.py."""

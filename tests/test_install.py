@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     assert not (site / "kernels").exists() and (site / "dynamo_megatron" / "kernels" / "head.py").is_file()
     assert (site / "dynamo_megatron" / "rollout" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
+    stand_ins = site / "dynamo_megatron" / "rollout" / "sglang_cpu"
+    plugins = [point.name for d in metadata.distributions(path=[str(stand_ins)]) for point in d.entry_points]
+    assert plugins == ["seeded_sampling"] and (stand_ins / "seeded_sampling.py").is_file()
     assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()
     subprocess.run([*pip, "install", "--target", str(site), "--no-deps", "kernels"], check=True)
     program = (

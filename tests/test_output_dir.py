@@ -11,7 +11,7 @@ from dynamo_megatron.output_dir import OutputDir
 
 
 def settings(folder: Path, **sections) -> Config:
-    return Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(folder), **sections)
+    return Config(**{"model": {"path": "m"}, "data": {"source": "s"}, "output_dir": str(folder), **sections})
 
 
 def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path):
@@ -108,3 +108,25 @@ def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.chat_template: .* is not what the run in .* began with"):
         output.keep_chat_template("third")
     assert (tmp_path / "chat_template.jinja").read_text() == "second"
+
+
+def test_the_seed_of_a_run_may_not_change(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    OutputDir(settings(tmp_path, seed=3)).take_over(0)
+    OutputDir(settings(tmp_path, seed=3, data={"source": "s", "shuffle_seed": 3})).check()
+    for other, key in (
+        ({}, "data.shuffle_seed, seed"),
+        ({"seed": 3, "data": {"source": "s", "shuffle_seed": 0}}, "data.shuffle_seed"),
+    ):
+        with pytest.raises(ConfigError, match=f"holds a run with another {key}; name another folder"):
+            OutputDir(settings(tmp_path, **other)).check()
+
+
+def test_a_run_from_before_there_was_a_seed_resumes(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    OutputDir(settings(tmp_path)).take_over(0)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del saved["seed"]
+    saved["data"]["shuffle_seed"] = 0
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    OutputDir(settings(tmp_path)).check()

@@ -7,13 +7,13 @@ rank makes the same choice.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.seeds import derived_seed
 
 # Rollouts of one prompt begin in the same state, so many entropies are equal but for rounding, which differs with the
 # packing. On this grid (nats) they are equal, and the lower slot decides.
@@ -61,13 +61,13 @@ def kl_cov(covariance: Array, *, ratio: float) -> Array:
     return _first(torch.argsort(covariance, descending=True, stable=True), max(1, _floor(ratio, len(covariance))))
 
 
-def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray) -> np.ndarray:
-    """Uniform in [0, 1), one a token, float64 [sum lengths], from the rollout's id and the position in its response.
+def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Uniform in [0, 1), one a token, float64 [sum lengths], from seed, rollout's id and the position in its response.
 
     An id names step, group and index, so each step draws anew; neither ranks nor packing nor a resume change the draw.
     """
     parts = [
-        np.random.default_rng(zlib.crc32(name.encode())).random(length)
+        np.random.default_rng(derived_seed(seed, "keys", name)).random(length)
         for name, length in zip(rollout_ids, lengths, strict=True)
     ]
     return np.concatenate([np.zeros(0), *parts])

@@ -47,12 +47,13 @@ def shape_tokens(
     entropy: torch.Tensor,
     expected_pi_lambda: torch.Tensor,
     config: AlgorithmConfig,
+    seed: int = 0,
 ) -> Shaped:
     """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
 
     advantages, weights: float64 [S], one a rollout. logprobs, entropy, expected_pi_lambda: float32 [R], nats, of the
-    policy that the step began with. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
-    2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
+    policy that the step began with. `seed`: of clip_cov's random keys. The tokens that entropy_top_ratio selects keep
+    the mini-batch's total weight (arXiv 2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
     """
     member = np.zeros(len(advantages), bool)
     member[members] = True
@@ -71,7 +72,7 @@ def shape_tokens(
     if config.loss.clip_cov is not None or config.loss.kl_cov is not None:
         spread = covariance(a, logprobs)
         if (clip := config.loss.clip_cov) is not None:
-            keys = torch.from_numpy(random_keys([rollouts.rollout_ids[s] for s in members], lengths))
+            keys = torch.from_numpy(random_keys([rollouts.rollout_ids[s] for s in members], lengths, seed))
             chosen = clip_cov(spread, keys, ratio=clip.ratio, low=clip.low, high=clip.high)
             a, selected = torch.where(chosen, 0.0, a), selected | chosen
         if (penalty := config.loss.kl_cov) is not None:

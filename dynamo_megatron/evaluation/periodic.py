@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.evaluation.cache import cache_file, read_cached, write_cached
 from dynamo_megatron.evaluation.results import ProblemResult, results_file, summarise, write_results
 from dynamo_megatron.records import Prompt
 
@@ -18,6 +19,10 @@ from dynamo_megatron.records import Prompt
 class AnswersProblems(Protocol):
     def evaluate(
         self, prompts: Sequence[Prompt], on_poll: Callable[[], None], on_count: Callable[[int, int], None]
+    ) -> list[ProblemResult]: ...
+
+    def rescore(
+        self, prompts: Sequence[Prompt], results: Sequence[ProblemResult], on_poll: Callable[[], None]
     ) -> list[ProblemResult]: ...
 
 
@@ -32,9 +37,39 @@ class PeriodicEvaluation:
         """Before the first step, every `eval.every` steps, and after the last."""
         return step % self._config.eval.every == 0 or step == self._config.trainer.steps
 
-    def run(self, step: int, on_poll: Callable[[], None], on_count: Callable[[int, int], None]) -> dict[str, float]:
-        """Evaluates the weights that the server has, those of `step`; writes eval/step-NNNNNN.jsonl."""
+    def run(
+        self,
+        step: int,
+        on_poll: Callable[[], None],
+        on_count: Callable[[int, int], None],
+        say: Callable[[str], None],
+    ) -> dict[str, float]:
+        """Evaluates the weights that the server has, those of `step`; writes eval/step-NNNNNN.jsonl. With `eval.cache`
+        the responses of step 0, those of `model.path`, are kept for other runs, or come from one."""
         start = time.monotonic()
-        results = self._rollout.evaluate(self._prompts, on_poll, on_count)
+
+        def sample() -> list[ProblemResult]:
+            return self._rollout.evaluate(self._prompts, on_poll, on_count)
+
+        results = self._first(sample, on_poll, say) if step == 0 and self._config.eval.cache else sample()
         write_results(results_file(Path(self._config.output_dir), step), results)
         return {"step": step, **summarise(results, self._config.eval.k), "time/evaluate": time.monotonic() - start}
+
+    def _first(
+        self, sample: Callable[[], list[ProblemResult]], on_poll: Callable[[], None], say: Callable[[str], None]
+    ) -> list[ProblemResult]:
+        file = cache_file(self._config, self._prompts, on_poll)
+        try:
+            kept = read_cached(file, self._prompts, self._config.eval.samples)
+        except (ValueError, OSError) as error:
+            say(f"warning: a kept evaluation is not used: {error}")
+            kept = None
+        if kept is not None:
+            say(f"evaluation of the start: responses taken from {file} (eval.cache: false samples new ones)")
+            return self._rollout.rescore(self._prompts, kept, on_poll)
+        results = sample()
+        try:
+            write_cached(file, results)
+        except OSError as error:
+            say(f"warning: the evaluation of the start is not kept for other runs: {error}")
+        return results

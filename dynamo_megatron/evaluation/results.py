@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_boo
 class ProblemResult:
     """The sampled responses to one problem; entry i of every list is about response i.
 
-    `lengths` are tokens; `finish_reasons` and `statuses` as in a Rollout. A response whose status is not "ok" counts
-    as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
+    `lengths` are tokens; `finish_reasons`, `statuses`, `prompt` and `answer` as in a Rollout. A response whose status
+    is not "ok" counts as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
     """
 
     prompt_id: str
@@ -31,6 +32,8 @@ class ProblemResult:
     finish_reasons: list[str]
     statuses: list[str]
     responses: list[str]
+    prompt: str | None = None
+    answer: Any = None
 
     def __post_init__(self) -> None:
         lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)

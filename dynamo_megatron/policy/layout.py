@@ -88,7 +88,7 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         create_gloo_process_groups=True,
         distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
         rank=rank,
         world_size=world_size,

@@ -241,6 +241,7 @@ class Policy:
             stats.entropy,
             stats.expected_pi_lambda,
             self.config.algorithm,
+            self.config.seed,
         )
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():

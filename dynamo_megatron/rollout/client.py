@@ -104,17 +104,21 @@ class SGLangClient:
         timeout: float | None = None,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        seed: int | None = None,
     ) -> Response:
         """One response. What goes wrong with this request alone is in the Response.
 
-        temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. Raises ServerLost where
-        the server is the reason.
+        temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. `seed`: of the sampling,
+        in [0, 2**63); SGLang uses it where its sampling is seeded at all (`SGLangServer`). Raises ServerLost where the
+        server is the reason.
         """
         sampling = dict(self._sampling)
         if temperature is not None:
             sampling["temperature"] = temperature
         if max_new_tokens is not None:
             sampling["max_new_tokens"] = max_new_tokens
+        if seed is not None:
+            sampling["sampling_seed"] = seed
         try:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
                 status, reply = await self._batches.generate(request_id, prompt_tokens, sampling)

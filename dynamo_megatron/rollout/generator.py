@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
@@ -33,6 +34,7 @@ from dynamo_megatron.rollout.result import (
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.seeds import derived_seed
 
 
 @dataclass
@@ -145,8 +147,16 @@ class Generator:
                 call.arena.grow(accounted.batch.nbytes)
             self._finished(response)
 
+        seed = self._config.seed
         requests = [
-            Request(name, name.rpartition("-")[0], p.prompt_id, p.tokens, self._lengths(p.prompt_id))
+            Request(
+                name,
+                name.rpartition("-")[0],
+                p.prompt_id,
+                p.tokens,
+                self._lengths(p.prompt_id),
+                derived_seed(seed, "rollout", name),
+            )
             for name, p in wanted.items()
             if name not in rollouts
         ]
@@ -232,6 +242,7 @@ class Generator:
                 prompt.prompt_id,
                 prompt.tokens,
                 self._lengths(prompt.prompt_id),
+                derived_seed(self._config.seed, "eval", prompt.prompt_id, str(k)),
                 config.temperature,
                 config.max_new_tokens,
             )
@@ -255,9 +266,25 @@ class Generator:
                     finish_reasons=[r.finish_reason for r in responses],
                     statuses=[s.status for s in scores],
                     responses=list(texts),
+                    prompt=self._tokenizer.decode(prompt.tokens),
+                    answer=plain_data(prompt.answer),
                 )
             )
         return results
+
+    async def rescore(self, prompts: Sequence[Prompt], results: Sequence[ProblemResult]) -> list[ProblemResult]:
+        async def scored(prompt: Prompt, result: ProblemResult) -> ProblemResult:
+            scores = await asyncio.gather(*(self._pool.score(prompt, text) for text in result.responses))
+            return dataclasses.replace(
+                result,
+                source=prompt.source,
+                answer=plain_data(prompt.answer),
+                rewards=[s.reward for s in scores],
+                successes=[s.success for s in scores],
+                statuses=[s.status for s in scores],
+            )
+
+        return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
     def _finished(self, response: Response) -> None:
         self.done += 1
@@ -279,9 +306,12 @@ class Generator:
             reward_parts={},
             status="failed",
             server=server,
+            prompt=self._tokenizer.decode(prompt.tokens),
+            response="",
+            answer=plain_data(prompt.answer),
         )
         if not response.error:
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.status = score.parts, score.status

@@ -20,13 +20,15 @@ ATTEMPTS = 4  # servers that a request may be lost with
 
 @dataclass(eq=False)
 class Request:
-    """`expected`: tokens. temperature and max_new_tokens: None for the config's. The rest is what has become of it."""
+    """`expected`: tokens. `seed`: as `SGLangClient.generate`, the same whichever server is asked and how often.
+    temperature and max_new_tokens: None for the config's. The rest is what has become of it."""
 
     name: str
     group: str
     prompt_id: str
     prompt_tokens: Sequence[int]
     expected: float
+    seed: int | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
     lost: list[str] = field(default_factory=list)  # servers that it was lost with
@@ -161,6 +163,7 @@ class Sampling:
                 timeout=max(0.0, until - now),
                 temperature=request.temperature,
                 max_new_tokens=request.max_new_tokens,
+                seed=request.seed,
             )
         )
         try:

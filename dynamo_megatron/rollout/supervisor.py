@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, takes_turns
+from dynamo_megatron.seeds import derived_seed
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
 FAILED_STARTS = 4  # in a row, after which a server is not started again
@@ -20,6 +23,15 @@ FAILED_STARTS = 4  # in a row, after which a server is not started again
 def pause(failures: int) -> float:
     """Seconds before a restart after so many failures, at least one, since the server last took a push."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
+
+
+def seed_arguments(config: Config, name: str) -> list[str]:
+    """Of the server `name`. On a GPU SGLang heeds a request's seed in its deterministic mode alone, which is slower; a
+    CPU server always does (sglang_cpu/seeded_sampling.py)."""
+    arguments = ["--random-seed", str(derived_seed(config.seed, name) % 2**31)]
+    if config.trainer.deterministic and torch.cuda.is_available():
+        arguments.append("--enable-deterministic-inference")
+    return arguments
 
 
 class Listener(Protocol):
@@ -63,9 +75,9 @@ class Supervisor:
         config, name = self._config, self._names[slot]
         log = Path(config.output_dir) / "logs" / f"sglang-{name}.log"
         slots = len(self._names)
-        return SGLangServer(
-            config.rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots
-        )
+        seeded = [*seed_arguments(config, name), *config.rollout.server_args]
+        rollout = config.rollout.model_copy(update={"server_args": seeded})
+        return SGLangServer(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
 
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name

@@ -103,6 +103,16 @@ class RolloutWorker:
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
 
+    def rescore(
+        self,
+        prompts: Sequence[Prompt],
+        results: Sequence[ProblemResult],
+        on_poll: Callable[[], None] | None = None,
+    ) -> list[ProblemResult]:
+        """`results` of these prompts, in their order, with the scores of the present reward functions. Raises
+        RewardError."""
+        return self._call("rescore", (list(prompts), list(results)), on_poll)
+
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
         """Marks rollouts of the step as rejected, in the record of the run."""
         self._call("reject", (step, list(rollout_ids)), on_poll)

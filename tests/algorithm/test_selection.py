@@ -70,6 +70,7 @@ def test_random_keys_belong_to_the_rollout_not_to_the_order():
     swapped = random_keys(ids[::-1], lengths[::-1])
     assert (np.concatenate([swapped[3:], swapped[:3]]) == keys).all()
     assert not (random_keys(["4/p/0-0"], np.array([4])) == keys[:4]).any()
+    assert not (random_keys(ids, lengths, 1) == keys).any()
     many = random_keys([f"5/p/{i}" for i in range(2000)], np.full(2000, 5))
     assert abs(many.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(many))
 

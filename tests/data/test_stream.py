@@ -15,7 +15,9 @@ def prompts(n, long=()):
 
 
 def stream(items, limit=10, **settings):
-    return PromptStream(items, DataConfig(source="a.jsonl", **settings), lambda p: [1] * len(p.text), limit)
+    return PromptStream(
+        items, DataConfig(source="a.jsonl", **{"shuffle_seed": 0, **settings}), lambda p: [1] * len(p.text), limit
+    )
 
 
 def ids(batch):

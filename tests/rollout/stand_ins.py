@@ -31,14 +31,19 @@ class Server:
     def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists: bool = False):
         self.behaviour, self.healthy, self.loads, self.lists = behaviour, healthy, loads, lists
         self.asked: list[str] = []
+        self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
         self.callers: list[tuple[str, int]] = []  # address of the connection of each request
         self.under_way = self.most = 0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        rid = (await request.json())["rid"]
+        payload = await request.json()
+        rid, sampling = payload["rid"], payload["sampling_params"]
         if isinstance(rid, list) and not self.lists:
             return web.json_response({"error": {"message": "no lists"}}, status=400)
+        several = isinstance(rid, list)
+        for name, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
+            self.seeds[name] = parameters.get("sampling_seed")
         self.asked.append(rid)
         self.callers.append(request.transport.get_extra_info("peername"))
         if isinstance(rid, list):

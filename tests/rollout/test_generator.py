@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import time
 
 import pytest
@@ -30,13 +31,14 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "generator_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
-    async def go(work, servers, rollout):
+    async def go(work, servers, rollout, seed):
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(listening(server)) for server in servers]
             config = external(urls, output=tmp_path, **rollout)
             reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
             model = config.model.model_copy(update={"path": str(tiny_model)})
-            generator = Generator(config.model_copy(update={"reward": reward, "model": model}), [], stack)
+            update = {"reward": reward, "model": model, "seed": seed}
+            generator = Generator(config.model_copy(update=update), [], stack)
 
             async def push(version):
                 await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
@@ -44,7 +46,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             await generator.open()
             return await work(generator, push)
 
-    return lambda work, *servers, **rollout: asyncio.run(go(work, servers, rollout))
+    return lambda work, *servers, seed=0, **rollout: asyncio.run(go(work, servers, rollout, seed))
 
 
 def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
@@ -114,6 +116,55 @@ def test_a_deadline_in_a_later_round_of_the_step_ends_no_run(with_generator):
 
     server = Server()
     with_generator(work, server, step_deadline=1.5)
+
+
+def test_a_rollouts_seed_belongs_to_its_identity(with_generator, tmp_path):
+    def refuse(rid, number):
+        return web.json_response({"error": {"message": "no"}}, status=400)
+
+    async def work(generator, push):
+        await generator.generate(1, PROMPTS[:2], [2, 2], 0)
+        await generator.generate(2, PROMPTS[:1], [1], 0)
+        await generator.evaluate(PROMPTS[:2])
+        await generator.evaluate(PROMPTS[1::-1])
+
+    def seeds(*servers, **keys):
+        """Of the rollouts by their id, and of the four evaluated responses."""
+        shutil.rmtree(tmp_path / "rollouts", ignore_errors=True)
+        with_generator(work, *servers, **keys)
+        sent = {rid: seed for server in servers for rid, seed in server.seeds.items()}
+        evaluated = [seed for rid, seed in sent.items() if rid.startswith("eval-") and rid.count("-") == 3]
+        return {rid[:15]: seed for rid, seed in sent.items() if not rid.startswith("eval-")}, sorted(evaluated)
+
+    rollouts, evaluated = seeds(Server())
+    assert set(rollouts) == {
+        "000001-0000-000",
+        "000001-0000-001",
+        "000001-0001-000",
+        "000001-0001-001",
+        "000002-0000-000",
+    }
+    assert len(evaluated) == 4 and len(set(evaluated)) == 2
+    drawn = {*rollouts.values(), *evaluated}
+    assert len(drawn) == 7 and all(0 <= seed < 2**63 for seed in drawn)
+    assert seeds(Server(refuse), Server(), concurrency=1) == (rollouts, evaluated)
+    others, others_evaluated = seeds(Server(), seed=1)
+    assert not drawn & {*others.values(), *others_evaluated}
+
+
+def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tmp_path):
+    prompt = Prompt("p", text="?", tokens=[20, 30], answer=("7", {1: 2.5}))
+
+    async def work(generator, push):
+        await generator.generate(1, [prompt], [1], 0)
+        return await generator.evaluate([prompt])
+
+    (result,) = with_generator(work, Server())
+    (stored,) = RolloutStore(tmp_path).finished(1)
+    assert stored.prompt == result.prompt and stored.response == result.responses[0]
+    assert len(stored.prompt) == 2 and len(stored.response) == 3  # a token a character
+    assert stored.answer == result.answer == ["7", {"1": 2.5}]
+    assert stored.reward_parts == {"generator_rewards:slow": 1.0}
 
 
 def test_slow_scoring_and_a_refused_prompt_are_not_the_deadlines(with_generator):
