@@ -62,7 +62,7 @@ def refused(capsys, *arguments) -> str:
             "checkpoint.export_hf=best",
             "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every",
         ),
-        ("trainer.stop_when={metric: eval/pass@4, above: 1}", "eval.k gives eval/pass@1, not eval/pass@4"),
+        ("trainer.stop_when={metric: eval/pass@1, above: 1}", "eval/pass@1 needs the periodic evaluation"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
         ("tracking.backends=[mlflow]", "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'"),
         ("model.family=gpt5", "model.family 'gpt5' is not mapped; the families known are llama, qwen2, qwen3"),
