@@ -115,7 +115,7 @@ ALLOCATORS = ("uniform", "waterfill", "neyman")
 
 
 class AllocationConfig(Section):
-    kind: str = "neyman"  # one of ALLOCATORS, or module:Class
+    kind: str = "neyman"  # uniform, waterfill, neyman or module:Class
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24

@@ -235,8 +235,10 @@ def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], 
     for fault in error.errors():  # a value of several types has one for each of them
         faults.setdefault(_key(fault["loc"]), []).append(fault)
     for key, (fault, *others) in faults.items():
-        kind = _type_at(tuple(key.split("."))) if fault["type"] in ("missing", "model_type", "dataclass_type") else None
-        if fault["type"] == "missing":
+        kind = None
+        if fault["type"] in ("missing", "model_type", "dataclass_type") and isinstance(fault["loc"][-1], str):
+            kind = _type_at(tuple(key.split(".")))
+        if fault["type"] == "missing" and kind is not None:
             for needed in _required(kind, key) if missing else ():
                 if not {needed, needed.partition(".")[0]} & meant:  # the key, or its section
                     yield f"{needed}: missing; set it in a config file or with {needed}=..."

@@ -98,6 +98,7 @@ def test_a_merged_mapping_of_yaml_may_be_overridden(tmp_path):
         ("=3", "'=3': neither a file nor key=value"),
         ("model..path=3", "'model..path=3': neither a file nor key=value"),
         ("model.path=[a", "model.path=[a: not YAML (expected ',' or ']'"),
+        ("optimizer.betas=[0.9]", "optimizer.betas.1: Field required, got [0.9]"),
         ("data.template={prompt}", "in quotes, as in data.template='\"...\"'"),
         ("data.source", "data.source: is a key, not a config file; set it with data.source=VALUE"),
         ("configs.d", "configs.d: is a folder; name a config file in it: mine.yaml"),
