@@ -8,11 +8,17 @@ setup(
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["dynamo_megatron", "dynamo_megatron.*"]),
+        "dynamo_megatron.configs",
         "dynamo_megatron.kernels",
         "dynamo_megatron.launcher",
     ],
-    package_dir={"dynamo_megatron.kernels": "kernels", "dynamo_megatron.launcher": "launcher"},
+    package_dir={
+        "dynamo_megatron.configs": "configs",
+        "dynamo_megatron.kernels": "kernels",
+        "dynamo_megatron.launcher": "launcher",
+    },
     package_data={
+        "dynamo_megatron.configs": ["**/*.yaml"],
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
         "dynamo_megatron.rollout": ["sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"],

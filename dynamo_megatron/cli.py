@@ -1,4 +1,4 @@
-"""The command line: train, sft, preflight, plan, serve, eval, convert, launch, report, samples, replay."""
+"""The command line: train, sft, configs, preflight, plan, serve, eval, convert, launch, report, samples, replay."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron import shipped
+from dynamo_megatron.command_parser import Parser, Version, unknown_command, unknown_options
 from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
+CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
 DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
-    "train": "dynamo-megatron train my.yaml configs/methods/dynamo.yaml trainer.steps=20 output_dir=runs/first",
+    "train": "dynamo-megatron train my.yaml methods/dynamo trainer.steps=20 output_dir=runs/first",
     "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
-    "preflight": "dynamo-megatron preflight my.yaml configs/methods/dynamo.yaml --ranks 8",
+    "configs": "dynamo-megatron configs methods/dynamo > my-dynamo.yaml",
+    "preflight": "dynamo-megatron preflight my.yaml methods/dynamo --ranks 8",
     "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
     "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
@@ -30,7 +34,7 @@ EXAMPLES = {
     "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first rollout.host=ib0 --ranks 16 --address auto",
     "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm "
     "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
-    "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
+    "plan": "dynamo-megatron plan models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
     "report": "dynamo-megatron report runs/first",
     "samples": "dynamo-megatron samples runs/first --step 20 --best 2 --worst 2 | less",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
@@ -38,30 +42,35 @@ EXAMPLES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
+    top = Parser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
+    top.add_argument("--version", action=Version)
     commands = top.add_subparsers(dest="command", required=True)
 
     def command(name: str, help: str, among: Any = commands) -> argparse.ArgumentParser:
-        return among.add_parser(
+        made = among.add_parser(
             name.split()[-1],
             help=help,
             description=help,
             epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        made.set_defaults(subparser=made)
+        return made
 
     for name, help in (
         ("train", "train a policy by reinforcement learning; the same command resumes a run that was stopped"),
         ("sft", "fine-tune on completions (data.answer_key), as a warm-up; the same command resumes"),
     ):
         sub = command(name, help)
-        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         sub.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
         sub.add_argument(
             "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
         )
+    sub = command("configs", "list the configurations that are shipped: methods, models on hardware, the paper's sizes")
+    sub.add_argument("name", nargs="?", help="print this one, as a start of your own")
     sub = command("preflight", "check a configuration, this node and the server before a job waits for them")
-    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
     sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
     sub.add_argument(
@@ -74,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
     sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
     sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
-    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument(
         "--model",
         help="a Hugging Face folder, a run or one of its checkpoints (both bring their config along), or the URL of an "
@@ -112,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
         ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
     ):
         sub = command(name, help, launchers)
-        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         if name == "launch local":
             sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
             continue
@@ -126,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         JobOptions.add_arguments(sub)
         (add_slurm_arguments if name == "launch slurm" else add_nemo_arguments)(sub)
     sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
-    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="YAML files and keys, the later wins")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
     sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
     sub.add_argument("--gpus-per-node", type=_positive, default=8, help="default: 8")
@@ -176,10 +185,13 @@ def _positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    top = parser()
-    options, rest = top.parse_known_args(arguments)  # configs and keys may stand on both sides of an option
+    if (why := unknown_command(arguments, EXAMPLES)) is not None:
+        print(why, file=sys.stderr)
+        return 2
+    options, rest = parser().parse_known_args(arguments)  # configs and keys may stand on both sides of an option
     if unknown := [word for word in rest if word.startswith("-") or not hasattr(options, "config")]:
-        top.error(f"unknown option {unknown[0]}")
+        print(unknown_options(unknown, options.subparser), file=sys.stderr)
+        return 2
     try:
         return _COMMANDS[options.command](options, rest, arguments)
     except ConfigError as error:
@@ -228,6 +240,16 @@ def _end_start(number: int, _frame: Any) -> None:
     if os.environ.get("RANK", "0") == "0":
         os.write(2, f"{stopped_early(number)}\n".encode())
     os._exit(75)
+
+
+def _configs(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    if options.name is None:
+        print(shipped.listing())
+        return 0
+    if (path := shipped.path(options.name)) is None:
+        raise ConfigError(f"{options.name}: no such shipped config; `dynamo-megatron configs` lists them")
+    print(path.read_text(encoding="utf-8"), end="")
+    return 0
 
 
 def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
@@ -361,6 +383,7 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 _COMMANDS = {
     "train": _train,
     "sft": _train,
+    "configs": _configs,
     "preflight": _preflight,
     "serve": _serve,
     "eval": _eval,

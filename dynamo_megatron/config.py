@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -123,7 +124,7 @@ ALLOCATORS = ("uniform", "waterfill", "neyman")
 
 
 class AllocationConfig(Section):
-    kind: str = "neyman"  # one of ALLOCATORS, or module:Class
+    kind: str = "neyman"  # uniform, waterfill, neyman or module:Class
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
@@ -315,13 +316,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
+        if faults := list(self._contradictions()):
+            raise ValueError("\n".join(faults))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         prompts = self.data.batch_prompts
         try:
             _ = self.rollout_budget
         except ValueError as error:
-            raise ValueError(f"algorithm.allocation.{error}") from None
+            yield f"algorithm.allocation.{error}"
         if self.algorithm.loss.mini_batches > prompts:
-            raise ValueError(
+            yield (
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
                 "a mini-batch needs a prompt"
             )
@@ -332,23 +338,22 @@ class Config(Section):
             )
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
-            raise ValueError("kernels.gradient: modulation scope micro_batch needs 'recompute'")
+            yield "kernels.gradient: modulation scope micro_batch needs 'recompute'"
         if modulation and self.parallel.cp > 1:
             for key, value in (("scope", "micro_batch"), ("expectation", "sequence_mean")):
                 if getattr(modulation, key) == value:
-                    raise ValueError(
+                    yield (
                         f"algorithm.modulation.{key}: {value} needs whole sequences on a rank, and parallel.cp is "
                         f"{self.parallel.cp}; use cp 1 or the default {key}"
                     )
         stop = self.trainer.stop_when
         passes = [f"eval/pass@{k}" for k in self.eval.k]
         if stop and (stop.metric or "").startswith("eval/pass@") and stop.metric not in passes:
-            raise ValueError(f"trainer.stop_when.metric: eval.k gives {', '.join(passes)}, not {stop.metric}")
+            yield f"trainer.stop_when.metric: eval.k gives {', '.join(passes)}, not {stop.metric}"
         if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
-            raise ValueError(f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every")
+            yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
-            raise ValueError("checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every")
-        return self
+            yield "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every"
 
     def policy_loss(self) -> PolicyLossConfig:
         a = self.algorithm

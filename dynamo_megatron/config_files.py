@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
+from dynamo_megatron import shipped
 from dynamo_megatron.config import Config
+from dynamo_megatron.peer_keys import PREFIX, last_part, whole_name
 
 
 class ConfigError(ValueError):
-    """A configuration that is refused; the message is one line."""
+    """A configuration that is refused; the message has a line for each fault."""
 
 
 def compose(
@@ -24,65 +29,155 @@ def compose(
 ) -> tuple[Config, dict[str, str]]:
     """The config, and for every dotted key that was set the file or override that set it last.
 
-    `defaults`: sections that files and overrides are merged into. Raises ConfigError: a file that is missing or not
-    YAML, an unknown key (with the nearest known one), a wrong type.
+    `files`: paths, or names of shipped configurations (`methods/dynamo`). `defaults`: sections that files and overrides
+    are merged into. Raises ConfigError with every fault found, one line each: a file that is missing or not YAML, an
+    unknown key (with the nearest known one, or ours for one of verl's or slime's), a wrong type, a missing key.
     """
-    tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    _merge(tree, defaults or {}, (), "the command", origins)
+    merged = _Merged()
+    merged.add(defaults or {}, (), "the command")
     for file in files:
-        _merge(tree, _read(file), (), file, origins)
+        with merged.collected():
+            path, name = _locate(file)
+            merged.add(_read(path, name), (), name)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r}: neither a file nor key=value")
-        nested = _parse(text, f"{key}=")
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        _merge(tree, nested, (), "the command line", origins)
+        with merged.collected():
+            merged.add(_nested(override), (), "the command line")
+    unread = bool(merged.faults)  # what could not be read may have set what is missing now
+    faults = merged.faults + merged.unknown
     try:
-        return Config.model_validate(tree), origins
+        config = Config.model_validate(merged.tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, origins)) from None
+        lines = list(_lines(error, merged.origins, set() if unread else merged.meant, missing=not unread))
+        faults += lines or ([] if faults else [str(error)])
+    if faults:
+        raise ConfigError("\n".join(dict.fromkeys(faults)))
+    return config, merged.origins
 
 
-def _read(file: str) -> dict[str, Any]:
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"{file}: no such config file (a single key is set with key=value)")
+class _Merged:
+    """What files and overrides have set so far, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.faults: list[str] = []  # files and overrides that could not be read
+        self.unknown: list[str] = []
+        self.meant: set[str] = set()  # keys of ours that unknown ones probably stand for
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.faults.append(str(error))
+
+    def add(self, new: Mapping, at: tuple[str, ...], origin: str) -> None:
+        into = self.tree
+        for part in at:
+            into = into[part]
+        for name, value in new.items():
+            path = (*at, str(name))
+            if str(name) not in _fields(_type_at(at)):
+                self._refuse(path, value, origin)
+            elif isinstance(value, Mapping) and _fields(_type_at(path)):
+                if not isinstance(into.get(name), dict):
+                    into[name] = {}
+                self.add(value, path, origin)
+            else:
+                into[name] = value
+                self.origins[".".join(path)] = origin
+
+    def _refuse(self, path: tuple[str, ...], value: Any, origin: str) -> None:
+        """An unknown key; of a mapping each key in it that is one of a peer's, as of a pasted `actor_rollout_ref`."""
+        inner = [(leaf, _theirs(".".join(leaf))) for leaf in _leaves(value, path)]
+        theirs = [(leaf, found) for leaf, found in inner if found]
+        for leaf, (here, text) in theirs or [(path, _nearest(path))]:
+            self.unknown.append(f"{origin}: unknown key {'.'.join(leaf)}{text}")
+            self.meant.update(here)
+
+
+def _leaves(value: Any, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*at, str(name)))
+    else:
+        yield at
+
+
+def _locate(word: str) -> tuple[Path, str]:
+    """The file that a word of the command line names, and what messages call it. Raises ConfigError."""
+    for name in (word, f"{word}.yaml"):
+        if os.path.isfile(name):
+            return Path(name), name
+    if (path := shipped.path(word)) is not None:
+        return path, f"{path.relative_to(shipped.folder()).with_suffix('')} (shipped)"
+    if os.path.isdir(word):
+        inside = ", ".join(sorted(file.name for file in Path(word).glob("*.yaml"))[:8])
+        raise ConfigError(f"{word}: is a folder; name a config file in it{f': {inside}' if inside else ''}")
+    if tuple(word.split(".")) in _all_keys():
+        raise ConfigError(f"{word}: is a key, not a config file; set it with {word}=VALUE, without blanks around the =")
+    raise ConfigError(f"{word}: no such config file, nor a shipped one{_nearest_file(word)}")
+
+
+def _nearest_file(word: str) -> str:
+    folder = Path(word).parent if os.path.isdir(Path(word).parent) else Path()
+    own = [str(folder / file.name) for end in ("yaml", "yml") for file in folder.glob(f"*.{end}") if file.is_file()]
+    by_stem = {os.path.splitext(name)[0]: name for name in (*shipped.names(), *own)}
+    near = difflib.get_close_matches(os.path.splitext(word)[0], by_stem, 1)
+    if near:
+        return f"; did you mean {by_stem[near[0]]}?"
+    return "; `dynamo-megatron configs` lists those; a single key is set with key=value"
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
     try:
-        content = _parse(path.read_text(encoding="utf-8"), file)
+        content = _parse(path.read_text(encoding="utf-8"), name)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text ({error})") from None
+        raise ConfigError(f"{name}: not UTF-8 text ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: a config is a mapping of sections, this is a {type(content).__name__}")
+        raise ConfigError(f"{name}: a config is a mapping of sections, this is a {type(content).__name__}")
     return content
+
+
+def _nested(override: str) -> dict[str, Any]:
+    """`a.b=text` as {"a": {"b": value}}. Raises ConfigError."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{override!r}: neither a file nor key=value")
+    if not text.strip():
+        raise ConfigError(f"{override}: no value; give {key}=VALUE, {key}=null for none or {key}='\"\"' for no text")
+    nested = _parse(text, f"{key}={text}")
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+                why = f"the key {key.value} stands twice, first on line {lines[key.value]}"
+                raise yaml.constructor.ConstructorError(problem=why, problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
 
 
 def _parse(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{what}{line}: not YAML ({getattr(error, 'problem', None) or error})") from None
-
-
-def _merge(into: dict, new: Mapping, at: tuple[str, ...], origin: str, origins: dict[str, str]) -> None:
-    for name, value in new.items():
-        path = (*at, str(name))
-        known = _fields(_type_at(path[:-1]))
-        if name not in known:
-            raise ConfigError(f"{origin}: unknown key {'.'.join(path)}{_nearest(path)}")
-        if isinstance(value, Mapping) and _fields(_type_at(path)):
-            if not isinstance(into.get(name), dict):
-                into[name] = {}
-            _merge(into[name], value, path, origin, origins)
-        else:
-            into[name] = value
-            origins[".".join(path)] = origin
+        line = f":{mark.line + 1}" if mark and "=" not in what else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{what}{line}: not YAML ({problem})") from None
 
 
 def _fields(kind: Any) -> dict[str, Any]:
@@ -110,25 +205,73 @@ def _all_keys(kind: Any = Config, at: tuple[str, ...] = ()) -> Iterator[tuple[st
         yield from _all_keys(field, (*at, name))
 
 
-def _nearest(path: tuple[str, ...]) -> str:
+def _theirs(key: str) -> tuple[list[str], str] | None:
+    """As `whole_name`; a key of verl may also be one of ours behind its prefix."""
+    bare = key.removeprefix(PREFIX)
+    if bare != key and tuple(bare.split(".")) in _all_keys():
+        return [bare], f"; verl's {PREFIX} is left out here: {bare}"
+    return whole_name(key)
+
+
+def _nearest(path: tuple[str, ...]) -> tuple[list[str], str]:
+    """Keys that were probably meant by an unknown one, and how to say so."""
     siblings = difflib.get_close_matches(path[-1], _fields(_type_at(path[:-1])), 1, cutoff=0.6)
     if siblings:
-        return f"; did you mean {'.'.join((*path[:-1], siblings[0]))}?"
-    ranked = sorted(_all_keys(), key=lambda key: -difflib.SequenceMatcher(None, ".".join(key), ".".join(path)).ratio())
-    elsewhere = [key for key in ranked if key[-1] == path[-1]] or ranked
-    return f"; the nearest key is {'.'.join(elsewhere[0])}"
+        near = ".".join((*path[:-1], siblings[0]))
+        return [near], f"; did you mean {near}?"
+    keys = [".".join(key) for key in _all_keys()]
+    if path[0] == PREFIX.rstrip("."):
+        return [], ", of verl; no key here corresponds to it"
+    ranked = sorted(keys, key=lambda key: -difflib.SequenceMatcher(None, key, ".".join(path)).ratio())
+    elsewhere = [key for key in ranked if key.rpartition(".")[2] == path[-1]]
+    if not elsewhere and (found := last_part(path[-1])):
+        return found
+    return [], f"; the nearest key is {(elsewhere or ranked)[0]}"
 
 
-def _one_line(error: ValidationError, origins: Mapping[str, str]) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return f"{key}: missing; set it in a config file or with {key}=..."
-    origin = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), None)
-    where = f" (set by {origin})" if origin else ""
-    given = "" if first["type"] == "value_error" else f", got {first['input']!r}"
-    return f"{key}: {message}{given}{where}" if key else f"{message}{where}"
+def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], missing: bool) -> Iterator[str]:
+    """A line for each fault that pydantic has found, without keys missing for a reason that another line gives."""
+    faults: dict[str, list[ErrorDetails]] = {}
+    for fault in error.errors():  # a value of several types has one for each of them
+        faults.setdefault(_key(fault["loc"]), []).append(fault)
+    for key, (fault, *others) in faults.items():
+        kind = None
+        if fault["type"] in ("missing", "model_type", "dataclass_type") and isinstance(fault["loc"][-1], str):
+            kind = _type_at(tuple(key.split(".")))
+        if fault["type"] == "missing" and kind is not None:
+            for needed in _required(kind, key) if missing else ():
+                if not {needed, needed.partition(".")[0]} & meant:  # the key, or its section
+                    yield f"{needed}: missing; set it in a config file or with {needed}=..."
+            continue
+        message = " or ".join([fault["msg"], *(other["msg"] for other in others)]).removeprefix("Value error, ")
+        given = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
+        if kind is not None:
+            message = f"is a section; give it keys ({', '.join(_fields(kind))})"
+        if fault["type"] == "string_type" and fault["input"] is not None:
+            given += f"; put a text that YAML takes for something else in quotes, as in {key}='\"...\"'"
+        for one in message.split("\n"):  # a check across keys may have found several faults
+            named = one.partition(":")[0]  # by a check across keys
+            at = (key, key.rpartition(".")[0], f"{key}.{named}", named)
+            origin = next((f"{origins[k]}: " for k in at if k in origins), "")
+            yield f"{origin}{key}: {one}{given}" if key else f"{origin}{one}"
+
+
+def _key(loc: Sequence[str | int]) -> str:
+    """Dotted, without what pydantic adds for a value of several types."""
+    kind, parts = Config, []
+    for part in loc:
+        if isinstance(part, str) and part not in _fields(kind):
+            break
+        parts.append(str(part))
+        kind = _fields(kind).get(part)
+    return ".".join(parts)
+
+
+def _required(kind: Any, key: str) -> list[str]:
+    """The keys without a default in a section that is missing, or the key itself."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return [key]
+    return [f"{key}.{name}" for name, field in kind.model_fields.items() if field.is_required()]
 
 
 def to_plain(config: Config) -> dict[str, Any]:

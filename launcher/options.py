@@ -76,7 +76,7 @@ class JobOptions:
             type=_count,
             metavar="SECONDS",
             help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
-            "of --time)",
+            "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
         )
         parser.add_argument(
             "--requeue",
@@ -136,6 +136,11 @@ def _seconds(time: str) -> int:
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     """What `launch slurm` takes besides the options of a job."""
+    parser.add_argument(
+        "--gpu",
+        metavar="KIND",
+        help="of the nodes, as for `plan` (h100-80, ...): --stop-before is what the plan asks for",
+    )
     parser.add_argument(
         "--rollout-nodes",
         type=_count_or_0,

@@ -6,12 +6,15 @@ The script is a head of #SBATCH lines and variables, rendered here, and `slurm.s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
@@ -24,6 +27,8 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
     job = JobOptions.from_arguments(options)
     config = checked_config(files, keys, job.ranks)
+    if options.stop_before is None and job.gpus_per_node:
+        job = dataclasses.replace(job, stop_before=_stop_before(config, job, options.gpu))
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
@@ -37,6 +42,26 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     file = output / "train.sbatch"
     file.write_text(script, encoding="utf-8")
     return submit(file)
+
+
+def _stop_before(config: Config, job: JobOptions, gpu: str | None) -> int:
+    """What `plan` asks for, at least the default; the default, with a line on stderr, where the kind of GPU
+    is not given or there is no plan. Raises ConfigError for an unknown kind."""
+    default = f"--stop-before: {job.stop_before} s, the default"
+    if gpu is None:
+        print(f"{default}; with --gpu KIND it is what `plan` asks for", file=sys.stderr)
+        return job.stop_before
+    try:
+        from dynamo_megatron.planning.command import cluster_of, stop_before
+    except ModuleNotFoundError as error:
+        print(f"{default}: a plan needs {error.name}, which this interpreter does not have", file=sys.stderr)
+        return job.stop_before
+    cluster = cluster_of(gpu, job.nodes * job.gpus_per_node, job.gpus_per_node)
+    try:
+        return max(job.stop_before, stop_before(config, cluster))
+    except ConfigError as error:
+        print(f"{default}: there is no plan: {error}", file=sys.stderr)
+        return job.stop_before
 
 
 def submit(script: Path) -> int:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def refused(capsys, *arguments) -> str:
             "checkpoint.export_hf=best",
             "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every",
         ),
-        ("trainer.stop_when={metric: eval/pass@4, above: 1}", "eval.k gives eval/pass@1, not eval/pass@4"),
+        ("trainer.stop_when={metric: eval/pass@1, above: 1}", "eval/pass@1 needs the periodic evaluation"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
         ("tracking.backends=[mlflow]", "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'"),
         ("model.family=gpt5", "model.family 'gpt5' is not mapped; the families known are llama, qwen2, qwen3"),
@@ -101,6 +102,41 @@ def test_an_evaluation_does_not_go_into_a_run(base, tiny_model, capsys):
     assert main(["eval", "--model", str(tiny_model), "--out", str(run), f"eval.data={base / 'problems.jsonl'}"]) == 2
     assert capsys.readouterr().err == f"--out: {run} holds a run or an evaluation; name another folder\n"
     assert [p.name for p in run.iterdir()] == ["config.yaml"] and (run / "config.yaml").read_text() == "x: 1\n"
+
+
+def test_version_names_what_results_depend_on(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0 and said.count("\n") == 1
+    assert said.startswith(f"dynamo-megatron {metadata.version('dynamo-megatron')} (Python 3.")
+    assert f"megatron-core {metadata.version('megatron-core')}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian", "my.yaml"], "unknown command trian; did you mean train?"),
+        (["launch", "slrum", "my.yaml"], "unknown command launch slrum; did you mean slurm?"),
+        (["convert", "hf2mcor"], "unknown command convert hf2mcor; did you mean hf2mcore?"),
+        (["my.yaml"], "unknown command my.yaml; the commands are train, sft, "),
+        (["train", "my.yaml", "--rnks", "2"], "unknown option --rnks; did you mean --ranks?"),
+        (["launch", "slurm", "my.yaml", "--gpu-per-node=8"], "unknown option --gpu-per-node; did you mean --gpus-per-"),
+        (["report", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron report --help"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_the_nearest_one(capsys, words, says):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(says) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["launch"], ["train", "my.yaml", "--ranks", "two"]])
+def test_what_the_parser_refuses_is_one_line(capsys, words):
+    with pytest.raises(SystemExit) as refused:
+        main(words)
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and said.count("\n") == 1 and "--help" in said
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two"])

@@ -1,6 +1,7 @@
 """A wheel, an editable install and pytest from the root import the same dynamo_megatron.kernels."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -28,8 +29,9 @@ def test_no_file_imports_a_top_level_kernels():
 
 
 @pytest.mark.full
-def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
-    """Both `dynamo_megatron.kernels` and Hugging Face's `kernels` work, even from the root of the repository."""
+def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
+    """Both `dynamo_megatron.kernels` and Hugging Face's `kernels` work, even from the root of the repository; the
+    shipped configs are named in any folder."""
     if importlib.util.find_spec("pip") is None:
         pytest.skip("no pip in this environment")
     pip = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -43,6 +45,9 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
     plugins = [point.name for d in metadata.distributions(path=[str(stand_ins)]) for point in d.entry_points]
     assert plugins == ["seeded_sampling"] and (stand_ins / "seeded_sampling.py").is_file()
     assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()
+    shipped = {file.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.yaml")}
+    assert {file.relative_to(site / "dynamo_megatron") for file in site.rglob("*/configs/**/*.yaml")} == shipped
+    _shipped_configs_in_an_empty_folder(site, tmp_path / "empty", tiny_model)
     subprocess.run([*pip, "install", "--target", str(site), "--no-deps", "kernels"], check=True)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
@@ -51,3 +56,15 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path):
         "assert ours.__file__.startswith(sys.path[0]) and callable(ours.token_stats), ours.__file__\n"
     )
     subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, check=True)
+
+
+def _shipped_configs_in_an_empty_folder(site: Path, folder: Path, model: Path) -> None:
+    folder.mkdir()
+    keys = {"model.path": model, "model.max_length": 128, "data.source": "x.jsonl", "data.template": "'{prompt}'"}
+    words = [f"{key}={value}" for key, value in (keys | {"rollout.max_new_tokens": 8, "output_dir": "run"}).items()]
+    for name in ("methods/grpo", "configs/methods/grpo.yaml"):
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", name, *words, "--print-config"]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert "kind: grpo  # methods/grpo (shipped)" in done.stdout, done.stderr
+    assert not list(folder.iterdir())

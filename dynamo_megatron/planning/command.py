@@ -32,6 +32,22 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     return FAMILIES[shape["model_type"]](shape), f"as published; there is no folder {path}"
 
 
+def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
+    """Raises ConfigError for an unknown kind of GPU, and for nodes that are not full."""
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
+    return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
+
+
+def stop_before(config: Config, cluster: Cluster) -> int:
+    """`Plan.stop_before` of the config on the cluster. Raises ConfigError where there is no plan."""
+    spec, _ = model_spec(config)
+    check_ranks(config, spec, cluster.gpus)
+    return make_plan(config, spec, cluster, workload(config, spec, None)).stop_before
+
+
 def plan(
     files: Sequence[str],
     overrides: Sequence[str],
@@ -45,11 +61,7 @@ def plan(
     """Prints the plan, or the ranked layouts; returns 0 where the run (or one of the layouts) fits, else 1. Raises
     ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
-    if gpu not in GPUS:
-        raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
-    cluster = Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
+    cluster = cluster_of(gpu, gpus, gpus_per_node)
     spec, origin = model_spec(config)
     work = workload(config, spec, response_tokens)
     if search:

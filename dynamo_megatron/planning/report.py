@@ -121,8 +121,9 @@ def _rest(plan: Plan) -> list[str]:
     if plan.stop_before > JobOptions.stop_before:
         lines.append(
             f"between two safe points, the end of generation and that of the step, a stop waits at least "
-            f"{t.training:.0f} s, in practice up to {SLOWEST} times as long, and for the save: give `launch` "
-            f"--stop-before {plan.stop_before} (the default: {JobOptions.stop_before})"
+            f"{t.training:.0f} s, in practice up to {SLOWEST} times as long, and for the save: `launch slurm --gpu "
+            f"{plan.cluster.gpu.name}` sets --stop-before {plan.stop_before} (the default: {JobOptions.stop_before}), "
+            "`launch nemo` needs it as an option"
         )
     lines += cautions(plan)
     lines.append(

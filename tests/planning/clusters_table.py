@@ -73,12 +73,12 @@ def generated() -> str:
         host = "rollout.host=ib0 " if plan.cluster.nodes > 1 else ""
         words = f"{configs} {keys} {host}output_dir=/runs/{file.stem}"
         job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
-        if plan.stop_before > JobOptions.stop_before:
-            job += f" --stop-before {plan.stop_before}"
         nemo = "--executor slurm --account $ACCOUNT --venv .venv"
+        if plan.stop_before > JobOptions.stop_before:
+            nemo = f"--stop-before {plan.stop_before} {nemo}"
         lines += [
             f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",
-            f"dynamo-megatron launch slurm {words} {job}",
+            f"dynamo-megatron launch slurm {words} {job} --gpu {plan.cluster.gpu.name}",
             f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} {nemo}",
             "",
         ]

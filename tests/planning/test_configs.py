@@ -1,8 +1,11 @@
 """Every stated model on its stated hardware: its configs compose, and its plan fits."""
 
+import re
+
 import pytest
 from clusters_table import CONFIGS, DOCUMENT, ON_HARDWARE, PAPER, document, planned
 
+from dynamo_megatron.cli import main
 from dynamo_megatron.config_files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
 
@@ -53,6 +56,39 @@ def test_the_published_method_has_the_same_sizes():
     alone, _ = compose([str(model), str(published)], [], UNNEEDED)
     both, _ = compose([str(model), str(PAPER), str(published)], [], UNNEEDED)
     assert alone == both
+
+
+@pytest.mark.parametrize("hardware", ON_HARDWARE, ids=lambda path: f"{path.stem}-{path.parent.name}")
+def test_launch_slurm_stops_as_early_as_the_plan_asks(hardware, capsys):
+    plan = planned(hardware, "dynamo")
+    names = [f"models/{hardware.stem}", f"hardware/{hardware.parent.name}/{hardware.stem}", "methods/dynamo", "paper"]
+    keys = ["data.source=/data/train.parquet", "rollout.host=ib0", "output_dir=/runs/a"]
+    options = ["--nodes", str(plan.cluster.nodes), "--gpus-per-node", "8", "--gpu", plan.cluster.gpu.name, "--dry-run"]
+    assert main(["launch", "slurm", *names, *keys, *options, "--time", "24:00:00"]) == 0
+    captured = capsys.readouterr()
+    (seconds,) = re.findall(r"--signal=B:USR1@(\d+)", captured.out)
+    assert int(seconds) == max(plan.stop_before, 1800) and captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "with --gpu KIND it is what `plan` asks for"),
+        (["--gpu", "h100-80", "model.path=/nowhere"], "there is no plan: /nowhere"),
+    ],
+)
+def test_without_a_plan_launch_slurm_has_a_default_and_names_it(options, says, capsys):
+    words = ["models/qwen2.5-14b", "data.source=d", "output_dir=/runs/a", "--gpus-per-node", "8", "--dry-run", *options]
+    assert main(["launch", "slurm", *words]) == 0
+    captured = capsys.readouterr()
+    assert "--signal=B:USR1@1800" in captured.out and captured.err.count("\n") == 1
+    assert captured.err.startswith("--stop-before: 1800 s, the default") and says in captured.err
+
+
+def test_launch_slurm_refuses_an_unknown_kind_of_gpu(capsys):
+    words = ["models/qwen2.5-14b", "data.source=d", "output_dir=/runs/a", "--gpus-per-node", "8", "--dry-run"]
+    assert main(["launch", "slurm", *words, "--gpu", "h99"]) == 2
+    assert capsys.readouterr().err.startswith("--gpu: 'h99' is unknown; give one of a100-80, ")
 
 
 def test_the_page_has_the_planner_s_figures():

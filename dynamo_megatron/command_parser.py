@@ -1,0 +1,68 @@
+"""The command line's parser: errors are one line, unknown commands and options are answered with the nearest one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from dynamo_megatron.peer_keys import whole_name
+
+REPORTED = ("torch", "megatron-core", "sglang")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class Version(argparse.Action):
+    """Prints the versions of this package, Python and what the results depend on most; imports none of them."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str):
+        super().__init__(option_strings, dest, nargs=0, help="show the versions installed and stop")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        others = [f"{name} {_version(name)}" for name in REPORTED]
+        print(
+            f"dynamo-megatron {_version('dynamo-megatron')} (Python {platform.python_version()}, {', '.join(others)})"
+        )
+        parser.exit(0)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def unknown_command(words: Sequence[str], commands: Iterable[str]) -> str | None:
+    """What is wrong with the first words as one of `commands`, such as "train" and "launch slurm"; None: nothing that
+    the parser would not say as well."""
+    names = [command.split() for command in commands]
+    for depth, word in enumerate(words[:2]):
+        known = list(dict.fromkeys(n[depth] for n in names if n[:depth] == list(words[:depth]) and len(n) > depth))
+        if not known or word.startswith("-"):
+            return None
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(known)}"
+            return f"unknown command {' '.join(words[: depth + 1])}; {hint}"
+    return None
+
+
+def unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """A line for each option that `parser` does not have."""
+    known = sorted(set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help())))
+    lines = []
+    for word in words:
+        option = word.partition("=")[0]
+        near = difflib.get_close_matches(option, known, 1)
+        found = whole_name(option) if option.startswith("--") else None
+        hint = found[1] if found else f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
+        lines.append(f"unknown {'option' if option.startswith('-') else 'argument'} {option}{hint}")
+    return "\n".join(lines)
