@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -186,12 +187,17 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         # There is nothing to save yet. Not so for SIGTERM, which a launcher also sends because another rank has failed.
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
     config, origins = compose(*_files_and_keys(options.config + rest))
-    if options.command == "train":
-        from dynamo_megatron.train import TrainJob as Job
-    else:
-        from dynamo_megatron.sft import SFTJob as Job
-    from dynamo_megatron.layout_checks import default_ranks
-    from dynamo_megatron.run import run_rank
+    from dynamo_megatron.tracking.progress import Progress
+
+    with contextlib.closing(Progress()) as progress:
+        if os.environ.get("RANK", "0") == "0":
+            progress.phase("loading packages")
+        if options.command == "train":
+            from dynamo_megatron.train import TrainJob as Job
+        else:
+            from dynamo_megatron.sft import SFTJob as Job
+        from dynamo_megatron.layout_checks import default_ranks
+        from dynamo_megatron.run import run_rank
 
     job = Job(config)
     if "RANK" in os.environ and not options.print_config:

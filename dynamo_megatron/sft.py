@@ -52,16 +52,20 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        self.journal = Journal(config)
+        progress = self.journal.progress
+        progress.phase("loading tokenizer")
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path)
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
-        examples = load_prompts(config.data)
+        progress.phase("loading data", unit="rows")
+        examples = load_prompts(config.data, progress.count)
+        progress.phase("tokenizing data")
         self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)
         self.output.claim()
-        self.journal = Journal(config)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
@@ -77,6 +81,7 @@ class SFTJob(Job):
         config, steps = self.config, self.config.trainer.steps
         if self._leads:
             self.journal.open(self._start)
+            self.journal.progress.start(self._start)
         self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
@@ -112,6 +117,8 @@ class SFTJob(Job):
                 self._checkpoints.save()
         self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
         self._checkpoints.export_final()
+        if self._leads:
+            self.journal.ended(self._coordinator.step)
 
     def _share(self) -> tuple[Sequences | None, str | None]:
         """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""

@@ -56,6 +56,9 @@ class TrainJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        self.journal = Journal(config)
+        progress = self.journal.progress
+        progress.phase("loading tokenizer")
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path)
@@ -64,8 +67,10 @@ class TrainJob(Job):
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)
 
-        prompts = load_prompts(config.data)
+        progress.phase("loading data", unit="rows")
+        prompts = load_prompts(config.data, progress.count)
         limit = max_prompt_length(config, spec)
+        progress.phase("tokenizing data")
         self._stream = PromptStream(prompts, config.data, encode, limit)
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
@@ -78,10 +83,10 @@ class TrainJob(Job):
             self._rollout = RecordedRollouts(config.rollout.recorded, server)
         if evaluates:
             longest = max_prompt_length(config, spec, evaluation=True)
+            progress.phase("loading evaluation data")
             held_out = load_problems(config, encode, longest, training=prompts)
             self._evaluation = PeriodicEvaluation(config, held_out, server)
         self.output.claim()
-        self.journal = Journal(config)
         self._rollout.start()
 
     def prepare_node(self) -> None:
@@ -94,8 +99,7 @@ class TrainJob(Job):
         names = [""] * dist.get_world_size(host)
         dist.all_gather_object(names, socket.gethostname(), group=host)
         check_reachable(self.config.rollout, names)
-        if self.journal is not None:
-            self.journal.progress.phase("starting server")
+        self.show("starting server")
         coordinator.from_rank_0(
             "rollouts-ready",
             "the rollout server to start",

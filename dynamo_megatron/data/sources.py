@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dynamo_megatron.user_code import SPEC, load_callable
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
+ROWS_A_REPORT = 1000
 # Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
@@ -34,8 +35,8 @@ USUAL_KEYS = {
 }
 
 
-def load_prompts(config: DataConfig) -> list[Prompt]:
-    """All prompts of `config.source`, in its order.
+def load_prompts(config: DataConfig, on_rows: Callable[[int], None] = lambda rows: None) -> list[Prompt]:
+    """All prompts of `config.source`, in its order; `on_rows` is called with the number of rows read so far.
 
     A source of rows, or of prompts:
     - `PATH.jsonl`: one JSON object a line.
@@ -72,13 +73,15 @@ def load_prompts(config: DataConfig) -> list[Prompt]:
             f"data.source: {source!r} is no known source; "
             "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
         )
-    return _unique(located, config)
+    return _unique(located, config, on_rows)
 
 
-def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[Prompt]:
+def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig, on_rows: Callable[[int], None]) -> list[Prompt]:
     first: dict[str, tuple[str, Prompt]] = {}
     repeated = 0
-    for where, prompt in located:
+    for number, (where, prompt) in enumerate(located, 1):
+        if number % ROWS_A_REPORT == 0:
+            on_rows(number)
         if config.template != "chat" and prompt.messages is not None:
             raise ValueError(f"{where}: chat messages need data.template: chat, not a plain template")
         known_where, known = first.setdefault(prompt.prompt_id, (where, prompt))
@@ -93,6 +96,7 @@ def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig) -> list[P
         repeated += 1
     if not first:
         raise ValueError(f"data.source: {config.source} has no prompts")
+    on_rows(number)
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
     return [prompt for _, prompt in first.values()]

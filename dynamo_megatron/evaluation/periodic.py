@@ -37,4 +37,4 @@ class PeriodicEvaluation:
         start = time.monotonic()
         results = self._rollout.evaluate(self._prompts, on_poll, on_count)
         write_results(results_file(Path(self._config.output_dir), step), results)
-        return {"step": step, **summarise(results, self._config.eval.k), "time/evaluate": time.monotonic() - start}
+        return {"step": step, **summarise(results, self._config.eval.k), "eval/seconds": time.monotonic() - start}
