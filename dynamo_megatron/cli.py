@@ -31,7 +31,7 @@ EXAMPLES = {
     "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm "
     "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
     "plan": "dynamo-megatron plan configs/models/qwen2.5-14b.yaml configs/paper.yaml --gpus 16 --gpu h100-80 --search",
-    "report": "dynamo-megatron report runs/first",
+    "report": "dynamo-megatron report runs/first runs/second --out comparison",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
 
@@ -133,8 +133,9 @@ def parser() -> argparse.ArgumentParser:
         "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
     )
     sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
-    sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
-    sub.add_argument("run", type=Path, help="a run's output_dir")
+    sub = command("report", "what a run has done so far, or several runs side by side: tables and a picture")
+    sub.add_argument("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one")
+    sub.add_argument("--out", type=Path, help="folder to write to (default: the first RUN)")
     sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
     sub.add_argument(
         "run",
@@ -307,11 +308,14 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.tracking.comparison import write_comparison
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
     from dynamo_megatron.tracking.report import write_report
 
+    out = options.out or options.run[0]
     try:
-        print(wrapped(write_report(options.run), terminal_width(sys.stdout)))
+        text = write_report(options.run[0], out) if len(options.run) == 1 else write_comparison(options.run, out)
+        print(wrapped(text, terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0

@@ -169,3 +169,11 @@ def test_the_users_iterator(tmp_path, monkeypatch):
 def test_real_files(name, size):
     prompts = load(str(DATA / f"{name}.jsonl"))
     assert len(prompts) == size and prompts[3].prompt_id == f"{name}/3"
+
+
+def test_the_rows_read_so_far_are_reported(tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"problem": str(i), "answer": "1"}) + "\n" for i in range(2500)))
+    counts: list[int] = []
+    load_prompts(DataConfig(source=str(path)), counts.append)
+    assert counts == [1000, 2000, 2500]

@@ -236,18 +236,21 @@ progress.step_done(1)
 progress.phase("save")
 progress.close()
 """
-    with open(tmp_path / "err", "wb") as err:
-        subprocess.run([sys.executable, "-P", "-c", program], stderr=err, check=True)
-    data, server = (tmp_path / "err").read_text().splitlines()
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        subprocess.run([sys.executable, "-P", "-c", program], stdout=out, stderr=err, check=True)
+    data, server = (tmp_path / "out").read_text().splitlines()
     assert re.fullmatch(r"loading data 12,000 rows: 0\.[3-9] s", data)
     assert re.fullmatch(r"starting server: 0\.\d s", server)
+    assert (tmp_path / "err").read_bytes() == b""
 
 
 def test_files_get_only_what_is_said(tmp_path):
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         subprocess.run([sys.executable, "-P", "-c", RUN], stdout=out, stderr=err, check=True)
-    assert (tmp_path / "out").read_bytes() == b"step 12 is done\nstep 13 is done\n"
-    assert re.fullmatch(rb"starting server: 0\.\d s\n", (tmp_path / "err").read_bytes())
+    assert re.fullmatch(
+        rb"starting server: 0\.\d s\nstep 12 is done\nstep 13 is done\n", (tmp_path / "out").read_bytes()
+    )
+    assert (tmp_path / "err").read_bytes() == b""
 
 
 def test_output_into_a_file_leaves_the_terminal_to_the_live_line(tmp_path):
