@@ -1,4 +1,5 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
+# make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
 # make test       what CI runs; make test-all: every check at full count
 # make lint       ruff
@@ -18,7 +19,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo compare test test-all lint gpu-check nemo clean
+.PHONY: setup demo demo-figures compare test test-all lint gpu-check nemo clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -52,6 +53,9 @@ demo: runs/demo/warmup/hf
 	@echo
 	@echo "3. What came of it"
 	@.venv/bin/dynamo-megatron report runs/demo/rl
+
+demo-figures: runs/demo/warmup/hf
+	@.venv/bin/python -P benchmarks/demo.py
 
 runs/demo/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/demo/task

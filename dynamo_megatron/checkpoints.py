@@ -91,7 +91,7 @@ class Checkpoints:
         self._waited += time.monotonic() - start
 
     def take_waited(self) -> float:
-        """Seconds that the training has waited for saves since the last call."""
+        """Seconds that the training has waited for saves and exports since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -111,4 +111,6 @@ class Checkpoints:
         exported = self._policy.layout.gather(exported_step(folder) == self._reached)
         if not exported[0]:  # rank 0 decides: the others may see the shared folder late
             self.settle()  # a kill must not leave an export of a step that is trained again, otherwise
+            start = time.monotonic()
             export_huggingface(self._policy, folder, self._reached)
+            self._waited += time.monotonic() - start

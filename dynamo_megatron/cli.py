@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -35,7 +36,7 @@ EXAMPLES = {
     "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm "
     "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
     "plan": "dynamo-megatron plan models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
-    "report": "dynamo-megatron report runs/first",
+    "report": "dynamo-megatron report runs/first runs/second --out comparison",
     "samples": "dynamo-megatron samples runs/first --step 20 --best 2 --worst 2 | less",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
 }
@@ -143,8 +144,9 @@ def parser() -> argparse.ArgumentParser:
         "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
     )
     sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
-    sub = command("report", "what a run has done so far: tables and a picture, written into its folder")
-    sub.add_argument("run", type=Path, help="a run's output_dir")
+    sub = command("report", "what a run has done so far, or several runs side by side: tables and a picture")
+    sub.add_argument("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one")
+    sub.add_argument("--out", type=Path, help="folder to write to (default: the first RUN)")
     sub = command("samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
     sub.add_argument("run", type=Path, help="a run's output_dir, running or not")
     sub.add_argument("--step", type=_positive, help="of training (default: the newest; with --prompt all)")
@@ -211,12 +213,17 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for number in (signal.SIGUSR1,) if "RANK" in os.environ else (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, _end_start)
     config, origins = compose(*_files_and_keys(options.config + rest))
-    if options.command == "train":
-        from dynamo_megatron.train import TrainJob as Job
-    else:
-        from dynamo_megatron.sft import SFTJob as Job
-    from dynamo_megatron.layout_checks import default_ranks
-    from dynamo_megatron.run import run_rank
+    from dynamo_megatron.tracking.progress import Progress
+
+    with contextlib.closing(Progress()) as progress:
+        if os.environ.get("RANK", "0") == "0":
+            progress.phase("loading packages")
+        if options.command == "train":
+            from dynamo_megatron.train import TrainJob as Job
+        else:
+            from dynamo_megatron.sft import SFTJob as Job
+        from dynamo_megatron.layout_checks import default_ranks
+        from dynamo_megatron.run import run_rank
 
     job = Job(config)
     if "RANK" in os.environ and not options.print_config:
@@ -342,11 +349,14 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.tracking.comparison import write_comparison
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
     from dynamo_megatron.tracking.report import write_report
 
+    out = options.out or options.run[0]
     try:
-        print(wrapped(write_report(options.run), terminal_width(sys.stdout)))
+        text = write_report(options.run[0], out) if len(options.run) == 1 else write_comparison(options.run, out)
+        print(wrapped(text, terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0

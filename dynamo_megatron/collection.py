@@ -187,11 +187,14 @@ def collect(
         collector.begin(step)
     while chosen is None:
         number = len(rounds)
-        with clock("generate"):
-            if collector is not None:
-                collector.draw()
-            sample = partial(Collector.sample, collector, coordinator.check_stop)
-            rounds.append(serving.ask(f"rollouts-{step}-{number}", what, sample, version=step - 1))
+        if collector is not None:
+            collector.draw()
+
+        def sample() -> RolloutBatch:
+            with clock("generate"):  # without the pushes that `ask` makes to restarted servers
+                return collector.sample(coordinator.check_stop)
+
+        rounds.append(serving.ask(f"rollouts-{step}-{number}", what, sample, version=step - 1))
         with clock("logprobs"):
             serving.memory("weights")
             stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))

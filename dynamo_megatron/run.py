@@ -76,6 +76,11 @@ class Job:
         """Raises StopRequested where asked to stop, after saving."""
         raise NotImplementedError
 
+    def show(self, phase: str) -> None:
+        """What the start is busy with, in the live line of rank 0."""
+        if self.journal is not None:
+            self.journal.progress.phase(phase)
+
     def clear_screen(self) -> None:
         """Takes a live line away, whatever has happened: the next line may be the last one that the user sees."""
         if self.journal is not None:
@@ -108,6 +113,7 @@ def run_rank(job: Job) -> int:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
             torch.use_deterministic_algorithms(True)
+        job.show("loading packages")
         backend.enable_cpu()
         backend.define_router_gemm()
         backend.fix_torch_adam_checkpoints()
@@ -116,11 +122,13 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.policy import Policy
 
         check_config(Path(config.model.path), spec)
+        job.show("joining ranks")
         store = connect_store(config.trainer.timeout)
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout.host)
+        job.show("loading model")
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
         stop.catch_signals()

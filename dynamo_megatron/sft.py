@@ -51,6 +51,9 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        self.journal = Journal(config)
+        progress = self.journal.progress
+        progress.phase("loading tokenizer")
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
@@ -58,11 +61,12 @@ class SFTJob(Job):
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         longest = config.model.max_length or spec.max_positions
-        self._stream = open_stream(config.prompt_stream, self._encode, longest, self.output.stream_state())
+        progress.phase("loading data", unit="prompts")
+        before = self.output.stream_state()
+        self._stream = open_stream(config.prompt_stream, self._encode, longest, before, progress.count)
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)
-        self.journal = Journal(config)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
@@ -78,6 +82,7 @@ class SFTJob(Job):
         config, steps = self.config, self.config.trainer.steps
         if self._leads:
             self.journal.open(self._start)
+            self.journal.progress.start(self._start)
         self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
@@ -113,6 +118,8 @@ class SFTJob(Job):
                 self._checkpoints.save()
         self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
         self._checkpoints.export_final()
+        if self._leads:
+            self.journal.ended(self._coordinator.step)
 
     def _share(self) -> tuple[Sequences | None, str | None]:
         """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""

@@ -58,6 +58,9 @@ class TrainJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        self.journal = Journal(config)
+        progress = self.journal.progress
+        progress.phase("loading tokenizer")
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
@@ -67,7 +70,9 @@ class TrainJob(Job):
             return encode_prompt(prompt, tokenizer, config.data)
 
         limit = max_prompt_length(config, spec)
-        self._stream = open_stream(config.prompt_stream, encode, limit, self.output.stream_state())
+        progress.phase("loading data", unit="prompts")
+        before = self.output.stream_state()
+        self._stream = open_stream(config.prompt_stream, encode, limit, before, progress.count)
         prompts = self._stream.prompts
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
@@ -80,12 +85,12 @@ class TrainJob(Job):
             self._rollout = RecordedRollouts(config.rollout.recorded, server)
         if evaluates:
             longest = max_prompt_length(config, spec, evaluation=True)
+            progress.phase("loading evaluation data")
             held_out = load_problems(config, encode, longest, training=prompts)
             self._evaluation = PeriodicEvaluation(config, held_out, server)
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(tokenizer.chat_template)
-        self.journal = Journal(config)
         self._rollout.start()
 
     def prepare_node(self) -> None:
@@ -98,8 +103,7 @@ class TrainJob(Job):
         names = [""] * dist.get_world_size(host)
         dist.all_gather_object(names, socket.gethostname(), group=host)
         check_reachable(self.config.rollout, names)
-        if self.journal is not None:
-            self.journal.progress.phase("starting server")
+        self.show("starting server")
         coordinator.from_rank_0(
             "rollouts-ready",
             "the rollout server to start",

@@ -21,8 +21,8 @@ from dynamo_megatron.rollout.server import takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.metrics import log_line
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
+from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import Clock, step_metrics
 
 
@@ -60,16 +60,18 @@ class Trainer:
         if self._leads:
             self.journal.open(self.start)
             self._say_premises()
-        self._say_phase("reshard")
+        self._say_phase("pushing weights")
         self.serving.push(self.start)
+        if self._leads:
+            self.journal.progress.start(self.start)
+        clock = Clock()
         try:
             self._save()  # makes up for an export that a kill cut off
-            finished = self._look(self.start)
+            finished = self._look(self.start, clock)
             for step in range(self.start + 1, config.trainer.steps + 1):
                 if finished:
                     break
                 self.coordinator.step = step
-                clock = Clock()
                 clock.seconds["save"] = self.checkpoints.take_waited()
                 batch, stats = collect(step, policy, self.coordinator, self.serving, self.collector, clock)
                 with clock("logprobs"):
@@ -78,7 +80,7 @@ class Trainer:
                 with clock("update"):
                     lr = config.learning_rate(step)
                     updates = [policy.update(batch, mini, stats, reference, lr) for mini in batch.mini_batches]
-                self._say_phase("reshard")
+                self._say_phase("push")
                 pushed = self.serving.push(step)
                 resources = self.layout.gather(self.resources.sample())
                 moved = self.layout.gather(self.turns.report()) if self.turns is not None else None
@@ -90,10 +92,11 @@ class Trainer:
                     metrics |= resource_metrics(resources, self.output)
                     if moved is not None:
                         metrics |= memory_metrics(moved)
-                    line = log_line(metrics, config.trainer.steps, self.journal.width)
+                    line = step_line(metrics, config.trainer.steps, self.journal.width)
                     self.journal.step(metrics, line, collected.allocation_rows())
+                clock = Clock()  # metrics come before evaluation and save, whose times therefore go to the next step
                 self.checkpoints.reached(step)
-                finished = self._look(step)
+                finished = self._look(step, clock)
                 every = config.checkpoint.every
                 if every and (finished or step % every == 0 or step == config.trainer.steps):
                     self._save()
@@ -105,8 +108,11 @@ class Trainer:
             self.checkpoints.settle()
             raise
         self.coordinator.step = max(self.start, self.coordinator.step)  # the export may take as long as a step
+        self._say_phase("export")
         self.serving.memory("save")
         self.checkpoints.export_final()
+        if self._leads:
+            self.journal.ended(self.coordinator.step)
 
     def _say_premises(self) -> None:
         allocation = self.config.algorithm.allocation
@@ -117,8 +123,9 @@ class Trainer:
             self.journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self.journal.say(f"warning: {warning}")
+        self.journal.say(legend(self.config.trainer.steps, self.journal.width))
 
-    def _look(self, step: int) -> str | None:
+    def _look(self, step: int, clock: Clock) -> str | None:
         """Evaluates where it is time to; every rank learns whether the run is finished early, and why."""
 
         def judge() -> tuple[str | None, bool]:
@@ -126,7 +133,8 @@ class Trainer:
             due = evaluation is not None and (journal.finished() or evaluation.due(step))
             if due and not journal.evaluated(step):
                 self._say_phase("evaluate", evaluation.responses)
-                summary = evaluation.run(step, self.coordinator.check_stop, journal.progress.count, journal.say)
+                with clock("evaluate"):
+                    summary = evaluation.run(step, self.coordinator.check_stop, journal.progress.count, journal.say)
                 journal.evaluation(summary)
             # Asked also of an evaluation from before a kill, which may have come between it and its export.
             return journal.finished(), due and journal.best(step)

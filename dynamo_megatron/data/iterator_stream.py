@@ -30,7 +30,7 @@ class IteratorStream:
     Where the iterator ends, the function is called again: a new epoch. At most a first batch is read ahead, so that
     what is wrong with the data shows before the run. Of what was read, ids and 8 bytes a content are kept: an id that
     comes again is the same problem, and an error where its content differs. `encode`, `max_prompt_length` and errors
-    are as for `PromptStream`; `on_progress` is called with the number of items read so far.
+    are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so far.
 
     The state is the number of items taken: a resume calls the function anew and skips so many, which therefore has to
     yield the same items each time.
@@ -46,7 +46,6 @@ class IteratorStream:
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         self._config, self._encode, self._limit = config, encode, max_prompt_length
-        self._on_progress = on_progress
         self._known: dict[str, int] = {}
         self._skipped: set[str] = set()
         self._drawn = self._read = _Place()
@@ -54,6 +53,8 @@ class IteratorStream:
         self._ahead: deque[tuple[Prompt, _Place]] = deque()
         while len(self._ahead) < config.batch_prompts:
             self._ahead.append(self._draw())
+            if on_progress is not None:
+                on_progress(len(self._ahead))
         # The first prompt's tokens stand for tokenizer and template.
         self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
 
@@ -111,8 +112,6 @@ class IteratorStream:
             )
         chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
         self._read = _Place(place.epoch, place.taken + 1, hashlib.sha256(chained).hexdigest())
-        if self._on_progress is not None:
-            self._on_progress(len(self._known))
         return prompt
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -48,15 +49,19 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
     try:
-        with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
+        with (
+            contextlib.closing(Progress()) as progress,
+            tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder,
+        ):
             served = config
             if checkpoint is not None:
                 config = _with_model(config, checkpoint)
             if url is None and is_torch_dist(config.model.path):
+                progress.phase("converting checkpoint")
                 whole = Path(folder) / "hf"
                 mcore2hf(config.model.path, whole)
                 served = _with_model(config, whole)
-            results = _ask(served, url)
+            results = _ask(served, url, progress)
         print(_write(results, config, model, out))
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -127,14 +132,16 @@ def _dtype(folder: Path) -> str:
     return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
-def _ask(config: Config, url: str | None) -> list[ProblemResult]:
+def _ask(config: Config, url: str | None, progress: Progress) -> list[ProblemResult]:
     spec = load_model_config(config.model.path, config.model.family)
+    progress.phase("loading tokenizer")
     if url is None:
         check_config(Path(config.model.path), spec)
         check_served_rope(spec)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    progress.phase("loading data")
     problems = load_problems(
         config,
         lambda prompt: encode_prompt(prompt, tokenizer, config.data),
@@ -143,7 +150,6 @@ def _ask(config: Config, url: str | None) -> list[ProblemResult]:
     stop = StopFlag()
     stop.catch_signals()
     worker = RolloutWorker(_with_servers(config, url), end_token_ids(config.model.path, tokenizer))
-    progress = Progress()
     try:
         worker.start()
         progress.phase("starting server")

@@ -53,7 +53,7 @@ class PeriodicEvaluation:
 
         results = self._first(sample, on_poll, say) if step == 0 and self._config.eval.cache else sample()
         write_results(results_file(Path(self._config.output_dir), step), results)
-        return {"step": step, **summarise(results, self._config.eval.k), "time/evaluate": time.monotonic() - start}
+        return {"step": step, **summarise(results, self._config.eval.k), "eval/seconds": time.monotonic() - start}
 
     def _first(
         self, sample: Callable[[], list[ProblemResult]], on_poll: Callable[[], None], say: Callable[[str], None]

@@ -7,12 +7,34 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.checkpoint_folder import latest_checkpoint
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import best_step
+from dynamo_megatron.output_dir import best_step, every_export, exported_step
 from dynamo_megatron.tracking.metrics import StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.trackers import Tracker, open_trackers
+
+
+def last_line(config: Config, step: int, *, evaluated: bool) -> str:
+    """Where the model of a run that ended at `step` is, and which command comes next."""
+    output = Path(config.output_dir)
+    match config.checkpoint.export_hf:
+        case "every":
+            model = every_export(output, step)
+        case "final" | "best":
+            model = output / "hf"
+        case _:
+            saved = latest_checkpoint(output / "checkpoints")
+            if saved is None:
+                return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
+            convert = f"dynamo-megatron convert mcore2hf {output} {output / 'hf'}"
+            return f"model: {saved[1]} (Megatron checkpoint); next: {convert}"
+    next_command = f"dynamo-megatron report {output}"
+    if not evaluated:
+        data = "" if config.eval.data else " eval.data=FILE"
+        next_command = f"dynamo-megatron eval --model {output} --out {output / 'scores'}{data}"
+    return f"model: {model} (step {exported_step(model)}); next: {next_command}"
 
 
 class Journal:
@@ -31,7 +53,6 @@ class Journal:
         self._logs = {name: StepLog(self._folder / f"{name}.jsonl", keep_to=start) for name in names}
         self._trackers = open_trackers(self._config, start)
         self._evaluations = read_rows(self._folder / "evaluations.jsonl")
-        self.progress.start(start)
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
             self._why = self._rule.replay([*read_rows(self._folder / "metrics.jsonl"), *self._evaluations])
 
@@ -71,6 +92,10 @@ class Journal:
     def finished(self) -> str | None:
         """Why `trainer.stop_when` ends the run now, or None."""
         return self._why
+
+    def ended(self, step: int) -> None:
+        """The run is complete, with its model of `step`: prints the last line."""
+        self.say(last_line(self._config, step, evaluated=bool(self._evaluations)))
 
     def say(self, line: str) -> None:
         self.progress.say(line)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and the step line."""
+"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and fields in a line."""
 
 from __future__ import annotations
 
@@ -52,25 +52,3 @@ def fit_fields(fields: Sequence[str], width: int | None) -> str:
             break
         line = longer
     return line.rstrip()
-
-
-def log_line(metrics: Mapping[str, float], steps: int, width: int | None = None) -> str:
-    """The one line a step that a user reads, in columns, the important first; `width`: the terminal's columns.
-
-    Without a width (the output is not a terminal) all fields are there.
-    """
-    m = metrics
-    fields = [
-        f"step {m['step']:>{len(str(steps))}}/{steps}",
-        f"reward {m['reward/mean']:>6.3f}",
-        f"success {m['reward/success']:.3f}",
-        f"entropy {m['policy/entropy']:.3f}",
-        f"n {m['allocation/n_min']:>2.0f}..{m['allocation/n_max']:<3.0f}",
-        f"{m['time/step']:>6.1f} s",
-        f"length {m['rollout/response_length_mean']:>7.1f}",
-        f"loss {m['policy/loss']:+.4f}",
-        f"grad {m['policy/grad_norm']:>7.3f}",
-        f"gap {m['rollout/logprob_gap_mean']:.1e}/{m['rollout/logprob_gap_max']:.1e}",
-        f"generate {m['time/generate']:>6.1f} s  update {m['time/update']:>6.1f} s",
-    ]
-    return fit_fields(fields, width)

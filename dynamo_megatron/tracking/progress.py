@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections import deque
 from typing import TextIO
@@ -13,7 +14,8 @@ from tqdm import tqdm
 
 from dynamo_megatron.tracking.metrics import fit_fields
 
-BETWEEN_STEPS = ("evaluate", "save")  # phases; all others belong to a step
+BETWEEN_STEPS = ("evaluate", "save", "export")  # phases; all others belong to a step
+REDRAW_EVERY = 1.0  # seconds
 RECENT_STEPS = 20  # steps whose durations the ETA is from
 PHASE_COLUMNS = 18  # "generate 1800/2560"; what follows stays in place from phase to phase
 LEAST_BAR = 12  # columns; a shorter bar says nothing
@@ -37,10 +39,13 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 class Progress:
-    """One line on stderr, rewritten in place by every call. Where stderr is no terminal, only `say` prints anything.
+    """One line on stderr, rewritten in place by every call and by a timer, so that a long call shows its seconds.
 
-    A run of `steps` steps calls `start`, then `phase` (and `count` in it) and `step_done`; ETA and bar are the run's.
-    Without `steps` (an evaluation) there are phases and counts alone; ETA and bar are the count's.
+    A run of `steps` steps calls `phase` while it starts, then `start`, then `phase` (and `count` in it) and
+    `step_done`; ETA and bar are the run's. Without `steps` (an evaluation) there are phases and counts alone; ETA and
+    bar are the count's. Where no ETA is known, the phase's own seconds are in its place.
+
+    Where stderr is no terminal, stdout gets one line for each phase before `start`, with its duration, when it ends.
     """
 
     def __init__(self, steps: int | None = None):
@@ -48,53 +53,81 @@ class Progress:
         self._mark: float | None = None  # when the step under way began, time.monotonic; None: the run has not started
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._reward: float | None = None
-        self._phase, self._count, self._total = "", 0, None
+        self._phase, self._count, self._total, self._unit = "", 0, None, ""
+        self._phase_began = time.monotonic()
         self._counted_from: tuple[float, int, int] | None = None  # when, count and tokens at the phase's first `count`
         self._speed: float | None = None  # tokens a second
         self._columns: int | None = None
         self._bar = tqdm(disable=None, file=sys.stderr, leave=False, bar_format="{desc}")
+        self._lock = threading.RLock()  # of all state above: the timer draws, too
+        self._closed = threading.Event()
+        self._timer = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
     def start(self, step: int = 0) -> None:
         """The run goes on after step `step`."""
-        self._done, self._mark = step, time.monotonic()
-        self._draw()
+        with self._lock:
+            self._log_phase()
+            self._done, self._mark = step, time.monotonic()
+            self._draw()
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """What is under way from now on; `total`: what `count` will count up to."""
-        if self._phase in BETWEEN_STEPS and not self._durations:
-            self._mark = time.monotonic()  # an evaluation before the first step is no part of its duration
-        self._phase, self._count, self._total = name, 0, total
-        self._counted_from = self._speed = None
-        self._draw()
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> None:
+        """What is under way from now on; `total`: what `count` will count up to; `unit`: what it counts, without a
+        total."""
+        with self._lock:
+            self._log_phase()
+            if self._phase in BETWEEN_STEPS and not self._durations:
+                self._mark = time.monotonic()  # an evaluation before the first step is no part of its duration
+            self._phase, self._count, self._total, self._unit = name, 0, total, unit
+            self._phase_began = time.monotonic()
+            self._counted_from = self._speed = None
+            if not self._bar.disable and not self._timer.is_alive() and not self._closed.is_set():
+                self._timer.start()
+            self._draw()
 
-    def count(self, done: int, tokens: int) -> None:
-        """So many of the phase's total are done, with so many tokens."""
-        now = time.monotonic()
-        if self._counted_from is None:
-            # What is there at the first call (rollouts of an interrupted run) did not take this phase's time.
-            self._counted_from = (now, done, tokens)
-        begun, _, tokens_before = self._counted_from
-        self._speed = (tokens - tokens_before) / (now - begun) if tokens > tokens_before else None
-        self._count = done
-        self._draw()
+    def count(self, done: int, tokens: int = 0) -> None:
+        """`done` of the phase's total are finished, with `tokens` tokens."""
+        with self._lock:
+            now = time.monotonic()
+            if self._counted_from is None:
+                # What is there at the first call (rollouts of an interrupted run) did not take this phase's time.
+                self._counted_from = (now, done, tokens)
+            begun, _, tokens_before = self._counted_from
+            self._speed = (tokens - tokens_before) / (now - begun) if tokens > tokens_before else None
+            self._count = done
+            self._draw()
 
     def step_done(self, step: int, reward: float | None = None) -> None:
         """`reward` is shown until the next one comes. The time from here on is the next step's."""
-        now = time.monotonic()
-        self._durations.append(now - self._mark)
-        self._mark, self._done = now, step
-        self._reward = self._reward if reward is None else reward
-        self._draw()
+        with self._lock:
+            now = time.monotonic()
+            self._durations.append(now - self._mark)
+            self._mark, self._done = now, step
+            self._reward = self._reward if reward is None else reward
+            self._draw()
 
     def say(self, line: str) -> None:
         """Prints a line to stdout, above the live one."""
-        self._bar.clear()
-        print(wrapped(line, terminal_width(sys.stdout)), flush=True)
-        self._bar.refresh()
+        with self._lock:
+            self._bar.clear()
+            print(wrapped(line, terminal_width(sys.stdout)), flush=True)
+            self._bar.refresh()
 
     def close(self) -> None:
         """Takes the line away. May be called twice."""
+        self._closed.set()
+        if self._timer.is_alive():
+            self._timer.join()
         self._bar.close()
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(REDRAW_EVERY):
+            with self._lock:
+                self._draw()
+
+    def _log_phase(self) -> None:
+        if self._bar.disable and self._mark is None and self._phase:
+            seconds = time.monotonic() - self._phase_began
+            print(f"{self._phase_text()}: {seconds:.1f} s", flush=True)
 
     def _draw(self) -> None:
         if self._bar.disable:
@@ -106,19 +139,27 @@ class Progress:
         room = columns - 1  # a line up to the last column wraps in some terminals
         line = fit_fields(self._fields(), room)
         done, total = (self._count, self._total) if self._steps is None else (self._done, self._steps)
-        has_bar = total is not None and room - len(line) >= LEAST_BAR
+        starts = self._steps is not None and self._mark is None
+        has_bar = total is not None and not starts and room - len(line) >= LEAST_BAR
         self._bar.n, self._bar.total, self._bar.ncols = done, total, room
         self._bar.bar_format = "{desc}  |{bar}|" if has_bar else "{desc}"
         self._bar.set_description_str(line)
 
+    def _phase_text(self) -> str:
+        if self._total is not None:
+            return f"{self._phase} {self._count:>{len(str(self._total))}}/{self._total}"
+        return f"{self._phase} {self._count:,} {self._unit}" if self._unit else self._phase
+
     def _fields(self) -> list[str]:
         """The important first. Those that are not known (yet) leave their room blank, so that the others stay."""
-        phase, remaining = self._phase, self._remaining()
-        if self._total is not None:
-            phase += f" {self._count:>{len(str(self._total))}}/{self._total}"
+        remaining = self._remaining()
+        if remaining is None:
+            remaining_or_elapsed = f"{time.monotonic() - self._phase_began:.0f} s"
+        else:
+            remaining_or_elapsed = f"ETA {tqdm.format_interval(remaining):>8}"
         fields = [
-            f"{phase:<{PHASE_COLUMNS}}",
-            f"ETA {'?' if remaining is None else tqdm.format_interval(remaining):>8}",
+            f"{self._phase_text():<{PHASE_COLUMNS}}",
+            f"{remaining_or_elapsed:>12}",
             f"{'' if self._speed is None else f'{self._speed:,.0f} tok/s':>13}",
             "" if self._reward is None else f"reward {self._reward:>6.3f}",
         ]

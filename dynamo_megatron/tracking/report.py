@@ -19,8 +19,8 @@ from dynamo_megatron.tracking.run_record import Revisits, RunRecord, read_revisi
 WINDOW = 5  # steps whose mean is called a run's beginning, and its end
 
 
-def write_report(run: Path) -> str:
-    """Writes RUN/report.md and RUN/report.png; returns the text. A run that is not finished gets what is there.
+def write_report(run: Path, out: Path) -> str:
+    """Writes OUT/report.md and OUT/report.png; returns the text. A run that is not finished gets what is there.
 
     Raises ValueError: not a run's folder, no step in it, or a line of its files that is broken.
     """
@@ -29,10 +29,11 @@ def write_report(run: Path) -> str:
     record = read_run(run)
     revisits = read_revisits(run)
     text = "\n\n".join([_heading(record), _evaluation(record), _allocation(revisits), _course(record)])
-    picture = run / "report.png"
+    picture = out / "report.png"
+    out.mkdir(parents=True, exist_ok=True)
     draw_run(record, revisits, picture)
-    (run / "report.md").write_text(f"{text}\n\n![the run in three panels]({picture.name})\n", encoding="utf-8")
-    return f"{text}\n\nThis text is in {run / 'report.md'}, the picture in {picture}."
+    (out / "report.md").write_text(f"{text}\n\n![the run in three panels]({picture.name})\n", encoding="utf-8")
+    return f"{text}\n\nThis text is in {out / 'report.md'}, the picture in {picture}."
 
 
 def rate_classes(rate: np.ndarray) -> dict[str, np.ndarray]:

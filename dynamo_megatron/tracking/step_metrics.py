@@ -22,8 +22,11 @@ if TYPE_CHECKING:  # names only: this room does not depend on the others
     from dynamo_megatron.resharding.push import PushReport
 
 
+TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
+
+
 class Clock:
-    """Seconds by phase of a step, and since its start."""
+    """Seconds by phase of a step, and since its start. Phases do not overlap."""
 
     def __init__(self):
         self._start = time.monotonic()
@@ -32,8 +35,10 @@ class Clock:
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.monotonic()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
 
     def total(self) -> float:
         return time.monotonic() - self._start
@@ -89,7 +94,7 @@ def step_metrics(
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
     requested = max(1, result.counts["requested"])
-    seconds = {name: clock.seconds.get(name, 0.0) for name in ("save", "generate", "logprobs", "update")}
+    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
     elapsed = clock.total()
     return {
         "step": step,
@@ -129,9 +134,9 @@ def step_metrics(
         "reshard/floor_bytes": pushed.floor_bytes,
         "time/step": elapsed,
         **{f"time/{name}": value for name, value in seconds.items()},
-        "time/reshard": pushed.seconds,
+        "time/other": elapsed - sum(seconds.values()),
         "time/reshard_pause": pushed.pause_seconds,
         "time/reshard_proof": pushed.proof_seconds,
-        "throughput/tokens_per_second": len(sampled.tokens) / elapsed,
+        "throughput/tokens_per_second": len(sampled.tokens) / (elapsed - seconds["save"] - seconds["evaluate"]),
         **options,
     }

@@ -175,7 +175,7 @@ def live(request, workspace) -> tuple[Path, dict]:
         seen = {"left": run.left_behind(within=30), "finished": rollout_lines(output, KILL_STEP)[:22]}
         run = Run(workspace, *command)
     assert run.wait() == 0, run.text[-3000:]
-    return output, seen | {"said": first.text}
+    return output, seen | {"said": first.text, "ended": run.text}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A run with a real SGLang server: agreement, versions, groups, and what a kill leaves."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -25,6 +26,33 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
     assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the pushed weights were all the same"
     for row in rows:
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
+
+
+def test_the_parts_of_a_step_add_up_to_its_time(live):
+    parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
+    for row in read(live[0], "metrics.jsonl"):
+        seconds = [row[f"time/{part}"] for part in parts]
+        assert sum(seconds) == pytest.approx(row["time/step"], abs=1e-6) and min(seconds) >= 0, row
+        assert row["time/other"] < 0.3 * row["time/step"], row  # what no part covers is no large part
+
+
+def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(live, steps):
+    output, seen = live
+    phases = [
+        "loading tokenizer",
+        "loading data 5 rows",
+        "tokenizing data",
+        "loading packages",
+        "joining ranks",
+        "starting server",
+        "loading model",
+        "pushing weights",
+    ]
+    found = re.findall(r"^([a-z0-9 ]+): [0-9.]+ s$", seen["said"], re.MULTILINE)
+    assert found == phases
+    assert seen["said"].index("\nlegend: reward: ") < seen["said"].index("\nstep  1/" if steps > 9 else "\nstep 1/")
+    last = f"model: {output}/hf (step {steps}); next: dynamo-megatron eval --model {output} --out {output}/scores"
+    assert seen["ended"].splitlines()[-1] == f"{last} eval.data=FILE"
 
 
 def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):

@@ -67,7 +67,7 @@ def test_methods_start_from_one_evaluation(evaluate):
     first, said = evaluate(answers)
     assert answers.asked == 1 and not said and first["eval/pass@1"] == 1.0
     again, said = evaluate(answers, algorithm={"advantage": {"kind": "grpo"}}, optimizer={"lr": 1e-3})
-    assert answers.asked == 1 and again == {**first, "time/evaluate": again["time/evaluate"]}
+    assert answers.asked == 1 and again == {**first, "eval/seconds": again["eval/seconds"]}
     (file,) = cache_folder().iterdir()  # nothing is left beside it
     assert said == [f"evaluation of the start: responses taken from {file} (eval.cache: false samples new ones)"]
     evaluate(answers, eval={"data": "x", "every": 2, "cache": False})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -116,7 +117,8 @@ def test_a_run_in_a_terminal(width):
 
 def test_the_eta_is_of_the_steps_left_without_the_evaluation_before_them():
     states = rewritings(in_terminal(RUN, 100), 100)
-    assert "ETA        ?" in first_with(states, "12/100  update")
+    assert "ETA" not in first_with(states, "12/100  update")  # not known yet: the phase's own seconds
+    assert " 0 s" in first_with(states, "12/100  update")
     minutes, seconds = first_with(states, "13/100").split("ETA")[1].split()[0].split(":")
     assert 88 * SLOW - 2 < 60 * int(minutes) + int(seconds) < 88 * SLOW * 4
 
@@ -141,8 +143,8 @@ progress.close()
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_fields_stay_in_their_columns_and_the_bar_takes_what_is_left(width):
-    states = [s for s in rewritings(in_terminal(RUN, width), width) if s.startswith("step  1") and "ETA" in s]
-    assert len({state.index("ETA") for state in states}) == 1
+    states = [s for s in rewritings(in_terminal(RUN, width), width) if s.startswith("step  1")]
+    assert len({state.index("ETA") for state in states if "ETA" in state}) == 1
     bars = [len(state) for state in states if state.endswith("|")]
     assert bars and set(bars) == {width - 1}
 
@@ -183,10 +185,71 @@ def test_a_killed_run_leaves_a_terminal_as_it_was():
     assert "\x1b" not in written + read_all(ours)
 
 
+def test_a_long_call_shows_its_seconds_and_a_count_of_rows():
+    program = """
+import time
+from dynamo_megatron.tracking.progress import Progress
+progress = Progress(100)
+progress.phase("loading data", unit="rows")
+progress.count(12000)
+time.sleep(3.5)
+progress.phase("starting server")
+progress.close()
+"""
+    states = rewritings(in_terminal(program, 80), 80)
+    data = [state for state in states if state.startswith("loading data 12,000 rows")]
+    seconds = [int(state.removeprefix("loading data 12,000 rows").removesuffix(" s")) for state in data]
+    assert seconds[0] == 0 and seconds[-1] >= 2 and seconds == sorted(seconds) and len(set(seconds)) > 2
+    assert not any("ETA" in state for state in states)
+
+
+def test_the_timer_and_the_calls_do_not_garble_the_line():
+    program = """
+import time
+import dynamo_megatron.tracking.progress as module
+module.REDRAW_EVERY = 0.0001
+progress = module.Progress(1000)
+progress.phase("generate", 2000)
+for i in range(2000):
+    progress.count(i)
+    if i % 100 == 0:
+        progress.say(f"line {i}")
+progress.close()
+"""
+    written = in_terminal(program, 80)
+    assert all(state.startswith(("generate", "line")) for state in rewritings(written, 80))
+    assert left_on_screen(written) == [*(f"line {i}" for i in range(0, 2000, 100)), ""]
+
+
+def test_files_get_a_line_for_each_phase_of_the_start(tmp_path):
+    program = """
+import time
+from dynamo_megatron.tracking.progress import Progress
+progress = Progress(2)
+progress.phase("loading data", unit="rows")
+progress.count(12000)
+time.sleep(0.3)
+progress.phase("starting server")
+progress.start(0)
+progress.phase("generate", 256)
+progress.step_done(1)
+progress.phase("save")
+progress.close()
+"""
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        subprocess.run([sys.executable, "-P", "-c", program], stdout=out, stderr=err, check=True)
+    data, server = (tmp_path / "out").read_text().splitlines()
+    assert re.fullmatch(r"loading data 12,000 rows: 0\.[3-9] s", data)
+    assert re.fullmatch(r"starting server: 0\.\d s", server)
+    assert (tmp_path / "err").read_bytes() == b""
+
+
 def test_files_get_only_what_is_said(tmp_path):
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         subprocess.run([sys.executable, "-P", "-c", RUN], stdout=out, stderr=err, check=True)
-    assert (tmp_path / "out").read_bytes() == b"step 12 is done\nstep 13 is done\n"
+    assert re.fullmatch(
+        rb"starting server: 0\.\d s\nstep 12 is done\nstep 13 is done\n", (tmp_path / "out").read_bytes()
+    )
     assert (tmp_path / "err").read_bytes() == b""
 
 

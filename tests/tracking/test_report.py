@@ -111,7 +111,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def test_report_and_picture(run):
-    text = write_report(run)
+    text = write_report(run, run)
     report = (run / "report.md").read_text()
     assert report == text.rpartition("\n\n")[0] + "\n\n![the run in three panels](report.png)\n"
     assert "models/tiny trained on sums.jsonl, allocation neyman: 60 of 60 steps, in pass 10" in text
@@ -161,14 +161,14 @@ def test_a_run_killed_in_its_first_steps(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     append(folder / "allocation.jsonl", {"step": 1, "prompt_id": "a", "n": 8, "variance": 0.25, "history": False})
-    text = write_report(folder)
+    text = write_report(folder, folder)
     assert "1 of 60 steps" in text and "first step | last step" in text and "| reward | 0.250 | 0.250 |" in text
     assert "no evaluation" in text and "lacks the rollouts" in text
     RolloutStore(folder).append(rollout(1, "a", 0, 0, True))
     with step_file(folder, 2).open("w") as file:
         file.write('{"rollout_id"')
     write_evaluation(folder, 0, [0.5] * 3, np.random.default_rng(0))
-    text = write_report(folder)
+    text = write_report(folder, folder)
     assert "No problem has been visited a second time" in text
     assert "one evaluation so far" in text and "| step 0 | 3 | 4 |" in text
 
@@ -180,7 +180,7 @@ def test_evaluations_of_other_problems_are_not_compared(tmp_path):
     generator = np.random.default_rng(0)
     write_evaluation(folder, 0, [0.5] * 3, generator)
     write_evaluation(folder, 1, [0.5] * 3, generator, prefix="others", samples=2)
-    text = write_report(folder)
+    text = write_report(folder, folder)
     assert "cannot be paired" in text and "| step 0 |" in text and "| step 1 |" in text
     assert "difference, points" not in text
 
@@ -194,7 +194,7 @@ def test_what_is_no_run_is_one_clear_line(tmp_path, missing):
         (folder / "config.yaml").unlink()
     said = "no step in metrics.jsonl" if missing == "steps" else "no config.yaml"
     with pytest.raises(ValueError, match=rf"run: {said}.*") as error:
-        write_report(folder)
+        write_report(folder, folder)
     assert "\n" not in str(error.value)
 
 
@@ -202,7 +202,7 @@ def test_a_run_of_sft_has_no_report(tmp_path):
     write_config(tmp_path / "run")
     append(tmp_path / "run" / "metrics.jsonl", {"step": 1, "sft/loss": 2.0})
     with pytest.raises(ValueError, match="a run of sft"):
-        write_report(tmp_path / "run")
+        write_report(tmp_path / "run", tmp_path / "run")
 
 
 def test_a_broken_line_is_named(tmp_path):
@@ -210,7 +210,7 @@ def test_a_broken_line_is_named(tmp_path):
     write_config(folder)
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2: not JSON"):
-        write_report(folder)
+        write_report(folder, folder)
 
 
 def test_moving_average():

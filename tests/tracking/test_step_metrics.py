@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,7 @@ OPTIONAL = {
 }
 
 
-def metrics(**algorithm) -> dict[str, float]:
+def metrics(clock: Clock | None = None, pushed: PushReport | None = None, **algorithm) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
@@ -54,8 +55,8 @@ def metrics(**algorithm) -> dict[str, float]:
         SimpleNamespace(logprobs=torch.from_numpy(engine + np.float32(0.1)), entropy=torch.ones(10)),
         [update, {"skipped": 1.0}],
         1e-6,
-        PushReport(),
-        Clock(),
+        pushed or PushReport(),
+        clock or Clock(),
         config,
         measures_kl="kl" in algorithm,
     )
@@ -81,6 +82,24 @@ def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
     assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
     assert full["rollout_correction/truncated"] == 0.8
     assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)
+
+
+def test_the_parts_of_a_step_add_up_to_its_time():
+    clock = Clock()
+    clock.seconds |= {"save": 0.001, "evaluate": 0.002}  # after the metrics of the step before
+    for phase in ("generate", "logprobs", "update"):
+        with clock(phase):
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError), clock("generate"):  # a try that lost its servers counts
+        time.sleep(0.02)
+        raise RuntimeError
+    time.sleep(0.05)  # a push and the rest
+    found = metrics(clock, PushReport(seconds=0.03))
+    parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
+    assert sum(found[f"time/{part}"] for part in parts) == pytest.approx(found["time/step"], abs=1e-9)
+    assert found["time/generate"] >= 0.03 and found["time/reshard"] == 0.03 and found["time/other"] > 0.01
+    rate = found["throughput/tokens_per_second"]
+    assert rate * (found["time/step"] - 0.003) == pytest.approx(12)  # not of the evaluation's and the save's time
 
 
 def test_what_the_servers_did():

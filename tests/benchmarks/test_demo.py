@@ -1,0 +1,81 @@
+"""The demo's figures: README's row is that of benchmarks/results/demo.json, and the benchmark makes both."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import demo
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def results(*after: float) -> dict:
+    runs = [
+        {
+            "seed": seed,
+            "steps": 64,
+            "problems": 1024,
+            "pass@1 before": 0.41,
+            "pass@1 after": value,
+            "gain": [value - 0.41, value - 0.43, value - 0.39],
+            "sometimes to always": 1.5 + seed / 10,
+            "seconds per step": 1.5,
+            "seconds": 300.0,
+            "peak bytes": 3.0e9,
+        }
+        for seed, value in enumerate(after)
+    ]
+    return {"machine": {"cores": 2}, "runs": runs}
+
+
+def test_readme_has_the_row_of_the_results():
+    lines = [line for line in demo.README.read_text(encoding="utf-8").splitlines() if line.startswith(demo.ROW)]
+    assert lines == [demo.readme_row(json.loads(demo.RESULTS.read_text(encoding="utf-8")))]
+
+
+def test_the_row_has_the_mean_and_the_spread_over_the_seeds():
+    row = demo.readme_row(results(0.7, 0.8, 0.75))
+    assert "mean of 3 seeds" in row and "from 41.0 (41.0 to 41.0) to 75.0 (70.0 to 80.0) % in 64 steps" in row
+    assert "gain 34.0 (29.0 to 39.0) points" in row and "1.60 (1.50 to 1.70) times" in row
+    assert "1.50 (1.50 to 1.50) s per step" in row and "3.0 (3.0 to 3.0) GB" in row
+    assert "one seed" in demo.readme_row(results(0.7)) and "to 70.0 % in" in demo.readme_row(results(0.7))
+
+
+def test_only_the_row_is_replaced(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{demo.ROW}old |\nafter\n")
+    demo.write_row(readme, results(0.7))
+    assert readme.read_text() == f"before\n{demo.readme_row(results(0.7))}\nafter\n"
+    readme.write_text("no row\n")
+    with pytest.raises(ValueError, match="0 lines begin with"):
+        demo.write_row(readme, results(0.7))
+
+
+@pytest.mark.full
+def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
+    def run(*arguments: object) -> str:
+        command = [sys.executable, "-P", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=500).stdout
+
+    task, readme, out = tmp_path / "task", tmp_path / "README.md", tmp_path / "demo.json"
+    run("tools/demo_task.py", task)
+    readme.write_text(f"{demo.ROW}old |\n")
+    arguments = [
+        "benchmarks/demo.py",
+        *("--seeds", "0", "1", "--runs", tmp_path / "runs", "--out", out, "--readme", readme, "--"),
+        *(f"model.path={task / 'model'}", f"data.source={task / 'pool.jsonl'}", f"eval.data={task / 'held_out.jsonl'}"),
+        *("eval.limit=20", "eval.every=2", "trainer.steps=2"),
+    ]
+    run(*arguments)
+    first = json.loads(out.read_text())
+    assert [made["seed"] for made in first["runs"]] == [0, 1]
+    for made in first["runs"]:
+        assert made["steps"] == 2 and made["problems"] == 20 and made["seconds"] > made["seconds per step"] > 0
+        assert 3e8 < made["peak bytes"] < 2e10
+        assert sum(made["parts of a step"].values()) <= 1.5 * made["seconds per step"]
+    assert readme.read_text() == demo.readme_row(first) + "\n"
+    run(*arguments)
+    again = json.loads(out.read_text())
+    assert [made["seconds"] for made in again["runs"]] == [made["seconds"] for made in first["runs"]]

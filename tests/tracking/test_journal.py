@@ -1,0 +1,44 @@
+"""The last line of a run."""
+
+import pytest
+
+from dynamo_megatron.checkpoint_folder import write_manifest
+from dynamo_megatron.config import Config
+from dynamo_megatron.models.checkpoint_files import EXPORT_FILE
+from dynamo_megatron.tracking.journal import last_line
+
+
+def made(tmp_path, export: str, folder: str | None, **sections) -> Config:
+    output = tmp_path / "run"
+    if folder is not None:
+        (output / folder).mkdir(parents=True)
+        (output / folder / EXPORT_FILE).write_text('{"step": 48}')
+    return Config(
+        model={"path": "m"}, data={"source": "d"}, checkpoint={"export_hf": export}, output_dir=str(output), **sections
+    )
+
+
+@pytest.mark.parametrize(("export", "folder"), [("final", "hf"), ("best", "hf"), ("every", "hf-step-000064")])
+def test_the_exported_model_and_the_report_of_a_run_with_evaluations(tmp_path, export, folder):
+    run = tmp_path / "run"
+    line = last_line(made(tmp_path, export, folder, eval={"data": "test.jsonl", "every": 8}), 64, evaluated=True)
+    assert line == f"model: {run}/{folder} (step 48); next: dynamo-megatron report {run}"
+
+
+def test_a_run_without_evaluations_is_to_be_evaluated(tmp_path):
+    run = tmp_path / "run"
+    line = last_line(made(tmp_path, "final", "hf"), 64, evaluated=False)
+    next_command = f"dynamo-megatron eval --model {run} --out {run}/scores"
+    assert line == f"model: {run}/hf (step 48); next: {next_command} eval.data=FILE"
+    known = last_line(made(tmp_path, "final", None, eval={"data": "test.jsonl"}), 64, evaluated=False)
+    assert known.endswith(next_command)
+
+
+def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path):
+    config, run = made(tmp_path, "never", None), tmp_path / "run"
+    assert last_line(config, 64, evaluated=True).startswith("model: not saved (checkpoint.every is null")
+    folder = run / "checkpoints" / "step-000064"
+    folder.mkdir(parents=True)
+    write_manifest(folder, {"step": 64, "model": {}, "dtype": "bfloat16", "layout": None})
+    line = last_line(config, 64, evaluated=True)
+    assert line == f"model: {folder} (Megatron checkpoint); next: dynamo-megatron convert mcore2hf {run} {run}/hf"
