@@ -27,7 +27,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
-    family: str | None = None  # None: from config.json's model_type
+    family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     router_aux_loss_coef: float = 0.0  # of a mixture of experts' balancing loss; only 0 is exact, so only 0 is taken
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit

@@ -1,6 +1,7 @@
 """Bad input: one line that says what, where and how to mend it, exit code 2, nothing written."""
 
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -65,7 +66,7 @@ def refused(capsys, *arguments) -> str:
         ("trainer.stop_when={metric: eval/pass@1, above: 1}", "eval/pass@1 needs the periodic evaluation"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
         ("tracking.backends=[mlflow]", "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'"),
-        ("model.family=gpt5", "model.family 'gpt5' is not mapped; the families known are llama, qwen2, qwen3"),
+        ("model.family=gpt5", "model_type 'qwen2' is of family qwen2, model.family is 'gpt5'; leave it out"),
         ("model.path=/no/such/model", "/no/such/model: no such folder"),
         ("nothing.yaml", "nothing.yaml: no such config file"),
     ],
@@ -86,6 +87,18 @@ def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_
     capsys.readouterr()
     said = refused(capsys, base / "config.yaml", f"algorithm.kl={{coef: 0.1, reference: {other}}}")
     assert f"algorithm.kl.reference: {other} has num_layers 3, the policy 2" in said
+
+
+def test_a_rope_that_sglang_would_not_serve_is_refused(base, capsys, tiny_model):
+    model = shutil.copytree(tiny_model, base / "yarn")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
+    (model / "config.json").write_text(json.dumps(config))
+    says = "attention_factor: 1.5 in config.json's RoPE parameters, which SGLang ignores"
+    assert says in refused(capsys, base / "config.yaml", f"model.path={model}")
+    keys = ("--model", str(model), "--out", str(base / "eval"), f"eval.data={base / 'problems.jsonl'}")
+    assert main(["eval", *keys]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "checkpoint.export_hf=best"])

@@ -57,8 +57,8 @@ def check_fields(config: Mapping[str, Any], implemented: Collection[str], archit
         if key in implemented or key in HARMLESS or value is None:
             continue
         if key == "architectures":
-            if other := set(value) - set(architectures):
-                raise ValueError(f"architectures: {other.pop()!r} is not supported, only {', '.join(architectures)}")
+            if not isinstance(value, list) or any(name not in architectures for name in value):
+                raise ValueError(f"architectures: {value!r} is not supported, only {', '.join(architectures)}")
         elif key not in HARMLESS_AS:
             raise ValueError(
                 f"{key}: {value!r} is not supported: the field is neither implemented nor known to leave what the "

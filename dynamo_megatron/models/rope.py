@@ -38,9 +38,9 @@ RopeScaling = tuple[tuple[str, Any], ...]
 def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
     """(theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
 
-    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Where both sets are
-    there, transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, older versions ignore
-    `rope_parameters`: refused, as is everything on which transformers and SGLang would differ.
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. A file with both sets is
+    refused: transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, and older versions
+    ignore `rope_parameters`. So are values that transformers and SGLang read differently (`mscale` 0, null).
 
     Raises ValueError naming the field that is contradictory, malformed or not supported.
     """

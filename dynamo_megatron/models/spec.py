@@ -164,7 +164,7 @@ def decoder_spec(
 def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
     types = config.get("layer_types")
     if types is not None:
-        windowed = types != ["full_attention"] * layers
+        windowed = not isinstance(types, list) or any(kind != "full_attention" for kind in types)
     elif "use_sliding_window" in config:  # Qwen: from layer max_window_layers on
         first = config.get("max_window_layers")
         windowed = flag(config, "use_sliding_window") and (first is None or first < layers)

@@ -1,8 +1,10 @@
 """`dynamo-megatron convert` both ways: bit-equal, streamed, and every bad input one line."""
 
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -188,7 +190,8 @@ def test_a_checkpoint_of_another_model(converted, tiny_model, tmp_path, capsys):
 def test_tensors_of_another_family(converted, tmp_path, capsys):
     folder = shutil.copytree(converted[0], tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3", "head_dim": 8}))
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config))
     line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
     assert "q_norm.weight" in line and "6 tensors without a place in a qwen3 model" in line and "bias" in line
 
@@ -253,11 +256,63 @@ def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, c
 
     def mistaken(config):
         assert integer(config, "num_key_value_heads") == 2
-        return decoder_spec({**config, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}, "qwen2", layer_names={})
+        wrong = {**config, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+        return decoder_spec(wrong, "qwen2", layer_names={}, architectures=["Qwen2ForCausalLM"])
 
     monkeypatch.setitem(families, "qwen2", mistaken)
-    line = refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
-    assert "num_key_value_heads: 2, Megatron: 4" in line and "rms_norm_eps: 1e-06, Megatron: 1e-05" in line
+    said = "num_key_value_heads: 2, Megatron: 4; rms_norm_eps: 1e-06, Megatron: 1e-05"
+    assert said in refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
+    assert cli.main(["eval", "--model", str(converted[0]), "--out", str(tmp_path / "eval"), "eval.data=none"]) == 2
+    assert said in capsys.readouterr().err
+
+
+MISTAKEN_SFT = """
+import dataclasses, sys
+from dynamo_megatron import cli, models
+right = models.FAMILIES["qwen2"]
+models.FAMILIES["qwen2"] = lambda config: dataclasses.replace(right(config), norm_eps=1e-5)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_compares_the_config_too(converted, tmp_path):
+    """As `train` does, whose ranks are the same."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    settings = {"model.path": converted[0], "data.source": tmp_path / "data.jsonl", "output_dir": tmp_path / "run"}
+    words = ["sft", *(f"{key}={value}" for key, value in settings.items()), "data.batch_prompts=1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", MISTAKEN_SFT, *words],
+        env=os.environ | rank | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    last = ran.stderr.rstrip().splitlines()[-1]
+    assert (ran.returncode, last.partition(": ")[2]) == (
+        2,
+        "Megatron would build another model: rms_norm_eps: 1e-06, Megatron: 1e-05",
+    ), ran.stderr
+
+
+def test_a_rope_scaling_survives_both_ways(converted, tmp_path, capsys):
+    folder = shutil.copytree(converted[0], tmp_path / "yarn")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1e6, "rope_scaling": scaling}))
+    hf2mcore(folder, tmp_path / "mcore")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    assert load_model_config(tmp_path / "hf") == load_model_config(folder)
+    assert load_model_config(tmp_path / "hf").dimensions()["rope_scaling"]["rope_type"] == "yarn"
+    with pytest.raises(ValueError, match=r"are different models: rope_theta .* rope_scaling \{\} and \{.*'yarn'"):
+        compare_weights(converted[0], tmp_path / "hf")
+    shutil.copy(converted[0] / "config.json", tmp_path / "mcore" / "config.json")
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", tmp_path / "mcore", tmp_path / "out")
+    assert "is a checkpoint of another model" in line and "rope_scaling {'rope_type': 'yarn'" in line
 
 
 @pytest.mark.parametrize(
@@ -268,6 +323,7 @@ def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, c
         ("qwen3", {"vocab_size": 128}, "vocab_size: 104, Megatron: 128"),
         ("qwen3", {"tied": True}, "tie_word_embeddings: False, Megatron: True"),
         ("llama", {"rope_theta": 1.0}, "rope_theta: 10000.0, Megatron: 1.0"),
+        ("llama", {"rope_scaling": (("rope_type", "linear"), ("factor", 2.0))}, "rope_type: default, Megatron: linear"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: True, Megatron: False"),
     ],
 )

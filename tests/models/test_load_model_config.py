@@ -198,7 +198,7 @@ def test_an_attention_factor_that_sglang_would_ignore_is_not_served(tmp_path):
         (QWEN2 | {"model_type": ["qwen2"]}, ["model_type", "['qwen2']"]),
         ({k: v for k, v in QWEN2.items() if k != "model_type"}, ["model_type", "None"]),
         (QWEN2 | {"architectures": ["Qwen2ForRewardModel"]}, ["architectures", "Qwen2ForRewardModel"]),
-        (QWEN2 | {"architectures": "Qwen2ForCausalLM"}, ["architectures"]),
+        (QWEN2 | {"architectures": "Qwen2ForCausalLM"}, ["architectures", "Qwen2ForCausalLM"]),
         (QWEN2 | {"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
         (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 262144}}, ["dual_chunk_attention_config"]),
         (QWEN2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, ["auto_map"]),
