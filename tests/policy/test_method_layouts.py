@@ -66,6 +66,8 @@ def runs(tmp_path_factory) -> Path:
 def test_the_update_does_not_depend_on_the_partition(runs, name, layout):
     found = guard.gaps(runs / name, runs / f"{name}-{layout}")
     print(name, layout, found)
+    if name == "rloo":  # the ratio of a response has the rounding of all its tokens
+        assert max(found.pop("loss"), found.pop("grad_norm")) < 1e-4
     assert not guard.beyond(Row("qwen2", layout), found), found
 
 
