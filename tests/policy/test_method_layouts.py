@@ -33,7 +33,7 @@ def method(name: str) -> dict:
     if name in OTHERS:
         return method("grpo") | OTHERS[name]
     algorithm = yaml.safe_load((METHODS / f"{name}.yaml").read_text())["algorithm"]
-    algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if k in algorithm["loss"]}}
+    algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if algorithm["loss"][k]}}
     return algorithm
 
 
@@ -52,6 +52,9 @@ def runs(tmp_path_factory) -> Path:
     cases = []
     for name in (*NAMES, *CORRECTIONS, *OTHERS):
         cases.append(guard.reference_case(models, folder, "qwen2", out=name, algorithm=method(name)))
+    of_tokens = method("rloo")
+    of_tokens["loss"] |= {"ratio": "token"}
+    cases.append(guard.reference_case(models, folder, "qwen2", out="rloo_of_tokens", algorithm=of_tokens))
     for name, layout in PAIRS:
         out = f"{name}-{layout}"
         cases.append(guard.case(models, folder, Row("qwen2", layout), out=out, algorithm=method(name)))
@@ -63,6 +66,8 @@ def runs(tmp_path_factory) -> Path:
 def test_the_update_does_not_depend_on_the_partition(runs, name, layout):
     found = guard.gaps(runs / name, runs / f"{name}-{layout}")
     print(name, layout, found)
+    if name == "rloo":  # the ratio of a response has the rounding of all its tokens
+        assert max(found.pop("loss"), found.pop("grad_norm")) < 1e-4
     assert not guard.beyond(Row("qwen2", layout), found), found
 
 
@@ -73,3 +78,9 @@ def test_it_is_not_the_update_of_grpo(runs, name):
     if name in ("fork_tokens", "clip_cov", "kl_cov"):
         updates = json.loads((runs / name / "result.json").read_text())["updates"]
         assert all(u["selected"] >= 5 for u in updates)
+
+
+def test_a_response_s_ratio_is_not_its_tokens_ratios(runs):
+    """The second of the two updates has ratios; the first one, where they are 1, is the same."""
+    found = guard.gaps(runs / "rloo_of_tokens", runs / "rloo")
+    assert found["weights"] > 3e-5 and found["gradients"] < 1e-5, found
