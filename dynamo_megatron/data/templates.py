@@ -12,6 +12,7 @@ from dynamo_megatron.config import DataConfig
 from dynamo_megatron.records import Prompt
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
@@ -29,6 +30,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The part of a tokenizer that decodes as it does itself, and that needs neither transformers nor torch; None for a
+    tokenizer that has none."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    return tokenizer.backend_tokenizer if plain and not tokenizer.clean_up_tokenization_spaces else None
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
-LARGEST = 32  # requests in one; for every response SGLang goes over all of them
+LARGEST = 256  # requests in one: a server starts them together
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
