@@ -62,28 +62,30 @@ class Batches:
     def _start(self, requests: list[_Request]) -> None:
         task = asyncio.create_task(self._carry_out(requests))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            for request in requests:
+                if error is not None and not request.reply.done():
+                    request.reply.set_exception(error)
 
         def abandoned(reply: asyncio.Future) -> None:
             if reply.cancelled() and all(request.reply.done() for request in requests):
                 task.cancel()
 
+        task.add_done_callback(ended)
         for request in requests:
             request.reply.add_done_callback(abandoned)
 
     async def _carry_out(self, requests: list[_Request]) -> None:
-        if len(requests) > 1:
-            await self._list(requests)
-            for request in requests:
-                if not request.reply.done():
-                    self._start([request])
+        if len(requests) == 1:
+            await self._one(requests[0])
             return
-        (request,) = requests
-        try:
-            await self._one(request)
-        except (aiohttp.ClientError, ValueError) as error:
+        await self._list(requests)
+        for request in requests:
             if not request.reply.done():
-                request.reply.set_exception(error)
+                self._start([request])
 
     async def _one(self, request: _Request) -> None:
         payload = {
