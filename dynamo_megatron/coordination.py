@@ -23,7 +23,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
-POLL_EVERY = 0.02  # seconds
+FIRST_POLL, POLL_EVERY = 0.001, 0.02  # seconds: a wait is polled more slowly the longer it has taken
 
 
 class StopRequested(Exception):
@@ -151,13 +151,14 @@ class Coordinator:
 
     def wait(self, key: str, what: str, timeout: float) -> str:
         """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for."""
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, FIRST_POLL
         while not self._store.check([key]):
             self.check()
             self.pass_on_stop()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
-            time.sleep(POLL_EVERY)
+            time.sleep(pause)
+            pause = min(POLL_EVERY, 1.1 * pause)
         return self._store.get(key).decode()
 
     def pass_on_stop(self) -> None:

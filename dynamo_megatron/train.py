@@ -15,7 +15,7 @@ from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.strata import prompt_strata
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
@@ -79,7 +79,7 @@ class TrainJob(Job):
         evaluates = config.eval.every is not None
         server = None
         if config.rollout.engine == "sglang" or evaluates:
-            server = RolloutWorker(config, end_token_ids(config.model.path, tokenizer))
+            server = RolloutWorker(config, end_token_ids(config.model.path, tokenizer), decoder_of(tokenizer))
         self._rollout = server
         if config.rollout.engine == "recorded":
             self._rollout = RecordedRollouts(config.rollout.recorded, server)

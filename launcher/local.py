@@ -1,5 +1,7 @@
 """Ranks on this machine: one process each, ended together.
 
+    python -P -m dynamo_megatron.launcher.local RANKS ARGUMENTS
+
 The ranks are in process groups of their own, so that a terminal's Ctrl-C reaches only this process, which passes it
 on once. They die with it (PR_SET_PDEATHSIG), even when it is killed.
 """
@@ -124,3 +126,7 @@ def _end_orphans() -> None:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0 if late else os.WNOHANG)
         time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))

@@ -13,6 +13,7 @@ from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
 from dynamo_megatron.records import Prompt
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 # For a tokenizer without a template of its own; a base model continues it as a text.
@@ -52,6 +53,17 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise ValueError(f"data.chat_template: {chat_template}: {why}; give a Jinja file, or plain") from None
     return tokenizer
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The part of a tokenizer that decodes as it does itself, and that needs neither transformers nor torch; None for a
+    tokenizer that has none."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    )
+    return tokenizer.backend_tokenizer if plain and not tokenizer.clean_up_tokenization_spaces else None
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -18,7 +18,7 @@ from dynamo_megatron.config_files import ConfigError, compose, to_plain
 from dynamo_megatron.convert import check_config, find_checkpoint, mcore2hf, run_config
 from dynamo_megatron.coordination import StopFlag, StopRequested
 from dynamo_megatron.data.limits import max_prompt_length
-from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, summarise, write_results
 from dynamo_megatron.models import load_model_config, open_weights
@@ -149,7 +149,8 @@ def _ask(config: Config, url: str | None, progress: Progress) -> list[ProblemRes
     )
     stop = StopFlag()
     stop.catch_signals()
-    worker = RolloutWorker(_with_servers(config, url), end_token_ids(config.model.path, tokenizer))
+    ends = end_token_ids(config.model.path, tokenizer)
+    worker = RolloutWorker(_with_servers(config, url), ends, decoder_of(tokenizer))
     try:
         worker.start()
         progress.phase("starting server")

@@ -118,40 +118,39 @@ class MicroBatch:
         cp_rank: int = 0,
         cp_size: int = 1,
     ) -> MicroBatch:
-        slot_offsets = source.response_offsets
         segment_multiple = 2 * cp_size if cp_size > 1 else 1
-        tokens, positions, rows, labels, slots = [], [], [], [], []
-        bounds, response_bounds, here = [0], [0], 0
-        for s in sequences:
-            sequence = source.tokens[source.offsets[s] : source.offsets[s + 1]]
-            prompt, length = int(source.prompt_lengths[s]), len(sequence) - 1
-            padded = -(-max(length, 1) // segment_multiple) * segment_multiple
-            mine = context_positions(padded, cp_size)[cp_rank]
-            trained = np.flatnonzero((mine >= prompt - 1) & (mine < length))
-            tokens.append(np.pad(sequence[:-1], (0, padded - length))[mine])
-            positions.append(mine)
-            rows.append(here + trained)
-            labels.append(sequence[mine[trained] + 1])
-            slots.append(slot_offsets[s] + mine[trained] - (prompt - 1))
-            bounds.append(bounds[-1] + padded)
-            response_bounds.append(response_bounds[-1] + len(trained))
-            here += len(mine)
+        chosen = np.asarray(sequences, np.int64)
+        lengths = source.offsets[chosen + 1] - source.offsets[chosen] - 1  # of the inputs
+        padded = -(-np.maximum(lengths, 1) // segment_multiple) * segment_multiple
+        held = [context_positions(int(n), cp_size)[cp_rank] for n in padded]
+        # Of every position here: its sequence (an index into `sequences`) and its place there.
+        owner = np.repeat(np.arange(len(chosen)), padded // cp_size)
+        place = np.concatenate([*held, np.zeros(0, np.int64)])
+        first, prompt = source.offsets[chosen][owner], source.prompt_lengths[chosen][owner]
+        inside = place < lengths[owner]
+        trained = np.flatnonzero(inside & (place >= prompt - 1))
+        tokens = np.zeros(len(place), np.int64)
+        tokens[inside] = source.tokens[(first + place)[inside]]
+        labels = source.tokens[(first + place + 1)[trained]]
+        slots = (source.response_offsets[chosen][owner] + place - (prompt - 1))[trained]
+        response_bounds = np.append(0, np.cumsum(np.bincount(owner[trained], minlength=len(chosen))))
+        bounds = np.append(0, np.cumsum(padded))
         whole = math.lcm(segment_multiple, multiple * cp_size)
-        if padding := -bounds[-1] % whole or (whole if not sequences else 0):
-            tokens.append(np.zeros(padding // cp_size, np.int64))
-            positions.append(context_positions(padding, cp_size)[cp_rank])
-            bounds.append(bounds[-1] + padding)
+        if padding := int(-bounds[-1] % whole or (whole if not sequences else 0)):
+            tokens = np.pad(tokens, (0, padding // cp_size))
+            place = np.append(place, context_positions(padding, cp_size)[cp_rank])
+            bounds = np.append(bounds, bounds[-1] + padding)
 
-        def long(parts: list[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(parts or [np.zeros(0)]).astype(np.int64)).to(device)
+        def on_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, dtype)
 
         return cls(
-            tokens=long(tokens)[None],
-            positions=long(positions)[None],
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
-            rows=long(rows),
-            labels=long(labels),
-            slots=long(slots),
-            response_bounds=torch.tensor(response_bounds, dtype=torch.int32, device=device),
+            tokens=on_device(tokens)[None],
+            positions=on_device(place)[None],
+            cu_seqlens=on_device(bounds, torch.int32),
+            rows=on_device(trained),
+            labels=on_device(labels),
+            slots=on_device(slots),
+            response_bounds=on_device(response_bounds, torch.int32),
             sequences=list(sequences),
         )

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
-LARGEST = 32  # requests in one; for every response SGLang goes over all of them
+LARGEST = 256  # requests in one: a server starts them together
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
@@ -62,28 +62,30 @@ class Batches:
     def _start(self, requests: list[_Request]) -> None:
         task = asyncio.create_task(self._carry_out(requests))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            for request in requests:
+                if error is not None and not request.reply.done():
+                    request.reply.set_exception(error)
 
         def abandoned(reply: asyncio.Future) -> None:
             if reply.cancelled() and all(request.reply.done() for request in requests):
                 task.cancel()
 
+        task.add_done_callback(ended)
         for request in requests:
             request.reply.add_done_callback(abandoned)
 
     async def _carry_out(self, requests: list[_Request]) -> None:
-        if len(requests) > 1:
-            await self._list(requests)
-            for request in requests:
-                if not request.reply.done():
-                    self._start([request])
+        if len(requests) == 1:
+            await self._one(requests[0])
             return
-        (request,) = requests
-        try:
-            await self._one(request)
-        except (aiohttp.ClientError, ValueError) as error:
+        await self._list(requests)
+        for request in requests:
             if not request.reply.done():
-                request.reply.set_exception(error)
+                self._start([request])
 
     async def _one(self, request: _Request) -> None:
         payload = {

@@ -237,13 +237,13 @@ class Fleet:
         limit = self._config.rollout.health_timeout
         heard = time.monotonic()
         while not member.gone.done():
+            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
             if await member.client.healthy(max(0.1, heard + limit - time.monotonic())):
                 heard = time.monotonic()
                 with contextlib.suppress(RolloutError):
                     member.kv_cache = max(member.kv_cache, await member.client.kv_cache_share())
             elif time.monotonic() - heard >= limit:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
-            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))
 
     async def doubt(self, member: Member, error: str) -> None:
         """A request was lost there: is the server, too?"""

@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
@@ -36,6 +36,9 @@ from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.seeds import derived_seed
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 @dataclass
 class _Call:
@@ -59,8 +62,15 @@ class _Call:
 class Generator:
     """Fleet, store and reward workers. What it opens goes on `stack`."""
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int], stack: contextlib.AsyncExitStack):
+    def __init__(
+        self,
+        config: Config,
+        eos_token_ids: Sequence[int],
+        stack: contextlib.AsyncExitStack,
+        decoder: Tokenizer | None = None,
+    ):
         self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
+        self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
@@ -79,7 +89,8 @@ class Generator:
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         await self._watched(self._fleet.wait_started())
 
     async def _end_fleet(self) -> None:

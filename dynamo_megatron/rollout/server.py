@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-import torch
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
-from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -38,9 +36,21 @@ FOREIGN_VARIABLES = re.compile(
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows's
+
+
+def cuda_available() -> bool:
+    """torch.cuda.is_available(), without the import of torch where there is no driver to ask."""
+    if not any(map(os.path.exists, GPU_DRIVERS)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def takes_turns(config: RolloutConfig) -> bool:
     """Whether `rollout.offload` has servers and ranks take turns."""
-    shared = config.engine == "sglang" and config.placement == "colocated" and torch.cuda.is_available()
+    shared = config.engine == "sglang" and config.placement == "colocated" and cuda_available()
     return shared if config.offload == "auto" else config.offload
 
 
@@ -119,7 +129,7 @@ class SGLangServer:
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        on_cpu = not torch.cuda.is_available()
+        on_cpu = not cuda_available()
         # What it leaves in its temporary folder goes with that; it is mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
         secret = self._folder / "server.yaml"
@@ -214,7 +224,7 @@ class SGLangServer:
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._nonce]
-        if is_torch_dist(self._model.path):
+        if (Path(self._model.path) / ".metadata").is_file():  # as models.is_torch_dist, whose module imports torch
             command += ["--load-format", "dummy"]  # SGLang cannot read it; the first push brings the weights
         if on_cpu:
             # Room for a few of the longest sequences; the KV cache would otherwise take a share of all memory.

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
@@ -30,6 +30,9 @@ from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 from dynamo_megatron.rollout.shipping import receive, send
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
@@ -47,8 +50,10 @@ class RolloutWorker:
     and RolloutError raised in it come back as they are.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int]):
-        self._config, self._eos_token_ids = config, tuple(eos_token_ids)
+    def __init__(self, config: Config, eos_token_ids: Sequence[int], decoder: Tokenizer | None = None):
+        """`decoder`: of responses (`decoder_of` the tokenizer); None: the process loads that of model.path, and torch
+        with it."""
+        self._config, self._eos_token_ids, self._decoder = config, tuple(eos_token_ids), decoder
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
@@ -58,7 +63,8 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        arguments = (child_end, self._config, self._eos_token_ids, str(self.log), os.getpid())
+        given = (self._config, self._eos_token_ids, self._decoder)
+        arguments = (child_end, given, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         with keeping_usr1():
             self._process.start()
@@ -202,13 +208,10 @@ class RolloutWorker:
         return RolloutError(f"the rollout process (pid {self._process.pid}) ended ({cause}); see {self.log}")
 
 
-def _child(
-    connection: Connection,
-    config: Config,
-    eos_token_ids: tuple[int, ...],
-    log: str,
-    parent: int,
-) -> None:
+Given: TypeAlias = "tuple[Config, tuple[int, ...], Tokenizer | None]"
+
+
+def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -217,10 +220,12 @@ def _child(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(connection, config, eos_token_ids))
+        asyncio.run(_serve(connection, *given))
 
 
-async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[int, ...]) -> None:
+async def _serve(
+    connection: Connection, config: Config, eos_token_ids: tuple[int, ...], decoder: Tokenizer | None
+) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -242,7 +247,7 @@ async def _serve(connection: Connection, config: Config, eos_token_ids: tuple[in
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
-        generator = Generator(config, eos_token_ids, stack)
+        generator = Generator(config, eos_token_ids, stack, decoder)
         opened = await _answer(connection, generator, generator.open())
         gc.freeze()  # a reply's thousands of lists start collections, which went over all imports: 4 times the seconds
         while opened:

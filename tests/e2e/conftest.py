@@ -70,6 +70,14 @@ class Run:
                 continue
         return {name: processes for name, processes in found.items() if processes}
 
+    def importing(self, library: str) -> dict[str, bool]:
+        """Of the launcher and the run's other processes, by command line: whether it has the library in its memory."""
+        found = {}
+        for process in (psutil.Process(self.process.pid), *self.family):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found[" ".join(process.cmdline())] = any(library in part.path for part in process.memory_maps())
+        return found
+
     def wait(self, timeout: float = 240) -> int:
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -167,6 +175,7 @@ def live(request, workspace) -> tuple[Path, dict]:
     command = (workspace / "config.yaml", f"output_dir={output}", "rollout.servers=2")
     first = run = Run(workspace, *command)
     run.wait_until(lambda: len(rollout_lines(output, LOSE_STEP)) >= 2, f"rollouts of step {LOSE_STEP}")
+    seen["torch"] = run.importing("libtorch")
     for process in run.servers()["server-1"]:
         process.kill()
     if request.config.option.markexpr != "not full":

@@ -64,6 +64,20 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):
         assert len(names) == len(set(names)) == 24
 
 
+def test_only_ranks_and_servers_import_torch(live):
+    """It is 0.2 GB in each process."""
+    _, seen = live
+    for part, imports in {
+        "launcher.local": False,  # waits for the ranks
+        "multiprocessing.spawn": False,  # the rollout process
+        "reward.worker": False,
+        "rollout.guard": False,
+        "megatron.cli": True,  # a rank
+    }.items():
+        found = [torch for command, torch in seen["torch"].items() if part in command]
+        assert found and set(found) == {imports}, (part, seen["torch"])
+
+
 @pytest.mark.full
 def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live
