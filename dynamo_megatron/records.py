@@ -35,6 +35,11 @@ class Prompt:
         if (self.messages is None) == (self.text is None):
             raise ValueError(f"prompt {self.prompt_id!r}: give either messages or text")
 
+    @property
+    def label(self) -> str:
+        """The id and, where it is there, the place in the source, for messages."""
+        return f"{self.prompt_id!r} ({self.where})" if self.where else repr(self.prompt_id)
+
 
 def plain_data(value: Any) -> Any:
     """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""

@@ -162,7 +162,10 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     frames = list(traceback.walk_tb(error.__traceback__))
     ours = frames[-1][0].f_globals["__name__"].startswith("dynamo_megatron")
     refused = isinstance(error, ConfigError) or (isinstance(error, ValueError) and ours and not running)
-    message = str(error) if refused else f"{type(error).__name__}: {error}"
+    details, text = "", str(error)
+    if isinstance(error, RewardError):
+        details, _, text = text.rpartition("\n")
+    message = text if refused else f"{type(error).__name__}: {text}"
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
@@ -170,6 +173,8 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
         first = str(error)
     elif first == message and not refused and not isinstance(error, FORESEEN):
         traceback.print_exception(error)
+    if details:
+        print(details, file=sys.stderr, flush=True)
     if rank == 0 or coordinator is None:
         print(first, file=sys.stderr, flush=True)
     return 2 if refused else 1

@@ -6,8 +6,12 @@ import importlib
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 
+TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, cursor
+NOT_THE_USERS = ("<frozen ", os.path.dirname(__file__) + os.sep, *(p + os.sep for p in sysconfig.get_paths().values()))
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -27,15 +31,36 @@ def load_callable(spec: str, key: str) -> Callable:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        where = f"{os.getcwd()} or the installed packages"
-        raise ValueError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error
     except Exception as error:  # the user's module may raise anything; the key that names it belongs to the message
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{key}: importing {module_name!r} of {spec!r} failed: {text}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            where = f"{os.getcwd()} or the installed packages"
+            raise ValueError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error
+        line, _ = failure(error)
+        raise ValueError(f"{key}: importing {module_name!r} of {spec!r} failed: {line}") from error
     if not hasattr(module, name):
         raise ValueError(f"{key}: {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}")
     function = getattr(module, name)
     if not callable(function):
         raise ValueError(f"{key}: {spec!r} is of type {type(function).__name__} and cannot be called")
     return function
+
+
+def failure(error: BaseException) -> tuple[str, str]:
+    """("Type: text (file, line N)", the frames as in a traceback) of what a function of the user's raised.
+
+    The frames are those of the user's files, the innermost one is named in the line. Where all are of installed
+    packages, they are those outside of this package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
+    users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
+    where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
+    return printable(f"{type(error).__name__}: {error}") + where, "\n".join(shown)
+
+
+def printable(text: str, longest: int | None = None) -> str:
+    """One line of at most `longest` characters (None: any number), without control characters."""
+    plain = TERMINAL_SEQUENCE.sub(" ", text)
+    line = " ".join("".join(c if c.isprintable() else " " for c in plain).split())
+    return line if longest is None or len(line) <= longest else f"{line[:longest]}..."

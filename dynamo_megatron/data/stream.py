@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.iterator_stream import IteratorStream
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.records import Prompt
+
+log = logging.getLogger(__name__)
 
 
 def open_stream(
@@ -27,6 +30,11 @@ def open_stream(
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
     """
     if config.streamed and (before is None or "taken" in before):
+        log.warning(
+            "data.source: %s is read as the run goes on, in its order; data.limit reads so many at the start and "
+            "shuffles them",
+            config.source,
+        )
         return IteratorStream(config, encode, max_prompt_length, on_progress)
     return PromptStream(load_prompts(config, on_progress), config, encode, max_prompt_length)
 

@@ -52,7 +52,8 @@ def reward(subject: Subject) -> Iterator[Finding]:
     try:
         scores = _score(config, prompts)
     except RewardError as error:
-        raise ValueError(f"{error}; reward.functions must give a finite number for any response: mend it") from None
+        line = str(error).splitlines()[-1]
+        raise ValueError(f"{line}; reward.functions must give a finite number for any response: mend it") from None
     bad = False
     for prompt, (right, wrong) in zip(prompts, scores, strict=True):
         for what, score in ((f"its answer {str(prompt.answer)!r:.60}", right), (f"the answer {WRONG!r}", wrong)):

@@ -6,6 +6,7 @@ A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, any r
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -30,13 +31,25 @@ def load_function(name: str) -> Callable[[Prompt, str], float]:
         raise ValueError(
             f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)}, module:function or an http:// URL"
         )
-    return load_callable(BUILT_IN.get(name, name), "reward.functions")
+    function = load_callable(BUILT_IN.get(name, name), "reward.functions")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of C's have none
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ValueError(
+            f"reward.functions: {name!r} takes {signature}, and is called with (prompt, response)"
+        ) from None
+    return function
 
 
 def checked(value: Any) -> float:
     """`value` as a float. Raises ValueError for what is no finite number."""
     if not isinstance(value, numbers.Real | np.bool_):
-        raise ValueError(f"returned {value!r:.80} of type {type(value).__name__}, not a number")
+        kind = "" if value is None else f" of type {type(value).__name__}"
+        raise ValueError(f"returned {value!r:.80}{kind}, not a number")
     if not math.isfinite(value):
         raise ValueError(f"returned {value}")
     return float(value)

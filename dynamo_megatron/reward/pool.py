@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import URLS
+from dynamo_megatron.user_code import printable
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import HttpReward
 
+SHOWN = 300  # characters of a problem, an answer and a response in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
 
 
 class RewardError(ValueError):
-    """A reward function failed; one line with the function, the prompt id, and the error's type and text."""
+    """A reward function failed. The last line has the function, the prompt id, and the error's type and text; those
+    before it the user's frames, the prompt and the response."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class RewardPool:
             loop = asyncio.get_running_loop()
             replies.append(loop.run_in_executor(self._threads, self._run_local, prompt, response))
         replies += [service.score(prompt, response) for service in self._services]
-        return self._combined(prompt, await asyncio.gather(*replies))
+        return self._combined(prompt, response, await asyncio.gather(*replies))
 
     def close(self) -> None:
         """Ends all workers and requests now; samples under way are lost. May be called twice."""
@@ -152,11 +155,10 @@ class RewardPool:
             self._idle.put(worker)
         return reply
 
-    def _combined(self, prompt: Prompt, replies: list[tuple | None]) -> Score:
+    def _combined(self, prompt: Prompt, response: str, replies: list[tuple | None]) -> Score:
         failed = next((reply for reply in replies if reply is not None and reply[0] != "parts"), None)
         if failed is not None and self._config.on_error == "raise":
-            _, function, text = failed
-            raise RewardError(f"reward function {function} failed on prompt {prompt.prompt_id!r}: {text}")
+            raise RewardError(_failure(prompt, response, *failed[1:]))
         if failed is not None:
             return Score(0.0, False, status="reward_error")
         if None in replies:
@@ -165,6 +167,17 @@ class RewardPool:
         parts = {name: values[name] for name in self._config.functions}
         success = parts[self._config.functions[0]] >= self._config.success_threshold
         return Score(FUSIONS[self._config.fusion](list(parts.values())), success, parts)
+
+
+def _failure(prompt: Prompt, response: str, function: str, text: str, frames: str = "") -> str:
+    problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+    lines = [
+        *([frames] if frames else []),
+        f"prompt {prompt.label}: {printable(problem, SHOWN)!r}, answer {printable(str(prompt.answer), SHOWN)!r}",
+        f"response of {len(response)} characters: {printable(response, SHOWN)!r}",
+        f"reward function {function} failed on prompt {prompt.label}: {text}",
+    ]
+    return "\n".join(lines)
 
 
 class _Worker:

@@ -1,7 +1,8 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD PARENT_PID`, started by the pool.
 
 Over the socket FD it gets the functions' names, answers ("ready",) or ("failed", message), and from then on answers
-each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text"). It ends with the socket.
+each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text (file, line N)", frames). It
+ends with the socket.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
+from dynamo_megatron.user_code import failure
 
 PR_SET_PDEATHSIG = 1
 SIGNALS_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -56,7 +58,7 @@ def _score(functions: dict[str, Callable], prompt: Prompt, response: str) -> tup
         try:
             parts[name] = checked(function(prompt, response))
         except (Exception, SystemExit) as error:  # the user's function may raise anything; the parent decides
-            return ("error", name, " ".join(f"{type(error).__name__}: {error}".split()))
+            return ("error", name, *failure(error))
     return ("parts", parts)
 
 

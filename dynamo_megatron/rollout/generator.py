@@ -39,6 +39,8 @@ from dynamo_megatron.seeds import derived_seed
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+LISTED = 3  # prompts named in a note
+
 
 @dataclass
 class _Call:
@@ -83,12 +85,12 @@ class Generator:
         self._store = RolloutStore(config.output_dir)
         self._stack.callback(self._store.close)
         session = await self._stack.enter_async_context(open_session())
+        self._pool = RewardPool(config.reward)
+        self._stack.callback(self._pool.close)
+        await asyncio.to_thread(self._pool.start)  # before a server: a function that is not there shows in a second
         self._fleet = Fleet(config, session, self._eos_token_ids)
         self._fleet_run = asyncio.create_task(self._fleet.run())
         self._stack.push_async_callback(self._end_fleet)
-        self._pool = RewardPool(config.reward)
-        self._stack.callback(self._pool.close)
-        await asyncio.to_thread(self._pool.start)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         await self._watched(self._fleet.wait_started())
@@ -186,8 +188,11 @@ class Generator:
         if first == 0:  # a later round only refills: for want of time it ends no run
             self._check_share(step, call)
         for status in ("reward_timeout", "reward_error"):
-            if late := sum(r.status == status for r in rollouts.values()):
-                notes.append(f"step {step}: {late} of {len(wanted)} rollouts have reward 0 for a {status}")
+            if unscored := [wanted[name] for name, r in rollouts.items() if r.status == status]:
+                notes.append(
+                    f"step {step}: {len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of "
+                    f"{_listed(unscored)}"
+                )
         if errors := call.errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
         happened, said = self._fleet.report()
@@ -358,3 +363,10 @@ class Generator:
         if any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
             return "of another weight version"
         return ""
+
+
+def _listed(prompts: Sequence[Prompt]) -> str:
+    """The first few of them, each once."""
+    labels = list(dict.fromkeys(p.label for p in prompts))
+    more = f" and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
+    return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"

@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -250,6 +251,7 @@ async def _serve(
         generator = Generator(config, eos_token_ids, stack, decoder)
         opened = await _answer(connection, generator, generator.open())
         gc.freeze()  # a reply's thousands of lists start collections, which went over all imports: 4 times the seconds
+        stack.callback(gc.unfreeze)  # what is not collected at the exit, libraries list as leaked, a hundred lines long
         while opened:
             command, arguments = await inbox.get()
             await _answer(connection, generator, generator.carry_out(command, arguments))
@@ -269,8 +271,12 @@ async def _answer(connection: Connection, generator: Generator, work: Awaitable[
         send(connection, ("done", await work))
         return True
     except Exception as error:  # whatever it is, rank 0 is the one to raise it
-        traceback.print_exc()
         kind, text = type(error).__name__, " ".join(str(error).split())
+        if isinstance(error, RewardError):  # of the user's code: our frames would hide it
+            text = str(error)
+            print(text, file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         if kind not in MESSAGES_THAT_SPEAK:
             kind, text = "RolloutError", f"{kind}: {text} (traceback in logs/rollout.log)"
         send(connection, ("failed", kind, text))

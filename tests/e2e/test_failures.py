@@ -87,6 +87,9 @@ def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_r
     assert time.monotonic() - failed <= 10
     last = run.text.splitlines()[-1]
     assert "own_reward:contains" in last and "the reward table has no such entry" in last
+    assert f'  File "{tmp_path / "own_reward.py"}", line 4, in contains' in run.text.splitlines()
+    log = (tmp_path / "run" / "logs" / "rollout.log").read_text()
+    assert last.partition("RewardError: ")[2] in log and "nanobind" not in log
     assert run.left_behind(within=5) == []
 
 

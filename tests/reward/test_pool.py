@@ -33,6 +33,14 @@ def by_text(prompt, response):
     return values.get(response, 0.25)
 def modules(prompt, response): return "torch" in sys.modules
 not_callable = 3
+def no_arguments(response): return 1.0
+class Table:
+    def look_up(self, key): return {"a": 1.0}[key]
+def nested(prompt, response):
+    return Table().look_up(prompt.answer)
+def through_a_library(prompt, response):
+    import json
+    return json.loads(response)
 """
 
 
@@ -109,25 +117,54 @@ def test_what_a_late_function_started_is_killed_with_it(folder):
 
 
 FAILURES = {
-    "raise": "KeyError: 'two\\\\nlines'",
-    "exit": "SystemExit: 3",
+    "raise": "KeyError: 'two\\\\nlines' ({file}, line 12)",
+    "exit": "SystemExit: 3 ({file}, line 13)",
     "die": "its process ended: exit code 4",
     "kill": "its process ended: killed by SIGKILL",
     "nan": "ValueError: returned nan",
     "inf": "ValueError: returned -inf",
-    "none": "ValueError: returned None of type NoneType, not a number",
+    "none": "ValueError: returned None, not a number",
     "text": "ValueError: returned '1.0' of type str, not a number",
 }
 
 
-def test_failures_raise_one_line_with_function_prompt_and_error(folder):
+def test_failures_end_with_a_line_of_function_prompt_and_error(folder):
     p = pool(on_error="raise")
     p.start()
     for error, words in zip(scored(p, *FAILURES), FAILURES.values(), strict=True):
         assert isinstance(error, RewardError), error
-        assert str(error) == f"reward function my_rewards:by_text failed on prompt 'p7': {words}".replace("\\\\", "\\")
+        words = words.format(file=folder / "my_rewards.py").replace("\\\\", "\\")
+        assert str(error).splitlines()[-1] == f"reward function my_rewards:by_text failed on prompt 'p7': {words}"
     assert [r.reward for r in scored(p, "true", "fine")] == [1.0, 0.25]
     p.close()
+
+
+def test_a_failure_shows_the_users_own_frames_the_row_and_the_response(folder):
+    p = pool(functions=["my_rewards:nested"])
+    p.start()
+    prompt = Prompt("p7", text="How\x1b[31m many?", answer="b", where="problems.jsonl:4")
+    (error,) = scored(p, "one\ntwo\x1b[2J " + "x" * 1000, prompt=prompt)
+    p.close()
+    file, lines = folder / "my_rewards.py", FUNCTIONS.splitlines()
+    called, raised = (next(i for i, line in enumerate(lines, 1) if words in line) for words in ("Table()", "return {"))
+    assert str(error).splitlines() == [
+        f'  File "{file}", line {called}, in nested',
+        "    return Table().look_up(prompt.answer)",
+        f'  File "{file}", line {raised}, in look_up',
+        *[line for line in str(error).splitlines() if "def look_up" in line],
+        "prompt 'p7' (problems.jsonl:4): 'How many?', answer 'b'",
+        f"response of 1012 characters: 'one two {'x' * 292}...'",
+        "reward function my_rewards:nested failed on prompt 'p7' (problems.jsonl:4): KeyError: 'b' "
+        f"({file}, line {raised})",
+    ]
+
+
+def test_frames_of_libraries_and_of_this_package_are_left_out(folder):
+    p = pool(functions=["my_rewards:through_a_library"])
+    p.start()
+    (error,) = scored(p, "no JSON")
+    p.close()
+    assert str(error).count('  File "') == 1 and "in through_a_library" in str(error)
 
 
 def test_failures_count_as_zero_where_asked(folder):
@@ -147,10 +184,13 @@ def test_failures_count_as_zero_where_asked(folder):
         (["maths"], "no built-in 'maths'; give math, reasoning_gym, module:function or an http"),
         (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
         (["my_rewards.py:length:x"], "is not of the form module:function"),
+        (["needy:f"], "importing 'needy' of 'needy:f' failed: ModuleNotFoundError: No module named 'absent' ("),
+        (["my_rewards:no_arguments"], "no_arguments' takes (response), and is called with (prompt, response)"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_stops_the_start(folder, functions, words):
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "needy.py").write_text("import absent\ndef f(prompt, response): return 1.0\n")
     p = pool(functions=functions)
     with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
         p.start()

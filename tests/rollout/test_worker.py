@@ -180,15 +180,18 @@ def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, 
 
 
 def test_a_slow_verifier_is_counted_and_its_rollout_trained_on(worker):
-    result = worker.generate(4, [PROMPTS[0], Prompt("slow", text="?", tokens=[20])], [2, 1])
+    result = worker.generate(4, [PROMPTS[0], Prompt("slow", text="?", tokens=[20], where="slow.jsonl:7")], [2, 1])
     assert result.counts["reward_timeouts"] == 1
+    assert result.notes == [
+        "step 4: 1 of 3 rollouts have reward 0 for a reward_timeout, of prompt 'slow' (slow.jsonl:7)"
+    ]
     assert len(result.batch.rewards) == 3 and result.batch.rewards[2] == 0
 
 
 def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker):
     with pytest.raises(RewardError, match=r"length failed on prompt 'broken': KeyError.*no such answer") as error:
         worker.generate(5, [PROMPTS[0], Prompt("broken", text="?", tokens=[20])], [2, 1])
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith('  File "') and str(error.value).count('  File "') == 1
     assert worker.generate(6, PROMPTS[:1], [1]).counts["requested"] == 1
 
 

@@ -1,0 +1,52 @@
+"""What the user gets to read of a reward function that is late or fails: through the rollout process, and its log."""
+
+import asyncio
+
+import pytest
+from stand_ins import Server, external, listening
+
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.worker import RolloutWorker
+
+REWARDS = """
+import time
+def score(prompt, response):
+    if prompt.prompt_id.startswith("slow"):
+        time.sleep(60)
+    return {"a": 1.0}[prompt.answer]
+"""
+
+
+def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "failing_reward.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    prompt = Prompt("p7", text="?", answer="b", tokens=[20, 30], where="problems.jsonl:4")
+    slow = [Prompt(f"slow{i}", text="?", answer="a", tokens=[20, 30], where=f"problems.jsonl:{i}") for i in range(4)]
+
+    async def fail():
+        async with listening(Server()) as url:
+            config = external([url], output=tmp_path)
+            reward = config.reward.model_copy(update={"functions": ["failing_reward:score"], "deadline": 0.5})
+            model = config.model.model_copy(update={"path": str(tiny_model)})
+            worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [])
+            worker.start()
+            try:
+                await asyncio.to_thread(worker.wait_ready)
+                endpoints = await asyncio.to_thread(worker.begin_push, 0)
+                await asyncio.to_thread(worker.end_push, 0, dict.fromkeys(endpoints))
+                late = await asyncio.to_thread(worker.generate, 1, slow, [2, 1, 1, 1])
+                with pytest.raises(RewardError) as error:
+                    await asyncio.to_thread(worker.generate, 2, [prompt], [1])
+            finally:
+                await asyncio.to_thread(worker.close)
+            return late.notes, str(error.value), worker.log.read_text()
+
+    notes, said, log = asyncio.run(fail())
+    named = ", ".join(f"'slow{i}' (problems.jsonl:{i})" for i in range(3))
+    assert notes == [f"step 1: 5 of 5 rollouts have reward 0 for a reward_timeout, of prompts {named} and 1 more"]
+    assert said.splitlines()[0] == f'  File "{tmp_path / "failing_reward.py"}", line 6, in score'
+    assert said.splitlines()[-1].startswith(
+        "reward function failing_reward:score failed on prompt 'p7' (problems.jsonl:4): KeyError: 'b' ("
+    )
+    assert log.endswith(f"{said}\n") and "generator.py" not in log, log
