@@ -49,6 +49,9 @@ def test_the_same_command_samples_the_same_responses(runs):
 
 
 def test_the_same_command_ends_in_the_same_weights(runs):
-    one, two, other = (load_file(output / "hf" / "model.safetensors") for output in runs.values())
+    one, two, other = (
+        {name: tensor for file in (output / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for output in runs.values()
+    )
     assert all((one[name] == two[name]).all() for name in one)
     assert not all((one[name] == other[name]).all() for name in one)
