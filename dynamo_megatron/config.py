@@ -232,7 +232,7 @@ class TrainerConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     micro_batch_tokens: Positive = 16384  # of whole sequences, before context parallelism spreads them
     recompute: Literal["none", "selective", "full"] = "none"  # activations: of attention, or of every layer
-    deterministic: bool = False  # GPU: deterministic kernels; a CPU run always is
+    deterministic: bool = False  # GPU: deterministic kernels and sampling; a CPU run always is
     timeout: Annotated[float, Field(gt=0)] = 1800.0  # seconds a rank waits for another one
     # Seconds a step may take, evaluation and saving included; then all ranks exit 75, unsaved. None: any number.
     step_timeout: Annotated[float, Field(gt=0)] | None = None

@@ -109,8 +109,8 @@ class SGLangClient:
         """One response. What goes wrong with this request alone is in the Response.
 
         temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. `seed`: of the sampling,
-        in [0, 2**63); SGLang uses it where its sampling is seeded at all (`SGLangServer`). Raises ServerLost where the
-        server is the reason.
+        in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/how-it-works.md). Raises ServerLost
+        where the server is the reason.
         """
         sampling = dict(self._sampling)
         if temperature is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import time
 
@@ -157,7 +158,10 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
 
     async def work(generator, push):
         await generator.generate(1, [prompt], [1], 0)
-        return await generator.evaluate([prompt])
+        (result,) = await generator.evaluate([prompt])
+        kept = dataclasses.replace(result, rewards=[9.0], successes=[False], answer="of an older run")
+        assert await generator.rescore([prompt], [kept]) == [result]
+        return [result]
 
     (result,) = with_generator(work, Server())
     (stored,) = RolloutStore(tmp_path).finished(1)

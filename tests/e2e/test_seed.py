@@ -1,0 +1,57 @@
+"""Two runs of one command: on a CPU they sample the same responses, whatever the servers make of their order."""
+
+import pytest
+from safetensors.torch import load_file
+
+from dynamo_megatron.evaluation.results import read_results, results_file
+from dynamo_megatron.rollout.store import RolloutStore
+
+pytestmark = pytest.mark.full
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def runs(workspace, command_line):
+    """Folders of the same run with one server, with two that get few requests at once, and with another seed."""
+    found = {}
+    for name, keys in (
+        ("seed-one", ()),
+        ("seed-two", ("rollout.servers=2", "rollout.concurrency=3")),
+        ("seed-other", ("seed=1",)),
+    ):
+        output = workspace / name
+        evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.samples=4", "eval.every=2", "eval.cache=false")
+        code, text = command_line(
+            workspace,
+            "train",
+            workspace / "config.yaml",
+            f"trainer.steps={STEPS}",
+            *evaluation,
+            *keys,
+            f"output_dir={output}",
+        )
+        assert code == 0, text[-3000:]
+        found[name] = output
+    return found
+
+
+def responses(output, step):
+    return {r.rollout_id: (r.prompt_id, r.tokens, r.reward) for r in RolloutStore(output).finished(step)}
+
+
+def test_the_same_command_samples_the_same_responses(runs):
+    one, two, other = runs.values()
+    for step in range(1, STEPS + 1):
+        assert responses(one, step) == responses(two, step) != responses(other, step)
+    for step in range(0, STEPS + 1, 2):
+        rows = [[(r.prompt_id, r.responses) for r in read_results(results_file(o, step))] for o in (one, two, other)]
+        assert rows[0] == rows[1] != rows[2]
+
+
+def test_the_same_command_ends_in_the_same_weights(runs):
+    one, two, other = (
+        {name: tensor for file in (output / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for output in runs.values()
+    )
+    assert all((one[name] == two[name]).all() for name in one)
+    assert not all((one[name] == other[name]).all() for name in one)
