@@ -222,11 +222,14 @@ def _nearest(path: tuple[str, ...]) -> tuple[list[str], str]:
     keys = [".".join(key) for key in _all_keys()]
     if path[0] == PREFIX.rstrip("."):
         return [], ", of verl; no key here corresponds to it"
-    ranked = sorted(keys, key=lambda key: -difflib.SequenceMatcher(None, key, ".".join(path)).ratio())
-    elsewhere = [key for key in ranked if key.rpartition(".")[2] == path[-1]]
+    similarity = {key: difflib.SequenceMatcher(None, key, ".".join(path)).ratio() for key in keys}
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
     if not elsewhere and (found := last_part(path[-1])):
         return found
-    return [], f"; the nearest key is {(elsewhere or ranked)[0]}"
+    nearest = max(elsewhere or keys, key=lambda key: similarity[key])
+    if not elsewhere and similarity[nearest] < 0.5:
+        return [], "; --print-config shows all keys"
+    return [], f"; the nearest key is {nearest}"
 
 
 def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], missing: bool) -> Iterator[str]:

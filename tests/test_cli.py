@@ -122,6 +122,7 @@ def test_version_names_what_results_depend_on(capsys):
         (["my.yaml"], "unknown command my.yaml; the commands are train, sft, "),
         (["train", "my.yaml", "--rnks", "2"], "unknown option --rnks; did you mean --ranks?"),
         (["launch", "slurm", "my.yaml", "--gpu-per-node=8"], "unknown option --gpu-per-node; did you mean --gpus-per-"),
+        (["train", "my.yaml", "--model.path", "m"], "unknown option --model.path; a key of the config has no dashes: "),
         (["report", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron report --help"),
     ],
 )

@@ -73,7 +73,7 @@ def test_checks_across_sections_report_all_they_find():
         ("a: 1\n---\nb: 2\n", ":2: not YAML (but found another document)"),
         ("a: \x00\n", "not YAML"),
         ("trainer:\n", "trainer: is a section; give it keys (steps, "),
-        ("Модель: {path: m}\n", "unknown key Модель"),
+        ("Модель: {path: m}\n", "unknown key Модель; --print-config shows all keys"),
         ("1: 2\n", "unknown key 1"),
         ("tracking: {name: 7}\n", "tracking.name: Input should be a valid string, got 7; put a text"),
         ("rollout: {offload: 3}\n", "rollout.offload: Input should be 'auto' or Input should be a valid boolean"),
