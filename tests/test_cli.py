@@ -123,7 +123,7 @@ def test_version_names_what_results_depend_on(capsys):
         (["train", "my.yaml", "--rnks", "2"], "unknown option --rnks; did you mean --ranks?"),
         (["launch", "slurm", "my.yaml", "--gpu-per-node=8"], "unknown option --gpu-per-node; did you mean --gpus-per-"),
         (["train", "my.yaml", "--model.path", "m"], "unknown option --model.path; a key of the config has no dashes: "),
-        (["report", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron report --help"),
+        (["replay", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron replay --help"),
     ],
 )
 def test_an_unknown_word_is_answered_with_the_nearest_one(capsys, words, says):
