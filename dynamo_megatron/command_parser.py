@@ -63,6 +63,11 @@ def unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> st
         option = word.partition("=")[0]
         near = difflib.get_close_matches(option, known, 1)
         found = whole_name(option) if option.startswith("--") else None
-        hint = found[1] if found else f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
+        if found:
+            hint = found[1]
+        elif "." in option:
+            hint = f"; a key of the config has no dashes: {option.lstrip('-')}=VALUE"
+        else:
+            hint = f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
         lines.append(f"unknown {'option' if option.startswith('-') else 'argument'} {option}{hint}")
     return "\n".join(lines)

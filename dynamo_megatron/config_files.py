@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import reprlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -162,11 +163,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in lines:
                 why = f"the key {key.value} stands twice, first on line {lines[key.value]}"
                 raise yaml.constructor.ConstructorError(problem=why, problem_mark=key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                lines[key.value] = key.start_mark.line + 1
+            lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
@@ -222,11 +224,14 @@ def _nearest(path: tuple[str, ...]) -> tuple[list[str], str]:
     keys = [".".join(key) for key in _all_keys()]
     if path[0] == PREFIX.rstrip("."):
         return [], ", of verl; no key here corresponds to it"
-    ranked = sorted(keys, key=lambda key: -difflib.SequenceMatcher(None, key, ".".join(path)).ratio())
-    elsewhere = [key for key in ranked if key.rpartition(".")[2] == path[-1]]
+    similarity = {key: difflib.SequenceMatcher(None, key, ".".join(path)).ratio() for key in keys}
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
     if not elsewhere and (found := last_part(path[-1])):
         return found
-    return [], f"; the nearest key is {(elsewhere or ranked)[0]}"
+    nearest = max(elsewhere or keys, key=lambda key: similarity[key])
+    if not elsewhere and similarity[nearest] < 0.5:
+        return [], "; --print-config shows all keys"
+    return [], f"; the nearest key is {nearest}"
 
 
 def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], missing: bool) -> Iterator[str]:
@@ -244,7 +249,7 @@ def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], 
                     yield f"{needed}: missing; set it in a config file or with {needed}=..."
             continue
         message = " or ".join([fault["msg"], *(other["msg"] for other in others)]).removeprefix("Value error, ")
-        given = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
+        given = "" if fault["type"] == "value_error" else f", got {reprlib.repr(fault['input'])}"
         if kind is not None:
             message = f"is a section; give it keys ({', '.join(_fields(kind))})"
         if fault["type"] == "string_type" and fault["input"] is not None:

@@ -1,14 +1,16 @@
-"""Whether model, layout and number of ranks fit, before any of them starts."""
+"""Whether model, layout and number of ranks fit and the data is there, before any rank starts."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
 from dynamo_megatron.models.torch_dist import is_torch_dist
 
@@ -23,6 +25,17 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
         raise ConfigError(str(error)) from None
     check_ranks(config, spec, world_size)
     return spec
+
+
+def missing_data(config: Config) -> list[str]:
+    """A line for each file of problems that a training would read and that is not there."""
+    sources = {"data.source": config.data.source, "eval.data": config.eval.data if config.eval.every else None}
+    return [
+        f"{key}: there is no file {source}"
+        for key, source in sources.items()
+        if source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
+        if not os.path.isfile(source)
+    ]
 
 
 def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:

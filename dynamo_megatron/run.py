@@ -15,7 +15,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.convert import check_config
 from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
-from dynamo_megatron.layout_checks import check_layout, describe_layout
+from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
@@ -44,7 +44,13 @@ class Job:
         order. Raises ConfigError."""
         if bad := [finding.text for finding in trainer_faults() if finding.level == "FAILED"]:
             raise ConfigError(bad[0])
-        spec = check_layout(self.config, ranks)
+        faults = missing_data(self.config)
+        try:
+            spec = check_layout(self.config, ranks)
+        except ConfigError as error:
+            faults.insert(0, str(error))
+        if faults:
+            raise ConfigError("\n".join(faults))
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)

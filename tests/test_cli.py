@@ -76,6 +76,14 @@ def test_refused_before_any_rank_starts(base, capsys, argument, says):
     assert not (base / "run").exists()
 
 
+def test_missing_inputs_are_all_named_before_any_rank_starts(base, capsys):
+    words = ["model.path=/no/model", "data.source=no.jsonl", "eval={data: no.parquet, every: 1}"]
+    assert main(["train", str(base / "config.yaml"), *words]) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("/no/model: no such folder")
+    assert others == ["data.source: there is no file no.jsonl", "eval.data: there is no file no.parquet"]
+
+
 def test_context_parallelism_refuses_what_needs_whole_sequences(base, capsys):
     keys = ("parallel.cp=2", "algorithm.modulation.expectation=sequence_mean")
     says = "algorithm.modulation.expectation: sequence_mean needs whole sequences on a rank, and parallel.cp is 2"
@@ -135,7 +143,8 @@ def test_version_names_what_results_depend_on(capsys):
         (["my.yaml"], "unknown command my.yaml; the commands are train, sft, "),
         (["train", "my.yaml", "--rnks", "2"], "unknown option --rnks; did you mean --ranks?"),
         (["launch", "slurm", "my.yaml", "--gpu-per-node=8"], "unknown option --gpu-per-node; did you mean --gpus-per-"),
-        (["report", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron report --help"),
+        (["train", "my.yaml", "--model.path", "m"], "unknown option --model.path; a key of the config has no dashes: "),
+        (["replay", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron replay --help"),
     ],
 )
 def test_an_unknown_word_is_answered_with_the_nearest_one(capsys, words, says):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -35,7 +36,12 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
     if importlib.util.find_spec("pip") is None:
         pytest.skip("no pip in this environment")
     pip = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
+    source = tmp_path / "source"  # a build in the tree would leave files there for the next one
+    for name in ("configs", "dynamo_megatron", "kernels", "launcher"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(source)], check=True)
     wheel = next(tmp_path.glob("*.whl"))
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -60,7 +66,12 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
 
 def _shipped_configs_in_an_empty_folder(site: Path, folder: Path, model: Path) -> None:
     folder.mkdir()
-    keys = {"model.path": model, "model.max_length": 128, "data.source": "x.jsonl", "data.template": "'{prompt}'"}
+    keys = {
+        "model.path": model,
+        "model.max_length": 128,
+        "data.source": "reasoning_gym:chain_sum?size=4",
+        "data.template": "'{prompt}'",
+    }
     words = [f"{key}={value}" for key, value in (keys | {"rollout.max_new_tokens": 8, "output_dir": "run"}).items()]
     for name in ("methods/grpo", "configs/methods/grpo.yaml"):
         command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", name, *words, "--print-config"]
