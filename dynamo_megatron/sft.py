@@ -82,6 +82,7 @@ class SFTJob(Job):
         if self._leads:
             self.journal.open(self._start)
             self.journal.progress.start(self._start)
+            self.journal.progress.phase("update")
         self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
@@ -116,6 +117,8 @@ class SFTJob(Job):
             if every and (step % every == 0 or step == steps):
                 self._checkpoints.save()
         self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
+        if self._leads:
+            self.journal.progress.phase("export")
         self._checkpoints.export_final()
         if self._leads:
             self.journal.ended(self._coordinator.step)
