@@ -61,7 +61,7 @@ class SFTJob(Job):
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
-        progress.phase("loading data", unit="rows")
+        progress.phase("loading data", unit="problems")
         examples = load_prompts(config.data, progress.count)
         progress.phase("tokenizing data")
         self._stream = PromptStream(examples, config.data, self._encode, config.model.max_length or spec.max_positions)

@@ -67,7 +67,7 @@ class TrainJob(Job):
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)
 
-        progress.phase("loading data", unit="rows")
+        progress.phase("loading data", unit="problems")
         prompts = load_prompts(config.data, progress.count)
         limit = max_prompt_length(config, spec)
         progress.phase("tokenizing data")

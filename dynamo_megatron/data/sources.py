@@ -27,7 +27,6 @@ from dynamo_megatron.user_code import SPEC, load_callable
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
-ROWS_A_REPORT = 1000
 # Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
@@ -35,8 +34,8 @@ USUAL_KEYS = {
 }
 
 
-def load_prompts(config: DataConfig, on_rows: Callable[[int], None] = lambda rows: None) -> list[Prompt]:
-    """All prompts of `config.source`, in its order; `on_rows` is called with the number of rows read so far.
+def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None = None) -> list[Prompt]:
+    """All prompts of `config.source`, in its order; `on_progress` is called with the number of problems read so far.
 
     A source of rows, or of prompts:
     - `PATH.jsonl`: one JSON object a line.
@@ -73,19 +72,21 @@ def load_prompts(config: DataConfig, on_rows: Callable[[int], None] = lambda row
             f"data.source: {source!r} is no known source; "
             "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
         )
-    return _unique(located, config, on_rows)
+    return _unique(located, config, on_progress)
 
 
-def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig, on_rows: Callable[[int], None]) -> list[Prompt]:
+def _unique(
+    located: Iterable[tuple[str, Prompt]], config: DataConfig, on_progress: Callable[[int], None] | None
+) -> list[Prompt]:
     first: dict[str, tuple[str, Prompt]] = {}
     repeated = 0
-    for number, (where, prompt) in enumerate(located, 1):
-        if number % ROWS_A_REPORT == 0:
-            on_rows(number)
+    for where, prompt in located:
         if config.template != "chat" and prompt.messages is not None:
             raise ValueError(f"{where}: chat messages need data.template: chat, not a plain template")
         known_where, known = first.setdefault(prompt.prompt_id, (where, prompt))
         if known is prompt:
+            if on_progress is not None:
+                on_progress(len(first))
             continue
         # An id made from prompt and answer vouches for both; the columns beside them may number the rows.
         if known != prompt and prompt.prompt_id != _digest(prompt.messages or prompt.text, prompt.answer):
@@ -96,7 +97,6 @@ def _unique(located: Iterable[tuple[str, Prompt]], config: DataConfig, on_rows: 
         repeated += 1
     if not first:
         raise ValueError(f"data.source: {config.source} has no prompts")
-    on_rows(number)
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
     return [prompt for _, prompt in first.values()]

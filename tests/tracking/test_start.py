@@ -52,7 +52,7 @@ def test_a_slow_start_shows_its_phase_rows_and_seconds(tiny_model, tmp_path):
     shown = list(dict.fromkeys(state for state in states if state))
     assert shown[0].startswith("loading packages "), shown  # before torch is imported
     assert any(state.startswith("loading tokenizer ") for state in shown)
-    seconds = {state for state in shown if state.startswith("loading data 1,000 rows ")}
+    seconds = {state for state in shown if state.startswith("loading data 1,500 problems ")}
     assert len(seconds) >= 3, shown  # the timer rewrote the line while the main thread waited for a row
     assert not any("ETA" in state for state in shown)
     assert "broken" in shown[-1] or "no 'problem'" in shown[-1]
