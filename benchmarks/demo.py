@@ -60,7 +60,7 @@ def train(folder: Path, keys: Sequence[str]) -> dict[str, float]:
     if kept.is_file():
         before = json.loads(kept.read_text(encoding="utf-8"))
     if before["command"] != words:
-        raise SystemExit(f"{kept}: of another command; remove {folder}, or name another folder (--runs)")
+        raise SystemExit(f"{kept}: of another command; remove it and {folder}, or name another folder (--runs)")
     if before["finished"]:
         return before
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]

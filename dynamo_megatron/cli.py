@@ -16,6 +16,7 @@ from dynamo_megatron.command_parser import Parser, Version, unknown_command, unk
 from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments
+from dynamo_megatron.tracking.progress import Progress
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
@@ -204,6 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 # What these import takes seconds (torch), which a typo in the config should not have to wait for.
 
 
+def _loading_packages() -> contextlib.closing[Progress]:
+    progress = Progress()
+    if os.environ.get("RANK", "0") == "0":
+        progress.phase("loading packages")
+    return contextlib.closing(progress)
+
+
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.launcher.slurm import adopt_rank
 
@@ -213,11 +221,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for number in (signal.SIGUSR1,) if "RANK" in os.environ else (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, _end_start)
     config, origins = compose(*_files_and_keys(options.config + rest))
-    from dynamo_megatron.tracking.progress import Progress
-
-    with contextlib.closing(Progress()) as progress:
-        if os.environ.get("RANK", "0") == "0":
-            progress.phase("loading packages")
+    with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.train import TrainJob as Job
         else:
@@ -312,7 +316,8 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
 
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.evaluation.command import evaluate
+    with _loading_packages():
+        from dynamo_megatron.evaluation.command import evaluate
 
     return evaluate(*_files_and_keys(options.config + rest), options.model, options.out)
 

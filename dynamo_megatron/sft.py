@@ -61,7 +61,7 @@ class SFTJob(Job):
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         longest = config.model.max_length or spec.max_positions
-        progress.phase("loading data", unit="prompts")
+        progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
         self._stream = open_stream(config.prompt_stream, self._encode, longest, before, progress.count)
         self.output.claim()
@@ -83,6 +83,7 @@ class SFTJob(Job):
         if self._leads:
             self.journal.open(self._start)
             self.journal.progress.start(self._start)
+            self.journal.progress.phase("update")
         self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
@@ -117,6 +118,8 @@ class SFTJob(Job):
             if every and (step % every == 0 or step == steps):
                 self._checkpoints.save()
         self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
+        if self._leads:
+            self.journal.progress.phase("export")
         self._checkpoints.export_final()
         if self._leads:
             self.journal.ended(self._coordinator.step)

@@ -70,7 +70,7 @@ class TrainJob(Job):
             return encode_prompt(prompt, tokenizer, config.data)
 
         limit = max_prompt_length(config, spec)
-        progress.phase("loading data", unit="prompts")
+        progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
         self._stream = open_stream(config.prompt_stream, encode, limit, before, progress.count)
         prompts = self._stream.prompts

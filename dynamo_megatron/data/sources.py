@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
 )
 REPEATS_IN_A_ROW = 10_000
-REPORT_EVERY = 0.5  # seconds between two calls of on_progress
 # Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
@@ -98,12 +96,10 @@ def _unique(
 ) -> list[Prompt]:
     first: dict[str, Prompt] = {}
     repeated = in_a_row = 0
-    reported = time.monotonic()
     for where, prompt in located:
         known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
-            if on_progress is not None and time.monotonic() - reported >= REPORT_EVERY:
-                reported = time.monotonic()
+            if on_progress is not None:
                 on_progress(len(first))
             if len(first) == config.limit:
                 break
@@ -123,8 +119,6 @@ def _unique(
             )
     if not first:
         raise ValueError(f"data.source: {config.source} has no prompts")
-    if on_progress is not None:
-        on_progress(len(first))
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
     return list(first.values())

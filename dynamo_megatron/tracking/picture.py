@@ -22,15 +22,19 @@ RATE_BINS = 10
 def draw_run(run: RunRecord, revisits: Revisits | None, path: Path) -> None:
     """Writes a PNG, readable at a width of 1000 pixels."""
     figure = Figure(figsize=(10, 8.6), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    kind = run.config["algorithm"]["allocation"]["kind"]
-    last, steps = run.metrics[-1]["step"], run.config["trainer"]["steps"]
-    figure.suptitle(f"{run.folder}: {last} of {steps} steps, {kind} allocation", weight="bold")
+    figure.suptitle(title(run), weight="bold")
     reward, entropy, allocation = figure.subplot_mosaic("RRREE;AAAAA", height_ratios=(1, 1)).values()
     _reward(reward, run)
     _entropy(entropy, {"": run}, [BLUE])
     _allocation(allocation, revisits)
     figure.supxlabel("A rollout is one sampled response to a problem, scored by the reward functions.", fontsize=9)
     figure.savefig(path)
+
+
+def title(run: RunRecord) -> str:
+    """What the picture is of; whether the run has improved is for its curves to show."""
+    kind = run.config["algorithm"]["allocation"]["kind"]
+    return f"{run.folder}: {run.metrics[-1]['step']} of {run.config['trainer']['steps']} steps, {kind} allocation"
 
 
 def draw_runs(runs: Mapping[str, RunRecord], path: Path) -> None:

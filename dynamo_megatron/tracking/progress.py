@@ -15,7 +15,8 @@ from tqdm import tqdm
 from dynamo_megatron.tracking.metrics import fit_fields
 
 BETWEEN_STEPS = ("evaluate", "save", "export")  # phases; all others belong to a step
-REDRAW_EVERY = 1.0  # seconds
+REDRAW_EVERY = 1.0  # seconds, by the timer
+DRAW_EVERY = 0.05  # seconds, by `count`
 RECENT_STEPS = 20  # steps whose durations the ETA is from
 PHASE_COLUMNS = 18  # "generate 1800/2560"; what follows stays in place from phase to phase
 LEAST_BAR = 12  # columns; a shorter bar says nothing
@@ -58,6 +59,7 @@ class Progress:
         self._counted_from: tuple[float, int, int] | None = None  # when, count and tokens at the phase's first `count`
         self._speed: float | None = None  # tokens a second
         self._columns: int | None = None
+        self._count_drawn = 0.0  # when `count` last drew, time.monotonic
         self._bar = tqdm(disable=None, file=sys.stderr, leave=False, bar_format="{desc}")
         self._lock = threading.RLock()  # of all state above: the timer draws, too
         self._closed = threading.Event()
@@ -85,7 +87,7 @@ class Progress:
             self._draw()
 
     def count(self, done: int, tokens: int = 0) -> None:
-        """`done` of the phase's total are finished, with `tokens` tokens."""
+        """`done` of the phase's total are finished, with `tokens` tokens. May be called often: few calls draw."""
         with self._lock:
             now = time.monotonic()
             if self._counted_from is None:
@@ -94,7 +96,9 @@ class Progress:
             begun, _, tokens_before = self._counted_from
             self._speed = (tokens - tokens_before) / (now - begun) if tokens > tokens_before else None
             self._count = done
-            self._draw()
+            if now - self._count_drawn > DRAW_EVERY:
+                self._count_drawn = now
+                self._draw()
 
     def step_done(self, step: int, reward: float | None = None) -> None:
         """`reward` is shown until the next one comes. The time from here on is the next step's."""

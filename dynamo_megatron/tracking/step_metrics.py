@@ -67,6 +67,9 @@ def step_metrics(
     what was trained on. An option brings its
     own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`, `rollout/refill_rounds` and
     `rollout/missing_groups` (of the batch, for want of rounds).
+
+    `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
+    of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
     """
     rollouts, result, counts = batch.rollouts, collected.result, collected.counts
     sampled = result.batch

@@ -31,6 +31,8 @@ def results(*after: float) -> dict:
 
 
 def test_readme_has_the_row_of_the_results():
+    if not demo.RESULTS.is_file():
+        pytest.skip("no figures in this checkout: make demo-figures")
     lines = [line for line in demo.README.read_text(encoding="utf-8").splitlines() if line.startswith(demo.ROW)]
     assert lines == [demo.readme_row(json.loads(demo.RESULTS.read_text(encoding="utf-8")))]
 

@@ -141,7 +141,7 @@ def test_progress_is_told_while_data_is_read(functions):
     config = DataConfig(source=f"{functions}:endless", batch_prompts=3)
     open_stream(config, lambda p: [1], None, on_progress=told.append)
     load_prompts(config.model_copy(update={"limit": 2}), told.append)
-    assert told == [1, 2, 3, 2]
+    assert told == [1, 2, 3, 1, 2]
 
 
 def test_an_evaluation_on_an_endless_iterator_needs_a_limit(functions):

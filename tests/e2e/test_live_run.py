@@ -40,7 +40,7 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
     output, seen = live
     phases = [
         "loading tokenizer",
-        "loading data 5 rows",
+        "loading data 5 problems",
         "tokenizing data",
         "loading packages",
         "joining ranks",

@@ -199,7 +199,7 @@ progress.close()
     states = rewritings(in_terminal(program, 80), 80)
     data = [state for state in states if state.startswith("loading data 12,000 rows")]
     seconds = [int(state.removeprefix("loading data 12,000 rows").removesuffix(" s")) for state in data]
-    assert seconds[0] == 0 and seconds[-1] >= 2 and seconds == sorted(seconds) and len(set(seconds)) > 2
+    assert seconds[-1] >= 2 and seconds == sorted(seconds) and len(set(seconds)) > 1
     assert not any("ETA" in state for state in states)
 
 

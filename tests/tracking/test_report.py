@@ -12,9 +12,9 @@ from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.evaluation.results import ProblemResult, results_file, summarise, write_results
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.store import RolloutStore, step_file
-from dynamo_megatron.tracking.picture import moving_average
+from dynamo_megatron.tracking.picture import moving_average, title
 from dynamo_megatron.tracking.report import write_report
-from dynamo_megatron.tracking.run_record import read_revisits
+from dynamo_megatron.tracking.run_record import read_revisits, read_run
 
 
 def append(path: Path, *rows: dict) -> None:
@@ -128,6 +128,10 @@ def test_report_and_picture(run):
     with Image.open(run / "report.png") as picture:
         assert picture.width >= 1000
         assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
+
+
+def test_the_title_of_the_picture_says_what_it_is_of(run):
+    assert title(read_run(run)) == f"{run}: 60 of 60 steps, neyman allocation"
 
 
 def test_revisits_count_earlier_steps_only(tmp_path):
