@@ -22,7 +22,7 @@ from dynamo_megatron.data.readers import (
     yaml_value,
 )
 from dynamo_megatron.records import Prompt
-from dynamo_megatron.user_code import SPEC, load_callable
+from dynamo_megatron.user_code import SPEC, failure, load_callable
 
 log = logging.getLogger(__name__)
 
@@ -223,16 +223,34 @@ def _check_content(prompt: Prompt, where: str) -> None:
 
 
 def _user_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
-    items = load_callable(config.source, "data.source")()
+    function = load_callable(config.source, "data.source")
+    try:
+        items = function()
+    except Exception as error:  # the user's function may raise anything
+        raise ValueError(f"data.source: {config.source} failed: {failure(error)[0]}") from error
     if not isinstance(items, Iterable):
         raise ValueError(f"data.source: {config.source} returned {type(items).__name__}, not prompts one after another")
-    for number, item in enumerate(items, 1):
+    for number, item in enumerate(_guarded(items, config.source), 1):
         where = f"{config.source} row {number}"
         if isinstance(item, Prompt):
             _check_content(item, where)
             yield where, item
         else:
             yield where, _prompt_from_row(item, where, config)
+
+
+def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
+    """`items`. Raises ValueError (one line) for what the user's iterator raises."""
+    iterator, taken = iter(items), 0
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # the user's iterator may raise anything
+            raise ValueError(f"data.source: {source} failed after {taken} items: {failure(error)[0]}") from error
+        taken += 1
+        yield item
 
 
 def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:

@@ -33,6 +33,11 @@ def long_ones():
 def too_long():
     for number in itertools.count():
         yield {"problem": f"{number} " + "x" * 40, "answer": "1"}
+def fails():
+    yield row(0)
+    yield {"problem": {}["absent"]}
+def fails_at_once():
+    return [{}["absent"]]
 def nothing():
     return iter(())
 once = iter([row(0), row(1)])
@@ -117,6 +122,8 @@ def test_a_run_that_read_its_iterator_at_the_start_goes_on_so(functions):
         ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
         ("too_long", "10,000 prompts of .* in a row have more than 20 tokens"),
         ("nothing", "has no prompts$"),
+        ("fails", r"^data\.source: .*:fails failed after 1 items: KeyError: 'absent' \(.*\.py, line \d+\)$"),
+        ("fails_at_once", r"^data\.source: .*:fails_at_once failed: KeyError: 'absent' \(.*\.py, line \d+\)$"),
         ("exhausted", "has no prompts when it was called again: it has to return a new iterator each time"),
     ],
 )

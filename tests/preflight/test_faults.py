@@ -111,7 +111,9 @@ def test_a_smaller_models_tokenizer(base, failure):
 
 def test_no_chat_template(base, failure):
     (base / "model" / "chat_template.jinja").unlink()
-    assert "has no chat template; give a plain template with {prompt} in it" in failure("template")
+    said = failure("template")
+    assert "has no chat template; set data.chat_template to plain " in said
+    assert said.endswith("or data.template to a text with {prompt} in it")
 
 
 def test_weights_that_are_not_numbers(base, failure):
@@ -159,13 +161,14 @@ def test_prompts_that_are_all_too_long(failure):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("raise KeyError('no such entry')", "own:score failed on prompt 'p0': KeyError: 'no such entry'"),
-        ("return float('nan')", "own:score failed on prompt 'p0': ValueError: returned nan"),
+        ("raise KeyError('no such entry')", "KeyError: 'no such entry' ("),
+        ("return float('nan')", "ValueError: returned nan; "),
     ],
 )
 def test_a_reward_that_raises(base, failure, body, says):
     (base / "own.py").write_text(f"def score(prompt, response):\n    {body}\n")
     said = failure("reward", "reward.functions=[own:score]", "reward.workers=1")
+    assert "own:score failed on prompt 'p0' (" in said and "problems.jsonl:1): " in said
     assert says in said and "mend it" in said
 
 
