@@ -29,6 +29,7 @@ setup(
         "tokenizers",
         "tqdm",
         "transformers>=4.57",
+        "xxhash",
         "aiohttp",
         "math-verify==0.9.0",
         "matplotlib",
