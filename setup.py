@@ -35,6 +35,7 @@ setup(
         "tokenizers",
         "tqdm",
         "transformers>=4.57",
+        "xxhash",
         "aiohttp",
         "math-verify==0.9.0",
         "matplotlib",

@@ -1,8 +1,8 @@
 """The checkpoint folders of a run on disk: which are complete is found by what they hold, never by a pointer.
 
 `checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`, which lists all
-of them with their sizes and says what model, layout and step they are of. A checkpoint is written under a hidden name;
-its data is on disk before the manifest is, and the manifest before the folder takes its name.
+of them with their sizes and checksums and says what model, layout and step they are of. A checkpoint is written under a
+hidden name; its data is on disk before the manifest is, and the manifest before the folder takes its name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from dynamo_megatron.checksums import file_checksum, file_checksums
+
+UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
@@ -55,6 +59,13 @@ def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path
     return None
 
 
+def after_a_stop(root: Path) -> str:
+    """What the same command does next, for the message of a run that was ended early."""
+    if (last := latest_checkpoint(root)) is None:
+        return "nothing is saved yet: the same command starts from step 0"
+    return f"the same command resumes from the checkpoint of step {last[0]}"
+
+
 def fault(folder: Path) -> str | None:
     """Why a folder is not a complete checkpoint; None where it is."""
     try:
@@ -71,6 +82,43 @@ def fault(folder: Path) -> str | None:
     return None
 
 
+def has_checksums(folder: Path) -> bool:
+    """False for a checkpoint that was saved before there were any, and for another program's."""
+    return (folder / MANIFEST_FILE).is_file() and "checksums" in read_manifest(folder)
+
+
+def altered(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """Which file's bytes are not those that were saved, and what to do; None where all are, or there are no checksums.
+
+    Each of `ranks` processes reads a share of the files, of about as many bytes as the others."""
+    if not has_checksums(folder):
+        return None
+    manifest = read_manifest(folder)
+    saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
+    if missing := sorted(set(names) - saved.keys()):
+        return f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder)}"
+    try:
+        found = file_checksums(folder / name for name in names[rank::ranks])
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}; {_instead_of(folder)}"
+    for file, checksum in found.items():
+        if checksum != saved[file.name]:
+            return (
+                f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved[file.name]}); "
+                f"{_instead_of(folder)}"
+            )
+    return None
+
+
+def _instead_of(folder: Path) -> str:
+    """What to use where a checkpoint is damaged."""
+    if (step := _named_step(folder)) is None:
+        return "copy or convert the model again"
+    if earlier := [number for number, _ in complete_checkpoints(folder.parent) if number < step]:
+        return f"delete {folder} to resume from the checkpoint of step {earlier[-1]}"
+    return "restore it from a copy: there is no earlier complete checkpoint"
+
+
 def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
     """Raises ValueError where the manifest is of a model with other `dimensions` (ModelSpec.dimensions)."""
     saved = read_manifest(folder)["model"]
@@ -79,15 +127,19 @@ def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
 
 
-def write_manifest(folder: Path, contents: Mapping[str, Any], written: Collection[str] = ()) -> None:
+def write_manifest(
+    folder: Path, contents: Mapping[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is.
 
-    Raises OSError, also where the folder does not list a file of those `written`."""
+    `checksums`: of the files that were hashed as they were written; the others are read. Raises OSError, also where the
+    folder does not list one of those files."""
     files = sync_folder(folder)
-    if missing := sorted(set(written) - files.keys()):  # a network file system may show another machine's files late
+    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's late
         raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
+    sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
     with open(folder / MANIFEST_FILE, "w", encoding="utf-8") as file:
-        json.dump({**contents, "files": files}, file, indent=1)
+        json.dump({**contents, "files": files, "checksums": sums}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(folder)
@@ -104,9 +156,11 @@ def sync_folder(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"step", "model", "dtype", "layout", "files": {name: bytes}}. Raises ValueError where it cannot be read."""
+    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}, which old ones lack}.
+    Raises ValueError where it cannot be read."""
     manifest = _read_json(folder / MANIFEST_FILE)
-    for key, kind in MANIFEST.items():
+    kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
+    for key, kind in kinds.items():
         if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
             raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
     return manifest
@@ -132,15 +186,15 @@ def publish(
     aside: Path,
     step: int,
     contents: Mapping[str, Any],
-    written: Collection[str],
+    checksums: Mapping[str, str],
     keep_last: int,
     say: Callable[[str], None],
 ) -> Path:
-    """Makes `aside`, which holds all files, those `written` by ranks among them, the checkpoint of `step`, then removes
-    the oldest complete ones beyond `keep_last`. `contents` goes into the manifest. Returns the checkpoint's folder.
+    """Makes `aside`, which holds all files, the checkpoint of `step`, then removes the oldest complete ones beyond
+    `keep_last`. `contents` and `checksums` go into the manifest (`write_manifest`). Returns the checkpoint's folder.
 
     Raises OSError where the checkpoint is not there; `say` gets a line for an old one that cannot be removed."""
-    write_manifest(aside, {"step": step, **contents}, written)
+    write_manifest(aside, {"step": step, **contents}, checksums)
     folder = aside.with_name(f"step-{step:06d}")
     damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
     aside.rename(folder)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_megatron.checkpoint_folder import choose_checkpoint, read_state
+from dynamo_megatron.checkpoint_folder import UNVERIFIED, choose_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import every_export, exported_step
 from dynamo_megatron.policy.checkpoint import Save, begin_save, load_checkpoint
@@ -48,8 +48,10 @@ class Checkpoints:
         if found is not None:
             step, folder = found
             start = time.monotonic()
-            load_checkpoint(self._policy, folder)
+            verified = load_checkpoint(self._policy, folder)
             if self._parts is not None:
+                if not verified:
+                    self._say(f"{folder}: {UNVERIFIED}")
                 state = read_state(folder)
                 for name, part in self._parts.items():
                     part.load_state_dict(state[name])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import yaml
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint_folder import (
+    UNVERIFIED,
+    altered,
     checkpoint_folders,
     complete_checkpoints,
     fault,
+    has_checksums,
     sync_folder,
     write_manifest,
 )
@@ -92,7 +96,16 @@ def open_checkpoint(
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
     spec = load_model_config(model, family)
-    return MegatronFolder(checkpoint, spec), spec, model
+    return _verified(MegatronFolder(checkpoint, spec)), spec, model
+
+
+def _verified(folder: MegatronFolder) -> MegatronFolder:
+    """Raises ValueError where the bytes are not those that were saved."""
+    if (why := altered(folder.path)) is not None:
+        raise ValueError(why)
+    if not has_checksums(folder.path):
+        print(f"{folder.path}: {UNVERIFIED}", file=sys.stderr)
+    return folder
 
 
 def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
@@ -106,10 +119,12 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     with SafetensorsFolder(source, spec) as folder:
         kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
         with _aside(out, source, _bytes(spec, kinds)) as unfinished:
-            write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
-            _copy_companions(source, unfinished, dtype)
+            checksums = write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
             stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
-            write_manifest(unfinished, {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None})
+            contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
+            write_manifest(unfinished, contents, checksums)
+            _copy_companions(source, unfinished, dtype)  # not in the manifest: users edit them
+            sync_folder(unfinished)
 
 
 def mcore2hf(
@@ -176,7 +191,8 @@ def _open(path: str | Path) -> tuple[SafetensorsFolder | MegatronFolder, ModelSp
     path = Path(path)
     if (path / "config.json").is_file():
         spec = load_model_config(path)
-        return open_weights(path, spec), spec
+        folder = open_weights(path, spec)
+        return (_verified(folder) if isinstance(folder, MegatronFolder) else folder), spec
     folder, spec, _ = open_checkpoint(path)
     return folder, spec
 

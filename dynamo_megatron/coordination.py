@@ -207,7 +207,7 @@ class Coordinator:
         if time.monotonic() - self._step_began > self._step_timeout:
             print(
                 f"step {self._step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
-                "goes on from the last checkpoint",
+                "resumes from the last checkpoint, or starts from step 0 if there is none",
                 file=sys.stderr,
                 flush=True,
             )

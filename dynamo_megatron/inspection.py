@@ -16,7 +16,16 @@ from typing import Protocol
 
 import torch
 
-from dynamo_megatron.checkpoint_folder import MANIFEST_FILE, checkpoint_folders, fault, latest_checkpoint, read_manifest
+from dynamo_megatron.checkpoint_folder import (
+    MANIFEST_FILE,
+    UNVERIFIED,
+    altered,
+    checkpoint_folders,
+    fault,
+    has_checksums,
+    latest_checkpoint,
+    read_manifest,
+)
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.models.torch_dist import TorchDistReader, is_torch_dist
 
@@ -106,6 +115,7 @@ def inspect(path: Path) -> Contents:
 def _with_manifest(folder: Path, others: list[str]) -> Contents:
     problem, facts, tensors, kind = fault(folder), {}, None, "checkpoint of a run"
     try:
+        problem = problem or altered(folder)
         manifest = read_manifest(folder)
         model, layout = dict(manifest["model"]), manifest["layout"]
         facts = {
@@ -118,6 +128,8 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
         else:
             sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "ranks")
             facts |= {"step": str(manifest["step"]), "saved by": f"{layout.get('ranks')} ranks: {sizes}"}
+        if problem is None:
+            facts["bytes"] = "as saved, by their checksums" if has_checksums(folder) else UNVERIFIED
         tensors = _TorchDist(folder)
     except ValueError as error:
         problem = problem or str(error)

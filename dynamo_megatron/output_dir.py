@@ -16,6 +16,7 @@ from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
+from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
 
@@ -30,6 +31,7 @@ class OutputDir:
         self.path = Path(config.output_dir)
         self._config = config
         self._file = self.path / "config.yaml"
+        self._claimed: NewFolder | None = None
 
     def finished(self) -> str | None:
         """Says so where this run has nothing left to do, evaluation and export included. Raises ConfigError: as
@@ -67,7 +69,7 @@ class OutputDir:
     def claim(self) -> None:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            folder = NewFolder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,13 +78,20 @@ class OutputDir:
             ) from None
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
+        self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
-        if self._has_results():
+        if has_results(self.path):
             print(f"{self.path}: the run there goes on", flush=True)
 
+    def discard(self, why: str) -> None:
+        """The start is refused with the message `why`: a folder that `claim` has made goes again."""
+        if self._claimed is not None:
+            self._claimed.discard(why)
+
     def check(self) -> None:
-        """Raises ConfigError where the folder holds results that are not this run's."""
-        if not self._has_results():
+        """Raises ConfigError where the folder holds results that are not this run's, or files that are no run's."""
+        refuse_foreign(self.path)
+        if not has_results(self.path):
             return
         if self._config.trainer.resume == "never":
             raise ConfigError(f"output_dir: {self.path} holds a run; name another folder or set trainer.resume=auto")
@@ -121,11 +130,6 @@ class OutputDir:
         aside = self._file.with_suffix(".tmp")
         aside.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
         aside.rename(self._file)
-
-    def _has_results(self) -> bool:
-        patterns = ("metrics.jsonl", "evaluations.jsonl", "rollouts/*", "checkpoints/*")
-        kept = (p for pattern in patterns for p in self.path.glob(pattern))
-        return any(p.is_dir() or p.stat().st_size for p in kept)
 
     def _saved(self) -> dict[str, Any]:
         """config.yaml; keys that came to the config since then have their defaults."""

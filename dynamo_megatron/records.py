@@ -119,6 +119,23 @@ class Sequences:
         """int64 [S + 1]: sequence s owns the slots [offsets[s], offsets[s + 1])."""
         return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
 
+    def name(self, sequence: int) -> str:
+        """For messages."""
+        return f"prompt {self.prompt_ids[sequence]!r}"
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first token that is not in [0, vocab_size)."""
+        if len(self.tokens) == 0 or (self.tokens.min() >= 0 and self.tokens.max() < vocab_size):
+            return
+        wrong = int(np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))[0])
+        sequence = int(np.searchsorted(self.offsets, wrong, side="right")) - 1
+        place = wrong - int(self.offsets[sequence])
+        where = "prompt" if place < self.prompt_lengths[sequence] else "response"
+        raise ValueError(
+            f"{self.name(sequence)}: token id {self.tokens[wrong]} at position {place}, in the {where}, is not in the "
+            f"model's vocabulary (0 to {vocab_size - 1}); it comes from another tokenizer, or the record is damaged"
+        )
+
     def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
         """[R] from one value a sequence."""
         return np.repeat(per_sequence, self.response_lengths)
@@ -141,6 +158,9 @@ class RolloutBatch(Sequences):
     def nbytes(self) -> int:
         """Bytes of what there is one of for each token, which is nearly all."""
         return self.tokens.nbytes + self.engine_logprobs.nbytes
+
+    def name(self, sequence: int) -> str:
+        return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
 
     @classmethod
     def join(

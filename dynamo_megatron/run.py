@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dynamo_megatron.checkpoint_folder import after_a_stop
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.convert import check_config
@@ -87,6 +88,10 @@ class Job:
         if self.journal is not None:
             self.journal.progress.phase(phase)
 
+    def next_start(self) -> str:
+        """The end of the message of a run that was ended early."""
+        return f"; {after_a_stop(self.output.path / 'checkpoints')}" if self.output is not None else ""
+
     def clear_screen(self) -> None:
         """Takes a live line away, whatever has happened: the next line may be the last one that the user sees."""
         if self.journal is not None:
@@ -102,7 +107,7 @@ def run_rank(job: Job) -> int:
     """Carries the job out as the rank that RANK names; returns the exit code."""
     rank, config = int(os.environ["RANK"]), job.config
     stop = StopFlag(config.trainer.stop_when.wall_time if config.trainer.stop_when else None)
-    coordinator = None
+    coordinator = refusal = None
     running = False
     try:
         if (why := job.nothing_left()) is not None:
@@ -146,20 +151,24 @@ def run_rank(job: Job) -> int:
     except KeyboardInterrupt:
         job.clear_screen()
         if rank == 0:
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+            print(f"interrupted{job.next_start()}", file=sys.stderr, flush=True)
         return 130
     except StopRequested as stopped:
         job.clear_screen()
         if rank == 0:
-            print(f"stopped by {stopped}; the same command goes on from here", file=sys.stderr, flush=True)
+            print(f"stopped by {stopped}{job.next_start()}", file=sys.stderr, flush=True)
         return 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
         job.clear_screen()
-        return _report(error, rank, coordinator, running)
+        code = _report(error, rank, coordinator, running)
+        refusal = str(error) if code == 2 else None
+        return code
     finally:
         if coordinator is not None:
             coordinator.close()
         job.close()
+        if refusal is not None and job.output is not None:
+            job.output.discard(refusal)
         stop.ignore()
 
 

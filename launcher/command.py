@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.run_folder import refuse_foreign
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 SECRET_OPTION = re.compile(r"api[-_]key\b|auth[-_]token\b|secret|password", re.IGNORECASE)
@@ -35,9 +36,11 @@ def free_port() -> int:
 def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
     """The composed config, refused now and not after hours in a queue. Needs neither torch nor the model.
 
-    Raises ConfigError: as `compose`, or a number of ranks that the layout does not divide.
+    Raises ConfigError: as `compose`, an output_dir with files that are not of a run, or a number of ranks that the
+    layout does not divide.
     """
     config, _ = compose(files, keys)
+    refuse_foreign(Path(config.output_dir))
     p = config.parallel
     if ranks % p.model_ranks:
         raise ConfigError(

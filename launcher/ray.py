@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dynamo_megatron.checkpoint_folder import after_a_stop
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
@@ -121,7 +122,7 @@ class Run:
             self._start()
             return self._watch()
         except KeyboardInterrupt:
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+            print(f"interrupted; {after_a_stop(self._output / 'checkpoints')}", file=sys.stderr, flush=True)
             return 130
         finally:
             for placed in self._placed:
@@ -250,7 +251,7 @@ class Run:
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             raise RunFailed(
                 f"{placed.name} on {placed.address or placed.node}: its actor died "
-                f"({detail[1] if detail else text[:300]}); the same command goes on from the last checkpoint"
+                f"({detail[1] if detail else text[:300]}); {after_a_stop(self._output / 'checkpoints')}"
             ) from None
 
 

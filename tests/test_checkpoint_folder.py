@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.checkpoint_folder import (
+    after_a_stop,
+    altered,
     choose_checkpoint,
     complete_checkpoints,
     fault,
+    has_checksums,
     latest_checkpoint,
     publish,
     read_manifest,
     unfinished_folder,
 )
+from dynamo_megatron.checksums import file_checksum
 
 FILES = {".metadata": b"m", "__0_0.distcp": b"data of rank 0", "__1_0.distcp": b"data", "state.json": b"{}"}
 CONTENTS = {"model": {"family": "qwen2"}, "dtype": "float32", "layout": {"ranks": 2}}
@@ -31,7 +36,8 @@ def save(root: Path, step: int, keep_last: int = 1, say=print) -> Path:
     aside = unfinished_folder(root, step)
     for name, content in FILES.items():
         (aside / name).write_bytes(content)
-    return publish(aside, step, CONTENTS, ["__0_0.distcp", "__1_0.distcp"], keep_last, say)
+    checksums = {name: file_checksum(aside / name) for name in ("__0_0.distcp", "__1_0.distcp")}
+    return publish(aside, step, CONTENTS, checksums, keep_last, say)
 
 
 def steps(root: Path) -> list[int]:
@@ -76,6 +82,53 @@ def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
     assert steps(tmp_path) == [3, 6]
 
 
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp_path, name):
+    save(tmp_path, 3, keep_last=2)
+    folder = save(tmp_path, 6, keep_last=2)
+    assert altered(folder) is None
+    flip(folder / name)
+    assert fault(folder) is None, "the size tells nothing"
+    why = altered(folder)
+    assert why.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in why
+    assert why.endswith(f"; delete {folder} to resume from the checkpoint of step 3")
+    for ranks in (2, 3, 7):
+        assert sorted(altered(folder, rank, ranks) or "" for rank in range(ranks)) == [""] * (ranks - 1) + [why]
+
+
+def test_a_stop_promises_a_checkpoint_only_where_there_is_one(tmp_path):
+    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
+    unfinished_folder(tmp_path, 3)
+    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
+    save(tmp_path, 3)
+    assert after_a_stop(tmp_path) == "the same command resumes from the checkpoint of step 3"
+
+
+def test_what_to_do_without_an_earlier_checkpoint(tmp_path):
+    folder = save(tmp_path, 3)
+    flip(folder / "state.json")
+    assert altered(folder).endswith("; restore it from a copy: there is no earlier complete checkpoint")
+
+
+def test_a_manifest_that_lost_a_checksum_is_damaged_and_one_without_any_is_old(tmp_path):
+    folder = save(tmp_path, 3)
+    manifest = read_manifest(folder)
+    assert has_checksums(folder) and manifest["checksums"].keys() == FILES.keys()
+    del manifest["checksums"]["__0_0.distcp"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert altered(folder).startswith(f"{folder / 'manifest.json'}: no checksum of __0_0.distcp; ")
+    del manifest["checksums"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert not has_checksums(folder) and altered(folder) is None and fault(folder) is None
+
+
 def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
     assert choose_checkpoint(tmp_path, print) is None
     (save(tmp_path, 3) / "state.json").unlink()
@@ -116,7 +169,7 @@ def test_a_file_that_rank_0_does_not_see_is_not_left_out(tmp_path):
     aside = unfinished_folder(tmp_path, 3)
     (aside / "__0_0.distcp").write_bytes(b"data")
     with pytest.raises(OSError, match=r"__1_0.distcp: written by a rank, but not in the folder as rank 0 sees it"):
-        publish(aside, 3, CONTENTS, ["__0_0.distcp", "__1_0.distcp"], 1, print)
+        publish(aside, 3, CONTENTS, {"__0_0.distcp": "0", "__1_0.distcp": "1"}, 1, print)
     assert steps(tmp_path) == []
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.cli import main
 
@@ -242,6 +243,7 @@ def test_refused_by_rank_0(base, tiny_model, arguments, says):
     code, err = rank_0(base, base / "config.yaml", *arguments(base, tiny_model))
     assert (code, err.count("\n")) == (2, 1), err
     assert says in err
+    assert not (base / "run").exists()
 
 
 def test_a_port_in_use(base):
@@ -252,6 +254,34 @@ def test_a_port_in_use(base):
         code, err = rank_0(base, base / "config.yaml", f"rollout.port={port}")
     assert (code, err.count("\n")) == (2, 1), err
     assert str(port) in err
+    assert not (base / "run").exists()
+
+
+def test_a_start_that_is_refused_with_the_policy_leaves_no_folder(base, tiny_model):
+    """The weights are read last of all."""
+    model = base / "model"
+    shutil.copytree(tiny_model, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    (base / "record" / "rollouts").mkdir(parents=True)
+    keys = [f"model.path={model}", "rollout.engine=recorded", f"rollout.recorded={base / 'record'}"]
+    code, err = rank_0(base, base / "config.yaml", *keys, f"output_dir={base / 'runs' / 'first'}")
+    assert code == 2 and err.splitlines() == [
+        f"{model}: tensor model.norm.weight holds NaN or infinity; download or convert the model again"
+    ]
+    assert not (base / "runs").exists()
+
+
+def test_an_evaluation_does_not_go_into_a_model(base, tiny_model, capsys):
+    before = sorted(tiny_model.iterdir())
+    words = ["eval", "--model", str(tiny_model), f"eval.data={base / 'problems.jsonl'}"]
+    assert main([*words, "--out", str(tiny_model)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"--out: {tiny_model} is a model's folder (config.json); name another folder\n"
+    assert sorted(tiny_model.iterdir()) == before
+    assert main([*words[:-1], "eval.data=/no/such.jsonl", "--out", str(base / "scores" / "first")]) == 2
+    assert not (base / "scores").exists() and "/no/such.jsonl" in capsys.readouterr().err
 
 
 def test_another_run_in_the_output_folder(base):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import inspection
+from dynamo_megatron.convert import hf2mcore
 from dynamo_megatron.inspection import describe, differences, in_bytes, inspect
 from dynamo_megatron.models.torch_dist import TorchDistWriter
 
@@ -145,6 +146,20 @@ def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tool):
     assert code == 1 and f"{folder / 'manifest.json'}: No such file or directory" in out
     code, _, said = tool(tmp_path)
     assert code == 2 and "a run without a complete checkpoint; step 3: " in said
+
+
+def test_a_flipped_bit_is_said_to_be_there(tiny_model, tmp_path, tool):
+    folder = tmp_path / "mcore"
+    hf2mcore(tiny_model, folder)
+    code, out, _ = tool(folder)
+    assert code == 0 and "bytes: as saved, by their checksums" in out
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, out, _ = tool(folder)
+    assert code == 1 and f"converted model, {file}: its bytes are not those that were saved" in out
+    assert "copy or convert the model again" in out
 
 
 def test_sizes_have_a_unit():

@@ -130,3 +130,82 @@ def test_a_run_from_before_there_was_a_seed_resumes(tmp_path):
     saved["data"]["shuffle_seed"] = 0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
     OutputDir(settings(tmp_path)).check()
+
+
+def fill(folder: Path, names: str) -> Path:
+    """Empty files and, with a slash at the end, folders."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names.split():
+        if name.endswith("/"):
+            (folder / name).mkdir()
+        else:
+            (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (
+            "LICENSE config.json model.safetensors tokenizer.json",
+            " is a model's folder (config.json); name a new folder",
+        ),
+        (
+            "model-00001-of-00002.safetensors",
+            " is a model's folder (model-00001-of-00002.safetensors); name a new folder",
+        ),
+        ("common.pt __0_0.distcp .metadata", " is a model's folder (__0_0.distcp); name a new folder"),
+        ("logs/ thesis.tex", " holds thesis.tex, which is not of a run; name a new folder"),
+        ("first/ second/", " holds first, which is not of a run; name a new folder"),  # of two runs
+        ("step-000004/", " holds step-000004, which is not of a run; name a new folder"),  # a run's checkpoints/
+        ("config.yaml problems.jsonl summary.json table.md logs/", " holds problems.jsonl, which is"),  # an evaluation
+    ],
+)
+def test_a_folder_with_files_that_are_not_of_a_run_is_refused(tmp_path, names, says):
+    folder = fill(tmp_path / "mine", names)
+    before = sorted(folder.rglob("*"))
+    for refuses in (OutputDir(settings(folder)).finished, OutputDir(settings(folder)).check):
+        with pytest.raises(ConfigError) as refused:
+            refuses()
+        assert str(refused.value).startswith(f"output_dir: {folder}{says}") and "\n" not in str(refused.value)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "names", ["", "logs/ rollouts/ .lock", "config.yaml train.sbatch logs/ slurm-7.out", "servers/"]
+)
+def test_an_empty_folder_and_what_a_run_left_before_its_first_result_are_not_refused(tmp_path, names):
+    assert OutputDir(settings(fill(tmp_path / "run", names))).finished() is None
+
+
+def test_files_that_a_user_has_put_beside_a_run_do_not_end_it(tmp_path):
+    config = settings(fill(tmp_path, "notes.md"))
+    OutputDir(config).take_over(0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    OutputDir(config).check()
+
+
+@pytest.mark.parametrize(("before", "left"), [(None, None), ("", []), ("train.sbatch logs/", ["logs", "train.sbatch"])])
+def test_a_refused_start_leaves_what_was_there_before(tmp_path, before, left):
+    folder = tmp_path / "runs" / "first"
+    if before is not None:
+        fill(folder, before)
+    output = OutputDir(settings(folder))
+    output.discard("refused before it came to the folder")
+    output.claim()
+    fill(folder, "" if before else "logs/")
+    (folder / "logs" / "rollout.log").parent.mkdir(exist_ok=True)
+    (folder / "logs" / "rollout.log").touch()
+    output.discard("reward.functions: no module named nowhere")
+    assert (sorted(p.name for p in folder.iterdir()) if folder.exists() else None) == left
+    assert (tmp_path / "runs").exists() == (before is not None)
+
+
+def test_a_refused_start_keeps_a_log_that_its_message_names_and_what_is_not_a_starts(tmp_path):
+    for number, (more, why) in enumerate([("logs/", "see {}/logs/rollout.log"), ("logs/ metrics.jsonl", "a key")]):
+        folder = tmp_path / str(number)
+        output = OutputDir(settings(folder))
+        output.claim()
+        before = sorted(fill(folder, more).iterdir())
+        output.discard(why.format(folder))
+        assert sorted(folder.iterdir()) == before

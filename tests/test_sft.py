@@ -115,6 +115,26 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
 
 
 @pytest.mark.full
+def test_a_flipped_bit_in_the_newest_checkpoint_stops_the_resume_until_it_is_deleted(sft):
+    output, run = sft
+    keys = ("output_dir=flipped", "trainer.stop_when=null", "checkpoint.every=2")
+    assert run(*keys, "trainer.steps=4")[0] == 0
+    newest = output.parent / "flipped" / "checkpoints" / "step-000004"
+    file = newest / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, text = run(*keys, "trainer.steps=6")
+    last = text.splitlines()[-1]
+    assert code == 2 and last.startswith(f"{file.relative_to(output.parent)}: its bytes are not those that were saved")
+    assert last.endswith(f"; delete {newest.relative_to(output.parent)} to resume from the checkpoint of step 2")
+    assert "Traceback" not in text and len(losses(output.parent / "flipped")) == 4
+    shutil.rmtree(newest)
+    code, text = run(*keys, "trainer.steps=6")
+    assert code == 0 and "(step 2)" in text and len(losses(output.parent / "flipped")) == 6
+
+
+@pytest.mark.full
 def test_an_export_onto_a_full_disk_is_one_line(sft):
     """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
     output, _ = sft

@@ -27,6 +27,7 @@ from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.run_folder import NewFolder, model_file
 from dynamo_megatron.tracking.progress import Progress
 
 
@@ -44,8 +45,11 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
     config = _config(files, overrides, model, checkpoint, out)
     if (out / "config.yaml").exists():
         raise ConfigError(f"--out: {out} holds a run or an evaluation; name another folder")
+    if (found := model_file(out)) is not None:
+        raise ConfigError(f"--out: {out} is a model's folder ({found}); name another folder")
     try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
+        results_folder = NewFolder(out)
+        (out / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
     try:
@@ -64,6 +68,7 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
             results = _ask(served, url, progress)
         print(_write(results, config, model, out))
     except ValueError as error:
+        results_folder.discard(str(error))
         raise ConfigError(str(error)) from None
     except (RolloutError, OSError) as error:
         print(error, file=sys.stderr)

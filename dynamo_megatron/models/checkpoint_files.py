@@ -53,6 +53,12 @@ def check_tensors(
         raise ValueError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # NaN comes out of aminmax as both; isfinite of the whole tensor would take another one of its size.
+    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in tensor.aminmax())
+
+
 def companion_files(folder: Path) -> list[Path]:
     """What a model's folder holds besides weights: config.json, tokenizer, generation config, licence."""
     weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")

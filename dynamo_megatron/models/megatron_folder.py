@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dynamo_megatron.checkpoint_folder import MANIFEST_FILE, check_model
-from dynamo_megatron.models.checkpoint_files import check_tensors
+from dynamo_megatron.models.checkpoint_files import check_tensors, is_finite
 from dynamo_megatron.models.mapping import (
     HF_EMBEDDING,
     HF_HEAD,
@@ -132,9 +132,9 @@ def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
 
 def write_megatron(
     spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
-) -> None:
+) -> dict[str, str]:
     """Writes the model whose Hugging Face tensors `get` gives into the empty folder `path`, in `dtype` (None: as they
-    come), one parameter at a time.
+    come), one parameter at a time. Returns the checksums of the data files, by name.
 
     Raises OSError, and ValueError where a parameter's tensors differ in dtype or a value is too large for `dtype`.
     """
@@ -160,21 +160,15 @@ def write_megatron(
         for index in product(*map(range, sizes)):
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             writer.add_object(f"{key}_extra_state/{shard}", [None])
-    writer.close()
+    return writer.close()
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is too large for a narrower one."""
-    if dtype is None or tensor.dtype == dtype:
-        return tensor
-    result = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not _finite(result):
-        if not _finite(tensor):
-            raise ValueError(f"tensor {name}: the source has a value that is inf or NaN; convert without --dtype")
+    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is NaN, infinite or too large for a
+    narrower one."""
+    result = tensor if dtype is None else tensor.to(dtype)
+    if not is_finite(result):
+        if not is_finite(tensor):
+            raise ValueError(f"tensor {name}: the source holds NaN or infinity; download the model again")
         raise ValueError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
     return result
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    # NaN comes out of aminmax as both; isfinite of the whole tensor would take another one of its size.
-    return all(bool(torch.isfinite(end)) for end in tensor.aminmax())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
+
+from dynamo_megatron.checksums import ChecksumWriter
 
 BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -165,6 +168,7 @@ class TorchDistWriter:
         self.path = path
         self._tensors: dict[str, Any] = {}
         self._results: list[WriteResult] = []
+        self._digests: dict[str, xxhash.xxh3_128] = {}  # by file
         self._full = 0  # files that take no more
 
     def add(self, key: str, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
@@ -189,21 +193,24 @@ class TorchDistWriter:
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
         file = self.path / f"__{self._full}_0.distcp"
-        with open(file, "ab") as stream:
+        digest = self._digests.setdefault(file.name, xxhash.xxh3_128())
+        with ChecksumWriter(file, "ab", digest) as stream:
             start = stream.tell()
             _save(value, stream)
             end = stream.tell()
         self._results.append(WriteResult(index, end - start, _StorageInfo(file.name, start, end - start)))
         self._full += end >= FILE_BYTES
 
-    def close(self) -> None:
-        """Writes what makes the tensors findable. Nothing is synced to the disk. Raises OSError."""
+    def close(self) -> dict[str, str]:
+        """Writes what makes the tensors findable; returns the checksums of the data files, by name. Nothing is synced
+        to the disk. Raises OSError."""
         with open(self.path / "common.pt", "wb") as stream:
             _save({"content_metadata": {}}, stream)
         (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
         writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
 
 def _save(value: Any, stream: BinaryIO) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
+from dynamo_megatron.models.checkpoint_files import SafetensorsFolder, is_finite
 from dynamo_megatron.models.mapping import (
     expert_number,
     global_name,
@@ -30,7 +30,8 @@ def load_weights(
     `layer_offset`. A stage of several chunks (interleaved pipeline) calls it once for each.
 
     Raises ValueError naming the parameter: unknown to the family, of another shape than its shard, filled twice, or a
-    tensor of one of the chunk's layers (its own experts' only) with no parameter.
+    tensor of one of the chunk's layers (its own experts' only) with no parameter; or naming a tensor whose values here
+    are not all finite.
     """
     experts = spec.experts_of(ep_rank, ep_size)
     used: dict[str, str] = {}
@@ -47,6 +48,11 @@ def load_weights(
                 f"{name}: {list(parameter.shape)} in the model, {list(shard.shape)} on rank {tp_rank} of tp {tp_size}"
             )
         parameter.copy_(shard)
+        if not is_finite(parameter):
+            damaged = next((tensor for tensor in names if not is_finite(folder.get(tensor))), None)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            why = "holds NaN or infinity" if damaged else f"has a value too large for {dtype}"
+            raise ValueError(f"{folder.path}: tensor {damaged or names[0]} {why}; download or convert the model again")
     for layer in {tensor.split(".")[2] for tensor in used if tensor.startswith("model.layers.")}:
         for parameter_name, parts in spec.layer_names.items():
             expert = expert_number(parameter_name)

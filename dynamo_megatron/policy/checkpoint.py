@@ -12,11 +12,13 @@ function of its own seed and position.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
+from dynamo_megatron.checksums import ChecksumWriter
 from dynamo_megatron.models.torch_dist import TorchDistReader
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.policy.verification import verify_bytes
 
 EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
 TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
@@ -62,6 +66,19 @@ class _HostCopy:
         return self._data[item.index]
 
 
+class _HashedFiles(FileSystem):
+    """Hashes files as they are written: `checksums`, by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[ChecksumWriter]:
+        with ChecksumWriter(Path(path), mode) as stream:
+            yield stream
+        self.checksums[Path(path).name] = stream.digest.hexdigest()
+
+
 class _Writer(FileSystemWriter):
     """torch's writer in two halves: the plan is made with all ranks, the file is written when `write` is called."""
 
@@ -69,6 +86,7 @@ class _Writer(FileSystemWriter):
         # No copies ahead in the background: their CUDA stream would be of the thread's device, not of this rank's.
         ahead = 0 if background else 10_000_000
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
+        self.fs = _HashedFiles()
         self._background = background
         self.results: list[WriteResult] = []
         self.error: str | None = "its writer ended without a result"
@@ -134,22 +152,26 @@ class Save:
             raise TimeoutError(f"waited {timeout:g} s for the checkpoint of step {self.step} to be written")
         layout, first = self._layout, self._layout.rank == 0
         parts: list | None = [None] * layout.world_size if first else None
-        dist.gather_object((self._writer.results, self._writer.error), parts, dst=0, group=layout.host)
+        mine = self._writer.results, self._writer.fs.checksums, self._writer.error
+        dist.gather_object(mine, parts, dst=0, group=layout.host)
         failed = [self._publish(parts, keep_last, say) if first else None]
         dist.broadcast_object_list(failed, src=0, group=layout.host)
         if failed[0] is not None:
             raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
 
     def _publish(
-        self, parts: list[tuple[list[WriteResult], str | None]], keep_last: int, say: Callable[[str], None]
+        self,
+        parts: list[tuple[list[WriteResult], dict[str, str], str | None]],
+        keep_last: int,
+        say: Callable[[str], None],
     ) -> str | None:
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error is not None]
+        errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(parts) if error is not None]
         try:
             if not errors:
                 (self._folder / STATE_FILE).write_text(self._state, encoding="utf-8")
-                self._writer.write_metadata([results for results, _ in parts])
-                written = {result.storage_data.relative_path for results, _ in parts for result in results}
-                publish(self._folder, self.step, self._contents, written, keep_last, say)
+                checksums = {name: checksum for _, of_rank, _ in parts for name, checksum in of_rank.items()}
+                self._writer.write_metadata([results for results, *_ in parts])
+                publish(self._folder, self.step, self._contents, checksums, keep_last, say)
         except OSError as error:
             errors = [str(error)]
         if errors:
@@ -203,14 +225,16 @@ def _not_saved(root: Path, step: int, why: str) -> str:
     return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Policy, folder: Path) -> None:
-    """Loads the weights and the optimizer, whatever layout saved them; collective over all ranks.
+def load_checkpoint(policy: Policy, folder: Path) -> bool:
+    """Loads the weights and the optimizer, whatever layout saved them; collective over all ranks. Returns whether the
+    bytes were compared with checksums: False for a checkpoint that was saved without.
 
     Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
     """
     if (why := fault(folder)) is not None:
         raise ValueError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
+    verified = verify_bytes(folder, policy.layout)
     sharded, _ = _sharded_state(policy, loading=True)
     for i in range(len(policy.chunks)):
         # TransformerEngine's modules have it and others do not: a run may go on with the other ones
@@ -238,6 +262,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> None:
         assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
     policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
+    return verified
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:

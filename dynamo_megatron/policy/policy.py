@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,19 +23,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.checkpoint_folder import UNVERIFIED
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec, load_weights, open_weights
+from dynamo_megatron.models.checkpoint_files import is_finite
+from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
+from dynamo_megatron.policy.verification import verify_bytes
 from dynamo_megatron.records import Sequences
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is NaN or infinite; raised before the optimizer step."""
+    """A token statistic, loss or gradient norm that is NaN or infinite; raised before the optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +107,28 @@ class Policy:
         return self.chunks[-1].head_weight
 
     def _load(self, path: str) -> None:
+        """Collective over all ranks. Raises ValueError, the same on every rank: a rank may find what no other reads."""
         layout = self.layout
-        with open_weights(path, self.spec) as folder:
-            for chunk in self.chunks:
-                load_weights(
-                    chunk,
-                    self.spec,
-                    folder,
-                    layer_offset=chunk.layer_offset,
-                    tp_rank=layout.tp.rank(),
-                    tp_size=layout.tp.size(),
-                    ep_rank=layout.ep.rank(),
-                    ep_size=layout.ep.size(),
-                )
+        if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
+            print(f"{path}: {UNVERIFIED}", flush=True)
+        failed = None
+        try:
+            with open_weights(path, self.spec) as folder:
+                for chunk in self.chunks:
+                    load_weights(
+                        chunk,
+                        self.spec,
+                        folder,
+                        layer_offset=chunk.layer_offset,
+                        tp_rank=layout.tp.rank(),
+                        tp_size=layout.tp.size(),
+                        ep_rank=layout.ep.rank(),
+                        ep_size=layout.ep.size(),
+                    )
+        except ValueError as error:
+            failed = str(error)
+        if failures := [why for why in layout.gather(failed) if why is not None]:
+            raise ValueError(failures[0])
 
     @property
     def _head(self) -> dict:
@@ -128,7 +142,9 @@ class Policy:
         }
 
     def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
-        """This rank's micro-batches of the sequences `members`."""
+        """This rank's micro-batches of the sequences `members`. Raises ValueError, on every rank, for a token that the
+        model's vocabulary does not have: the embedding of one would be zeros or a row of padding."""
+        source.check_tokens(self.spec.vocab_size)
         lengths = np.diff(source.offsets)[members] - 1
         layout, parallel = self.layout, self.config.parallel
         plan = plan_micro_batches(
@@ -177,7 +193,9 @@ class Policy:
 
     @torch.no_grad()
     def token_stats(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> ResponseStats:
-        """Statistics of all response tokens, from the same micro-batches as the updates on `mini_batches`."""
+        """Statistics of all response tokens, from the same micro-batches as the updates on `mini_batches`.
+
+        Raises NonFiniteError on every rank."""
         gathered = torch.zeros(4, int(source.response_offsets[-1]))
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,7 +205,15 @@ class Policy:
             return hidden.new_zeros(())
 
         self._run([m for mini in mini_batches for m in self._micro_batches(source, mini)], collect, forward_only=True)
-        return ResponseStats(*self.layout.world_sum(gathered))
+        gathered = self.layout.world_sum(gathered)
+        if not is_finite(gathered):
+            bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
+            owners = np.unique(np.searchsorted(source.response_offsets, bad, side="right") - 1)
+            raise NonFiniteError(
+                f"NaN or infinite logprobs or entropy in {len(owners)} of {len(source.prompt_ids)} responses; "
+                f"the first: {source.name(owners[0])}"
+            )
+        return ResponseStats(*gathered)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
 from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.server import listening_address
+from dynamo_megatron.run_folder import refuse_foreign
 
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
 SLOW_CHECKPOINT = 600.0  # seconds
@@ -111,6 +112,7 @@ def _folder_size(folder: Path) -> int:
 
 def disk(subject: Subject) -> Iterator[Finding]:
     """Room for the run's files, and the disk's speed with what a checkpoint then takes."""
+    refuse_foreign(Path(subject.config.output_dir))
     told = check_room(subject.config, subject.spec)
     folder = _existing(Path(subject.config.output_dir))
     try:

@@ -13,6 +13,7 @@ from dynamo_megatron.convert import check_config
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.models import ModelSpec, SafetensorsFolder, open_weights
+from dynamo_megatron.models.checkpoint_files import is_finite
 from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
 from dynamo_megatron.planning.formulas import model_elements
 from dynamo_megatron.preflight.findings import Finding, note, ok, skipped
@@ -52,7 +53,7 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
             tensors = {n: folder.get(n) for n in huggingface_names(spec, name)}
             shards = [to_megatron(spec, name, list(tensors.values()), rank, tp) for rank in range(tp)]
             for n, back in to_huggingface(spec, name, shards).items():
-                if not bool(torch.isfinite(tensors[n]).all()):
+                if not is_finite(tensors[n]):
                     raise ValueError(f"{folder.path}: tensor {n} holds NaN or infinity; download the model again")
                 if back.dtype != tensors[n].dtype or not torch.equal(back, tensors[n]):
                     raise ValueError(

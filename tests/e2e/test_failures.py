@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from dynamo_megatron.checkpoint_folder import after_a_stop
+
 FAILS_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
@@ -72,6 +74,7 @@ def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path)
     asked = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait(timeout=30) == 130
+    assert run.text.splitlines()[-1] == f"interrupted; {after_a_stop(tmp_path / 'run' / 'checkpoints')}"
     assert run.left_behind(within=10 - (time.monotonic() - asked)) == []
     assert time.monotonic() - asked <= 10
 

@@ -92,7 +92,7 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows):
     assert 3 <= done < 8
     cluster.wait(job, output)
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
-    assert "stopped by SIGUSR1; the same command goes on from here" in rank_log(output, job, 0)
+    assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
     assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
     assert [row["step"] for row in rows(output)] == list(range(1, 9))
 

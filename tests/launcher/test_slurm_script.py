@@ -122,6 +122,7 @@ def test_what_sbatch_is_asked():
         (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
         (("optimizer.rate=1",), "unknown key optimizer.rate"),
         (("output_dir=a\\b",), "output_dir: "),
+        (("output_dir=.",), "output_dir: . holds c.yaml, which is not of a run"),
     ],
 )
 def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, capsys, monkeypatch):

@@ -99,6 +99,61 @@ def test_a_value_that_float16_does_not_have_is_refused(tiny_model, tmp_path, cap
     assert "model.norm.weight" in line and said in line
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_a_value_that_is_not_finite_is_passed_on_in_neither_direction(converted, tmp_path, capsys, name, value):
+    folder = changed(converted[0], tmp_path, lambda t: t[name][0, 3].fill_(value))
+    says = f"tensor {name}: the source holds NaN or infinity; download the model again"
+    assert refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out") == says
+    mcore = shutil.copytree(converted[1], tmp_path / "mcore")
+    (mcore / "manifest.json").unlink()  # as another program writes it
+    whole, damaged = (load_file(f / "model.safetensors")[name].view(torch.uint8) for f in (converted[0], folder))
+    data = (mcore / "__0_0.distcp").read_bytes()
+    assert data.count(whole.numpy().tobytes()) == 1
+    (mcore / "__0_0.distcp").write_bytes(data.replace(whole.numpy().tobytes(), damaged.numpy().tobytes()))
+    capsys.readouterr()
+    code, said = say(capsys, "mcore2hf", mcore, tmp_path / "out")
+    assert (code, said.splitlines()[-1]) == (2, says) and not (tmp_path / "out").exists()
+
+
+def flipped(converted, tmp_path):
+    """A copy of the converted folder with one bit of its data flipped, and the file it is in."""
+    folder = shutil.copytree(converted[1], tmp_path / "flipped")
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / "__0_0.distcp").write_bytes(content)
+    return folder, folder / "__0_0.distcp"
+
+
+def test_a_flipped_bit_is_refused(converted, tmp_path, tool, capsys, monkeypatch):
+    folder, file = flipped(converted, tmp_path)
+    line = refusal(capsys, tmp_path / "out", "mcore2hf", folder, tmp_path / "out")
+    assert line.startswith(f"{file}: its bytes are not those that were saved (XXH3 ")
+    assert line.endswith("; copy or convert the model again")
+    monkeypatch.setattr(sys, "argv", ["verify_conversion", str(converted[0]), str(folder)])
+    assert tool("verify_conversion").main() == 2 and capsys.readouterr().err.startswith(f"{file}: its bytes ")
+
+
+def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(converted, tmp_path, capsys):
+    folder = shutil.copytree(converted[1], tmp_path / "edited")
+    for file in companion_files(folder):
+        file.write_bytes(file.read_bytes() + b"\n")
+    capsys.readouterr()
+    assert say(capsys, "mcore2hf", folder, tmp_path / "out") == (0, "")
+
+
+def test_a_folder_that_was_converted_before_there_were_checksums(converted, tmp_path, capsys):
+    folder = flipped(converted, tmp_path)[0]
+    manifest = read_manifest(folder)
+    del manifest["checksums"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert say(capsys, "mcore2hf", folder, tmp_path / "out") == (
+        0,
+        f"{folder}: saved without checksums, so that its bytes are not verified",
+    )
+
+
 def test_float16_over_its_whole_range(tiny_model, tmp_path):
     ends = torch.tensor([65504.0, -65504.0])
     folder = changed(

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
@@ -23,6 +24,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from dynamo_megatron.checkpoint_folder import read_manifest  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
@@ -60,7 +62,8 @@ def hold_writing() -> threading.Event:
 
 def damage(policy: Policy, root: Path) -> dict[str, str]:
     """What is said of a save onto a full disk, by what does not fit, and of loading what is damaged without a change
-    of its size, by file. A limit on a file's size stands in for the disk's end."""
+    of its size, by file: with one bit flipped, and overwritten in a checkpoint without checksums. A limit on a file's
+    size stands in for the disk's end."""
     said = {}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -74,17 +77,34 @@ def damage(policy: Policy, root: Path) -> dict[str, str]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         said[f"{what} left"] = " ".join(path.name for path in root.iterdir())
+    folder = root / "step-000003"
+    for name in read_manifest(folder)["files"]:
+        said[f"{name} flipped"] = loaded(policy, folder / name, flipped)
+    assert load_checkpoint(policy, folder), "its bytes were compared"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksums"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     for name in ("__0_0.distcp", "common.pt", ".metadata"):
-        file = root / "step-000003" / name
-        whole = file.read_bytes()
-        file.write_bytes(whole[:100] + bytes(len(whole[100:])))
-        try:
-            load_checkpoint(policy, file.parent)
-        except ValueError as error:
-            said[f"{name} loaded"] = str(error)
-        file.write_bytes(whole)
-    load_checkpoint(policy, root / "step-000003")
+        said[f"{name} overwritten"] = loaded(policy, folder / name, lambda whole: whole[:100] + bytes(len(whole) - 100))
+    assert not load_checkpoint(policy, folder)
     return said
+
+
+def flipped(whole: bytes) -> bytes:
+    return whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :]
+
+
+def loaded(policy: Policy, file: Path, change: Callable[[bytes], bytes]) -> str:
+    """What is said of loading the checkpoint with that file changed."""
+    whole = file.read_bytes()
+    file.write_bytes(change(whole))
+    try:
+        load_checkpoint(policy, file.parent)
+    except ValueError as error:
+        return str(error)
+    finally:
+        file.write_bytes(whole)
+    return "nothing"
 
 
 def run(case: dict, number: int, store: dist.Store) -> None:

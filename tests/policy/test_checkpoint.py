@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 
+from dynamo_megatron.checkpoint_folder import read_manifest
 from dynamo_megatron.inspection import describe, differences, inspect
 
 TOLERANCE = 1e-5
@@ -109,13 +111,28 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(runs):
         assert said[f"{what} left"] == "step-000003"
 
 
-def test_a_damaged_file_of_the_right_size_is_one_line(runs):
-    said, folder = (
-        json.loads((runs / "damaged" / "said.json").read_text()),
-        runs / "damaged" / "checkpoints/step-000003",
-    )
+def test_a_flipped_bit_in_any_file_is_one_line(runs):
+    said, folder = json.loads((runs / "damaged" / "said.json").read_text()), runs / "damaged/checkpoints/step-000003"
+    for name in ("__0_0.distcp", "common.pt", ".metadata", "metadata.json", "state.json"):
+        line = said[f"{name} flipped"]
+        assert line.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in line
+        assert line.endswith("; restore it from a copy: there is no earlier complete checkpoint")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checksums_are_those_of_the_files(runs, kind):
+    """The ranks hash their files as they write them."""
+    folder = runs / "straight" / kind / "step-000003"
+    checksums = read_manifest(folder)["checksums"]
+    assert {f"__{rank}_0.distcp" for rank in range(4)} < checksums.keys()
+    found = {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in folder.iterdir()}
+    assert found.pop("manifest.json") and found == checksums
+
+
+def test_a_damaged_file_of_the_right_size_is_one_line_without_checksums_too(runs):
+    said, folder = json.loads((runs / "damaged" / "said.json").read_text()), runs / "damaged/checkpoints/step-000003"
     for name in ("__0_0.distcp", "common.pt", ".metadata"):
-        line = said[f"{name} loaded"]
+        line = said[f"{name} overwritten"]
         assert line.startswith(f"{folder} cannot be loaded: ") and "\n" not in line and len(line) < 1000
         assert line.endswith("; move it away to go on from the one before it")
 

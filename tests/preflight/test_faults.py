@@ -236,8 +236,10 @@ def test_rollouts_that_will_fill_the_disk_are_noted(base, check):
     assert level == "note" and "rollouts are kept: 1000000000000 steps" in text
 
 
-def test_a_folder_that_cannot_be_written(failure):
+def test_a_folder_that_cannot_be_written(base, failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
+    said = failure("disk", f"output_dir={base / 'model'}")
+    assert f"output_dir: {base / 'model'} is a model's folder (config.json); name a new folder" in said
 
 
 def test_a_port_in_use(failure, monkeypatch):
