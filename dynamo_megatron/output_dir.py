@@ -107,7 +107,7 @@ class OutputDir:
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""
         file = self.path / CHAT_TEMPLATE_FILE
-        if self._has_results() and file.is_file() and file.read_text(encoding="utf-8") != text:
+        if has_results(self.path) and file.is_file() and file.read_text(encoding="utf-8") != text:
             raise ConfigError(
                 f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
                 f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
