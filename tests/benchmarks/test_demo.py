@@ -59,7 +59,7 @@ def test_only_the_row_is_replaced(tmp_path):
 def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
     def run(*arguments: object) -> str:
         command = [sys.executable, "-P", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=500).stdout
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=900).stdout
 
     task, readme, out = tmp_path / "task", tmp_path / "README.md", tmp_path / "demo.json"
     run("tools/demo_task.py", task)

@@ -192,8 +192,13 @@ def penalised(batch: SimpleNamespace) -> np.ndarray:
     return batch.rewards + np.minimum(-(batch.lengths - (LENGTH - k)) / k * 0.5, 0.0)
 
 
+class Compared(SimpleNamespace):
+    def __repr__(self) -> str:  # of a failed test: the arrays would take minutes
+        return "Compared()"
+
+
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory) -> SimpleNamespace:
+def compared(tmp_path_factory) -> Compared:
     """The batches, what we make of each, and the peers' answers."""
     folder = tmp_path_factory.mktemp("peers")
     batches = [make_batch(seed) for seed in range(BATCHES)]
@@ -224,7 +229,7 @@ def compared(tmp_path_factory) -> SimpleNamespace:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
         run = subprocess.run(words, stdout=output, stderr=output, env=environment, timeout=1500, check=False)
     assert run.returncode == 0, log.read_text()[-3000:]
-    return SimpleNamespace(batches=batches, mine=mine, theirs=dict(np.load(folder / "out.npz")))
+    return Compared(batches=batches, mine=mine, theirs=dict(np.load(folder / "out.npz")))
 
 
 def close(got, want, *what) -> None:
@@ -295,7 +300,7 @@ def test_fork_tokens_are_trl_s_choice(compared):
         if batch.minis == 1:
             chosen, selected = flat(batch, compared.theirs["high_entropy"][b]), mine.selected != 0
             at_the_edge = np.abs(batch.entropy - batch.entropy[selected].min()) < 2 * ENTROPY_GRID
-            assert (chosen == selected)[~at_the_edge].all() and chosen.sum() == selected.sum()
+            assert (chosen == selected)[~at_the_edge].all() and abs(chosen.sum() - selected.sum()) <= 1, b
             both = chosen & selected & (batch.new - batch.old < np.log(10.0))  # TRL's has no dual clip
             close(mine.grad[both] * selected.sum() / len(selected), theirs.grad[both], b)
 
