@@ -1,0 +1,177 @@
+"""The commands of the command line with their options: what `--help` shows."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.command_parser import Parser, Version
+from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments
+
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
+CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
+DTYPES = ("bfloat16", "float16", "float32")
+EXAMPLES = {
+    "train": "dynamo-megatron train my.yaml methods/dynamo trainer.steps=20 output_dir=runs/first",
+    "sft": "dynamo-megatron sft my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
+    "configs": "dynamo-megatron configs methods/dynamo > my-dynamo.yaml",
+    "preflight": "dynamo-megatron preflight my.yaml methods/dynamo --ranks 8",
+    "eval": "dynamo-megatron eval --model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
+    "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
+    "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
+    "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
+    "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
+    "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first rollout.host=ib0 --nodes 4 "
+    "--gpus-per-node 8 --time 24:00:00",
+    "launch ray": "dynamo-megatron launch ray my.yaml output_dir=runs/first rollout.host=ib0 --ranks 16 --address auto",
+    "launch nemo": "dynamo-megatron launch nemo my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm "
+    "--nodes 4 --gpus-per-node 8 --tasks convert,train,eval",
+    "plan": "dynamo-megatron plan models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
+    "report": "dynamo-megatron report runs/first runs/second --out comparison",
+    "samples": "dynamo-megatron samples runs/first --step 20 --best 2 --worst 2 | less",
+    "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
+    top.add_argument("--version", action=Version)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help: str, among: Any = commands) -> argparse.ArgumentParser:
+        made = among.add_parser(
+            name.split()[-1],
+            help=help,
+            description=help,
+            epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(subparser=made)
+        return made
+
+    for name, help in (
+        ("train", "train a policy by reinforcement learning; the same command resumes a run that was stopped"),
+        ("sft", "fine-tune on completions (data.answer_key), as a warm-up; the same command resumes"),
+    ):
+        sub = command(name, help)
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
+        sub.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
+        sub.add_argument(
+            "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
+        )
+    sub = command("configs", "list the configurations that are shipped: methods, models on hardware, the paper's sizes")
+    sub.add_argument("name", nargs="?", help="print this one, as a start of your own")
+    sub = command("preflight", "check a configuration, this node and the server before a job waits for them")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
+    sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
+    sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
+    sub.add_argument(
+        "--install",
+        action="store_true",
+        help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
+    )
+    sub = command("serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="the configs and keys that `train` gets")
+    sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
+    sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
+    sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
+    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
+    sub.add_argument(
+        "--model",
+        help="a Hugging Face folder, a run or one of its checkpoints (both bring their config along), or the URL of an "
+        "SGLang server (default: model.path)",
+    )
+    sub.add_argument("--out", type=Path, required=True, help="folder for the responses, the table and the logs")
+    convert = commands.add_parser("convert", help="a Hugging Face folder to a Megatron checkpoint, or back")
+    directions = convert.add_subparsers(dest="direction", required=True)
+    sub = command("convert hf2mcore", "write a Hugging Face folder as a Megatron checkpoint for any layout", directions)
+    sub.add_argument("source", metavar="HF", type=Path, help="a Hugging Face folder")
+    sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
+    sub = command("convert mcore2hf", "write a Megatron checkpoint as a Hugging Face folder", directions)
+    sub.add_argument(
+        "source",
+        metavar="CHECKPOINT",
+        help="a folder that hf2mcore wrote, a run (its newest checkpoint), one of its checkpoints/step-N, or with "
+        "--model any folder in Megatron's torch_dist format",
+    )
+    sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
+    sub.add_argument("--step", type=_positive, help="which checkpoint of a run (default: the newest)")
+    sub.add_argument(
+        "--model",
+        metavar="HF",
+        type=Path,
+        help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
+    )
+    launch = commands.add_parser("launch", help="start a training here, on a SLURM cluster or through nemo-run")
+    launchers = launch.add_subparsers(dest="launcher", required=True)
+    for name, help in (
+        ("launch local", "train with ranks on this machine, as `train` does"),
+        ("launch slurm", "write the sbatch script of a training and submit it; docs/launching.md"),
+        ("launch ray", "train with a Ray actor a rank, here or on a Ray cluster; docs/ray.md"),
+        ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
+    ):
+        sub = command(name, help, launchers)
+        sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
+        if name == "launch local":
+            sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
+            continue
+        if name == "launch ray":
+            sub.add_argument("--ranks", type=_positive, help="a GPU each (default: the cluster's GPUs, else as train)")
+            sub.add_argument("--address", help="a Ray cluster's: auto or HOST:PORT (default: Ray on this machine)")
+            sub.add_argument(
+                "--wait", type=_positive, default=300, metavar="SECONDS", help="for free resources (default 300)"
+            )
+            continue
+        JobOptions.add_arguments(sub)
+        (add_slurm_arguments if name == "launch slurm" else add_nemo_arguments)(sub)
+    sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
+    sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
+    sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
+    sub.add_argument("--gpus-per-node", type=_positive, default=8, help="default: 8")
+    sub.add_argument(
+        "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
+    )
+    sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
+    sub = command("report", "what a run has done so far, or several runs side by side: tables and a picture")
+    sub.add_argument("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one")
+    sub.add_argument("--out", type=Path, help="folder to write to (default: the first RUN)")
+    sub = command("samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
+    sub.add_argument("run", type=Path, help="a run's output_dir, running or not")
+    sub.add_argument("--step", type=_positive, help="of training (default: the newest; with --prompt all)")
+    sub.add_argument("--prompt", metavar="ID", help="those of this problem alone, by its prompt_id")
+    sub.add_argument("--best", type=_positive, metavar="N", help="the N of the highest reward, the highest first")
+    sub.add_argument("--worst", type=_positive, metavar="N", help="the N of the lowest reward, the lowest first")
+    sub.add_argument(
+        "--limit", type=_positive, default=8, metavar="N", help="without --best and --worst: the first N (default 8)"
+    )
+    sub.add_argument("--json", action="store_true", help="an object a line")
+    sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
+    sub.add_argument(
+        "run",
+        type=Path,
+        help="a run's output_dir, or a folder of rollouts of verl (trainer.rollout_data_dir) or slime "
+        "(--save-debug-rollout-data)",
+    )
+    sub.add_argument(
+        "--allocator",
+        action="append",
+        metavar="KIND[,key=value...]",
+        help="a kind with keys of algorithm.allocation, the others as the run has them; may be given several times "
+        "(default: uniform, waterfill and neyman)",
+    )
+    sub.add_argument("--out", type=Path, help="folder to write to (default: RUN)")
+    sub.add_argument(
+        "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default: 1.0)"
+    )
+    sub.add_argument("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward")
+    return top
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
