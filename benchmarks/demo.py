@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.estimates import paired_bootstrap
 from dynamo_megatron.evaluation.results import align, problem_pass_at_k, read_results, results_file
 from dynamo_megatron.tracking.run_record import read_revisits, read_run
@@ -37,7 +36,6 @@ ROW = "| `make demo`, "  # how README's row begins
 CONFIGS = ("configs/demo/rl.yaml", "configs/methods/dynamo.yaml")
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang", "transformers")
 SAMPLE_EVERY = 1.0  # seconds between two samples of the memory
-SEED_KEY = "seed" if "seed" in Config.model_fields else "data.shuffle_seed"
 
 
 def tree_pss(root: psutil.Process) -> int:
@@ -152,7 +150,6 @@ def write_row(readme: Path, results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seed-key", default=SEED_KEY, help=f"config key that gets the seed (default: {SEED_KEY})")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "demo-figures", help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=README, help="file whose row is written from the results")
@@ -163,11 +160,11 @@ def main() -> None:
     runs = []
     for seed in options.seeds:
         folder, load = options.runs / f"seed-{seed}", os.getloadavg()[0]
-        measured = train(folder, [f"{options.seed_key}={seed}", *options.keys])
+        measured = train(folder, [f"seed={seed}", *options.keys])
         whole = {key: measured[key] for key in ("seconds", "peak bytes")}
         runs.append({**figures(folder, seed), **whole, "load average before": load})
         print(json.dumps(runs[-1]), flush=True)
-    results = {"machine": at_start, "seed key": options.seed_key, "keys": options.keys, "runs": runs}
+    results = {"machine": at_start, "keys": options.keys, "runs": runs}
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_row(options.readme, results)
 
