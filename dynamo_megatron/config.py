@@ -332,7 +332,7 @@ class Config(Section):
                 "a mini-batch needs a prompt"
             )
         if self.algorithm.allocation.prior_by is not None and self.data.streamed:
-            raise ValueError(
+            yield (
                 "algorithm.allocation.prior_by: needs all problems at the start, and those of "
                 f"{self.data.source} are read while the run goes on; set data.limit to read so many at the start"
             )

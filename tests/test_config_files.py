@@ -50,15 +50,17 @@ def test_what_is_missing_is_named_key_by_key(tmp_path):
 def test_checks_across_sections_report_all_they_find():
     stop = "trainer.stop_when={metric: eval/pass@4, above: 1}"
     words = ("algorithm.allocation.budget=3", "algorithm.loss.mini_batches=100", "checkpoint.export_hf=best")
-    lines = refused(*words, stop)
+    streamed = ("data.source=my_data:problems", "algorithm.allocation.prior_by=level")
+    lines = refused(*words, *streamed, stop)
     assert [line.removeprefix("the command line: ").partition(":")[0] for line in lines] == [
         "algorithm.allocation.budget",
         "algorithm.loss.mini_batches",
+        "algorithm.allocation.prior_by",
         "trainer.stop_when.metric",
         "trainer.stop_when.metric",
         "checkpoint.export_hf",
     ]
-    assert "eval.k gives eval/pass@1, not eval/pass@4" in lines[2] and "needs the periodic evaluation" in lines[3]
+    assert "eval.k gives eval/pass@1, not eval/pass@4" in lines[3] and "needs the periodic evaluation" in lines[4]
 
 
 @pytest.mark.parametrize(

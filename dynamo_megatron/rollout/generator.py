@@ -282,7 +282,7 @@ class Generator:
                     finish_reasons=[r.finish_reason for r in responses],
                     statuses=[s.status for s in scores],
                     responses=list(texts),
-                    prompt=self._tokenizer.decode(prompt.tokens),
+                    prompt=self._tokenizer.decode(prompt.tokens, skip_special_tokens=False),
                     answer=plain_data(prompt.answer),
                 )
             )
@@ -322,7 +322,7 @@ class Generator:
             reward_parts={},
             status="failed",
             server=server,
-            prompt=self._tokenizer.decode(prompt.tokens),
+            prompt=self._tokenizer.decode(prompt.tokens, skip_special_tokens=False),
             response="",
             answer=plain_data(prompt.answer),
         )

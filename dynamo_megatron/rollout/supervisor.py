@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, takes_turns
+from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, cuda_available, takes_turns
 from dynamo_megatron.seeds import derived_seed
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
@@ -29,7 +27,7 @@ def seed_arguments(config: Config, name: str) -> list[str]:
     """Of the server `name`. On a GPU SGLang heeds a request's seed in its deterministic mode alone, which is slower; a
     CPU server always does (sglang_cpu/seeded_sampling.py)."""
     arguments = ["--random-seed", str(derived_seed(config.seed, name) % 2**31)]
-    if config.trainer.deterministic and torch.cuda.is_available():
+    if config.trainer.deterministic and cuda_available():
         arguments.append("--enable-deterministic-inference")
     return arguments
 

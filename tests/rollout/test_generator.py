@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from stand_ins import Server, external, listening
 
+from dynamo_megatron.data.templates import decoder_of, load_tokenizer
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.external import External
@@ -39,7 +40,8 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
             model = config.model.model_copy(update={"path": str(tiny_model)})
             update = {"reward": reward, "model": model, "seed": seed}
-            generator = Generator(config.model_copy(update=update), [], stack)
+            decoder = decoder_of(load_tokenizer(str(tiny_model)))
+            generator = Generator(config.model_copy(update=update), [], stack, decoder)
 
             async def push(version):
                 await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
@@ -153,8 +155,9 @@ def test_a_rollouts_seed_belongs_to_its_identity(with_generator, tmp_path):
     assert not drawn & {*others.values(), *others_evaluated}
 
 
-def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tmp_path):
-    prompt = Prompt("p", text="?", tokens=[20, 30], answer=("7", {1: 2.5}))
+def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tiny_model, tmp_path):
+    tokenizer = load_tokenizer(str(tiny_model))
+    prompt = Prompt("p", text="?", tokens=[20, 30, tokenizer.eos_token_id], answer=("7", {1: 2.5}))
 
     async def work(generator, push):
         await generator.generate(1, [prompt], [1], 0)
@@ -166,7 +169,8 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
     (result,) = with_generator(work, Server())
     (stored,) = RolloutStore(tmp_path).finished(1)
     assert stored.prompt == result.prompt and stored.response == result.responses[0]
-    assert len(stored.prompt) == 2 and len(stored.response) == 3  # a token a character
+    assert stored.prompt == tokenizer.decode([20, 30]) + tokenizer.eos_token  # templates are made of such tokens
+    assert len(stored.response) == 3  # a token a character
     assert stored.answer == result.answer == ["7", {"1": 2.5}]
     assert stored.reward_parts == {"generator_rewards:slow": 1.0}
 
