@@ -41,7 +41,6 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
     phases = [
         "loading tokenizer",
         "loading data 5 problems",
-        "tokenizing data",
         "loading packages",
         "joining ranks",
         "starting server",

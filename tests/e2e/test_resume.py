@@ -51,9 +51,10 @@ def same(a, b) -> None:
 
 
 def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspace, start_run, step_lines, steps):
-    """The straight run saves while the training waits, this one in the background."""
+    """The straight run saves while the training waits, this one in the background, and more often: the save before the
+    last one is complete when the run is killed."""
     output = workspace / "killed"
-    command = (*recorded("killed"), "checkpoint.async=true")
+    command = (*recorded("killed"), "checkpoint.async=true", "checkpoint.every=2")
     run = start_run(workspace, *command)
     run.wait_until(lambda: len(step_lines(output)) >= KILL_AFTER, f"{KILL_AFTER} steps")
     run.kill()
