@@ -49,7 +49,8 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
     assert (site / "dynamo_megatron" / "rollout" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
     stand_ins = site / "dynamo_megatron" / "rollout" / "sglang_cpu"
     plugins = [point.name for d in metadata.distributions(path=[str(stand_ins)]) for point in d.entry_points]
-    assert plugins == ["seeded_sampling"] and (stand_ins / "seeded_sampling.py").is_file()
+    assert sorted(plugins) == ["batched_attention", "seeded_sampling"]
+    assert all((stand_ins / f"{plugin}.py").is_file() for plugin in plugins)
     assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()
     shipped = {file.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.yaml")}
     assert {file.relative_to(site / "dynamo_megatron") for file in site.rglob("*/configs/**/*.yaml")} == shipped
