@@ -5,12 +5,15 @@ What is kept are responses, not scores: reward functions may change without a ch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -19,17 +22,16 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult, read_results, write_results
 from dynamo_megatron.records import Prompt
 
-FORMAT = 1  # of the key and of what is kept
+FORMAT = 2  # of the key and of what is kept
+VERSION_TIMEOUT = 30.0  # seconds for an interpreter to start and read a package's metadata
+SETTLED = 2.0  # seconds: a file changed later than this may change again without another mtime
 
 
 def cache_file(config: Config, prompts: Sequence[Prompt], on_poll: Callable[[], None]) -> Path:
     """Where the responses of `model.path` to `prompts` (tokenized) are kept: named by all that they depend on. Reads
-    the model's files whole (1 to 2 GB/s); `on_poll` is called between them."""
+    those of the model's files whole (1 to 2 GB/s) that have changed since the last time; `on_poll` is called after
+    each. Raises ValueError where the servers' version of SGLang is not known."""
     evaluation, rollout = config.eval, config.rollout
-    try:
-        sglang = metadata.version("sglang")
-    except metadata.PackageNotFoundError:  # rollout.python has it
-        sglang = None
     identity = {
         "format": FORMAT,
         "model": _content(Path(config.model.path), on_poll),
@@ -40,7 +42,7 @@ def cache_file(config: Config, prompts: Sequence[Prompt], on_poll: Callable[[], 
         "max_new_tokens": evaluation.max_new_tokens or rollout.max_new_tokens,
         "stop": rollout.stop,
         "seed": config.seed,
-        "engine": [sglang, rollout.python, rollout.tp, rollout.server_args, rollout.urls, config.trainer.deterministic],
+        "engine": [_sglang_version(rollout.python), rollout.tp, rollout.server_args, config.trainer.deterministic],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -54,16 +56,57 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynamo-megatron"
 
 
+def _sglang_version(python: str | None) -> str:
+    """Of the interpreter that runs the servers; None: this one. Raises ValueError."""
+    asked = [python or sys.executable, "-P", "-c", "from importlib import metadata; print(metadata.version('sglang'))"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"rollout.python: {asked[0]} does not tell its version of sglang ({error})") from None
+    if done.returncode:
+        raise ValueError(f"rollout.python: {asked[0]} has no sglang ({done.stderr.strip().splitlines()[-1:]})")
+    return done.stdout.strip()
+
+
 def _content(folder: Path, on_poll: Callable[[], None]) -> list[tuple[str, str]]:
-    """(name, SHA-256) of every file that is not hidden: weights, configuration and tokenizer."""
-    found = []
+    """(name, SHA-256) of every file that is not hidden: weights, configuration and tokenizer. The digests are kept by
+    the folder's path, and those of files whose size, time of change (ns) and inode are the same are taken from there.
+    """
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    memory = cache_folder() / f"digests-{place}.json"
+    try:
+        kept = json.loads(memory.read_text())
+    except (OSError, ValueError):  # none yet, or damaged: it is written anew
+        kept = {}
+    found, settled = {}, {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            with path.open("rb") as file:
-                found.append((str(name), hashlib.file_digest(file, "sha256").hexdigest()))
-            on_poll()
-    return found
+            status = path.stat()
+            state = [status.st_size, status.st_mtime_ns, status.st_ino]
+            *before, digest = kept.get(str(name), [None])
+            if before != state:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                on_poll()
+            found[str(name)] = digest
+            if time.time() - status.st_mtime > SETTLED:
+                settled[str(name)] = [*state, digest]
+    if settled != kept:
+        with contextlib.suppress(OSError):  # it only saves time
+            _write_aside(memory, lambda aside: aside.write_text(json.dumps(settled)))
+    return list(found.items())
+
+
+def _write_aside(file: Path, write: Callable[[Path], object]) -> None:
+    """The file appears when complete, also where several processes write it at once. Raises OSError."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = file.with_name(f"{uuid.uuid4().hex}.jsonl")
+    try:
+        write(aside)
+        aside.rename(file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_cached(file: Path, prompts: Sequence[Prompt], samples: int) -> list[ProblemResult] | None:
@@ -81,7 +124,4 @@ def write_cached(file: Path, results: Sequence[ProblemResult]) -> None:
     """Nothing where a response failed: the next run asks again. Several processes may write at once. Raises OSError."""
     if any(reason not in ("stop", "length") for result in results for reason in result.finish_reasons):
         return
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_name(f"{uuid.uuid4().hex}.jsonl")
-    write_results(aside, results)
-    aside.rename(file)
+    _write_aside(file, lambda aside: write_results(aside, results))

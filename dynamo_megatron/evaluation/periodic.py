@@ -45,20 +45,26 @@ class PeriodicEvaluation:
         say: Callable[[str], None],
     ) -> dict[str, float]:
         """Evaluates the weights that the server has, those of `step`; writes eval/step-NNNNNN.jsonl. With `eval.cache`
-        the responses of step 0, those of `model.path`, are kept for other runs, or come from one."""
+        the responses of step 0, those of `model.path`, are kept for other runs, or come from one; not those of
+        somebody else's servers, whose engine is not known."""
         start = time.monotonic()
+        kept = step == 0 and self._config.eval.cache and self._config.rollout.placement != "external"
 
         def sample() -> list[ProblemResult]:
             return self._rollout.evaluate(self._prompts, on_poll, on_count)
 
-        results = self._first(sample, on_poll, say) if step == 0 and self._config.eval.cache else sample()
+        results = self._first(sample, on_poll, say) if kept else sample()
         write_results(results_file(Path(self._config.output_dir), step), results)
         return {"step": step, **summarise(results, self._config.eval.k), "eval/seconds": time.monotonic() - start}
 
     def _first(
         self, sample: Callable[[], list[ProblemResult]], on_poll: Callable[[], None], say: Callable[[str], None]
     ) -> list[ProblemResult]:
-        file = cache_file(self._config, self._prompts, on_poll)
+        try:
+            file = cache_file(self._config, self._prompts, on_poll)
+        except ValueError as error:
+            say(f"warning: the evaluation of the start is not kept for other runs: {error}")
+            return sample()
         try:
             kept = read_cached(file, self._prompts, self._config.eval.samples)
         except (ValueError, OSError) as error:

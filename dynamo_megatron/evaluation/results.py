@@ -67,8 +67,11 @@ def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
     """One line a problem. The file appears when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(result.to_json() + "\n" for result in results), encoding="utf-8")
-    aside.rename(path)
+    try:
+        aside.write_text("".join(result.to_json() + "\n" for result in results), encoding="utf-8")
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_results(path: Path) -> list[ProblemResult]:

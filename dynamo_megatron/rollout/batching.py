@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -26,11 +26,18 @@ Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.Clien
 
 
 @dataclass(eq=False)
-class _Request:
-    id: str
+class Request:
+    """`id` is the server's name of it and changes where the request is sent again. SGLang aborts all requests whose id
+    begins with the given one; since every id ends with ";", which `name` does not contain, no id begins with another.
+    Make it in a task."""
+
+    name: str
     tokens: Sequence[int]
     sampling: dict[str, Any]
-    reply: asyncio.Future  # HTTP status and body
+    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.name};"
 
 
 class Batches:
@@ -38,17 +45,15 @@ class Batches:
 
     def __init__(self, post: Post):
         self._post = post
-        self._waiting: list[_Request] = []
+        self._waiting: list[Request] = []
         self._tasks: set[asyncio.Task] = set()
-        self._takes_lists = True  # until it refuses one: another version of SGLang, or a request at fault
+        self._takes_lists = True  # until it refuses one whose requests it then takes, or answers one in parts
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: dict[str, Any]) -> tuple[int, Any]:
+    async def generate(self, request: Request) -> tuple[int, Any]:
         """HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer, ValueError
         where it does not answer with JSON. Once all requests of a list are cancelled their connection is closed."""
-        loop = asyncio.get_running_loop()
-        request = _Request(request_id, tokens, sampling, loop.create_future())
         if not self._waiting:
-            loop.call_soon(self._send)  # once all tasks that are ready to run have asked, too
+            asyncio.get_running_loop().call_soon(self._send)  # once all tasks that are ready to run have asked, too
         self._waiting.append(request)
         return await request.reply
 
@@ -59,7 +64,7 @@ class Batches:
         for start in range(0, len(waiting), size):
             self._start(waiting[start : start + size])
 
-    def _start(self, requests: list[_Request]) -> None:
+    def _start(self, requests: list[Request]) -> asyncio.Task:
         task = asyncio.create_task(self._carry_out(requests))
         self._tasks.add(task)
 
@@ -77,17 +82,21 @@ class Batches:
         task.add_done_callback(ended)
         for request in requests:
             request.reply.add_done_callback(abandoned)
+        return task
 
-    async def _carry_out(self, requests: list[_Request]) -> None:
+    async def _carry_out(self, requests: list[Request]) -> None:
         if len(requests) == 1:
             await self._one(requests[0])
             return
-        await self._list(requests)
-        for request in requests:
-            if not request.reply.done():
-                self._start([request])
+        refused = await self._list(requests)
+        alone = [self._start([request]) for request in requests if not request.reply.done()]
+        # A refusal may be the fault of one request, which is then refused alone, too.
+        if refused and alone:
+            await asyncio.wait(alone)
+            if all(_taken(request) for request in requests):
+                self._takes_lists = False
 
-    async def _one(self, request: _Request) -> None:
+    async def _one(self, request: Request) -> None:
         payload = {
             "rid": request.id,
             "input_ids": list(request.tokens),
@@ -99,8 +108,9 @@ class Batches:
         if not request.reply.done():
             request.reply.set_result(answer)
 
-    async def _list(self, requests: list[_Request]) -> None:
-        """Answers each as its response comes. Whatever goes wrong, the others are left without an answer."""
+    async def _list(self, requests: list[Request]) -> bool:
+        """Answers each as its response comes. Whatever goes wrong, the others are left without an answer. Returns
+        whether the server refused the list as a whole."""
         left = {request.id: request for request in requests}
         payload = {
             "rid": list(left),
@@ -109,25 +119,47 @@ class Batches:
             "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
             "stream": True,
         }
+        status, refused = None, False
         with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
             async with self._post("/generate", payload) as reply:
-                if reply.status != 200:
-                    self._takes_lists = reply.status not in ITS_OWN_FAULT
-                    return
-                for request in requests:
-                    request.id += "-alone"  # where it is asked again: SGLang may abort what is left of a list later
-                async for event in _events(reply):
-                    if "error" in event:  # in one of the requests; none has been begun
-                        self._takes_lists = False
-                        return
-                    finish = event["meta_info"]["finish_reason"]
-                    if finish is None:
-                        continue
-                    future = left.pop(event["meta_info"]["id"]).reply
-                    if not future.done():
-                        # To a request of its own SGLang would have answered with this status.
-                        refused = finish.get("status_code") if finish["type"] == "abort" else None
-                        future.set_result((200, event) if refused is None else (int(refused), finish))
+                status = reply.status
+                refused = await self._answer(reply, left) if status == 200 else status in ITS_OWN_FAULT
+        if status is None or status == 200:
+            for request in left.values():
+                request.id = f"alone-{request.id}"  # SGLang may have begun it, and abort it by its id later
+        return refused
+
+    async def _answer(self, reply: aiohttp.ClientResponse, left: dict[str, Request]) -> bool:
+        """Takes those that are answered out of `left`. As `_list`."""
+        before = len(left)
+        async for event in _events(reply):
+            if "error" in event:  # of one request: SGLang has begun those before it in the list, and aborts them
+                return len(left) == before
+            meta = event["meta_info"]
+            finish = meta["finish_reason"]
+            if finish is None:
+                continue
+            if finish["type"] != "abort" and not complete(meta):
+                self._takes_lists = False  # it would answer the next one in parts, too
+                return False
+            future = left.pop(meta["id"]).reply
+            if not future.done():
+                # To a request of its own SGLang would have answered with this status.
+                status = finish.get("status_code") if finish["type"] == "abort" else None
+                future.set_result((200, event) if status is None else (int(status), finish))
+        return False
+
+
+def _taken(request: Request) -> bool:
+    reply = request.reply
+    return not reply.cancelled() and reply.exception() is None and reply.result()[0] == 200
+
+
+def complete(meta: dict[str, Any]) -> bool:
+    """Whether a finished response has all its tokens, as far as the server tells how many there are: with
+    --incremental-streaming-output the last event of a stream has only those since the event before."""
+    tokens = len(meta["output_token_logprobs"])
+    return meta.get("completion_tokens", tokens) == tokens
 
 
 async def body(reply: aiohttp.ClientResponse) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from dynamo_megatron.config_rollout import RolloutConfig
-from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, Batches, body
+from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, Batches, Request, body, complete
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
 
@@ -119,13 +119,14 @@ class SGLangClient:
             sampling["max_new_tokens"] = max_new_tokens
         if seed is not None:
             sampling["sampling_seed"] = seed
+        request = Request(request_id, prompt_tokens, sampling)
         try:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
-                status, reply = await self._batches.generate(request_id, prompt_tokens, sampling)
+                status, reply = await self._batches.generate(request)
         except (aiohttp.ClientError, ValueError) as error:  # first: no connection in time is a TimeoutError, too
             raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
         except TimeoutError:
-            await self.abort(request_id)
+            await self._abort(request.id)
             return Response(
                 finish_reason="abort",
                 error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
@@ -138,11 +139,6 @@ class SGLangClient:
             return self._response(request_id, reply["meta_info"])
         except MALFORMED as error:
             raise ServerLost(f"the rollout server {self.url} answers with nonsense: {error!r}") from error
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request that nobody waits for any more."""
-        with suppress(RolloutError):
-            await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": request_id})
 
     async def freeze_gc(self) -> None:
         """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.
@@ -158,6 +154,11 @@ class SGLangClient:
         status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
         if status != 200:
             raise RolloutError(f"the rollout server {self.url} cannot come to rest: {own_words(reply)}")
+
+    async def _abort(self, rid: str) -> None:
+        """Ends a request that nobody waits for any more."""
+        with suppress(RolloutError):
+            await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": rid})
 
     async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
         try:
@@ -185,6 +186,8 @@ class SGLangClient:
         if finish["type"] not in ("stop", "length"):
             raise ValueError(f"finish_reason {finish['type']!r}")
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
+        if not complete(meta):
+            raise ValueError(f"{len(tokens)} tokens of a response of {meta['completion_tokens']}")
         spans = meta.get("weight_versions")
         if spans is None:  # an SGLang that does not say it of each token
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]

@@ -54,7 +54,7 @@ class Member:
     gone: asyncio.Future
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
-    kv_cache: float = 0.0  # the largest share in use that was seen since the last report
+    kv_cache: float | None = None  # the largest share in use that was seen since the last report
 
     @property
     def name(self) -> str:
@@ -241,7 +241,7 @@ class Fleet:
             if await member.client.healthy(max(0.1, heard + limit - time.monotonic())):
                 heard = time.monotonic()
                 with contextlib.suppress(RolloutError):
-                    member.kv_cache = max(member.kv_cache, await member.client.kv_cache_share())
+                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
             elif time.monotonic() - heard >= limit:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
@@ -269,7 +269,7 @@ class Fleet:
         uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
         for name, member in self._members.items():
             uses.setdefault(name, ServerUse()).kv_cache = member.kv_cache
-            member.kv_cache = 0.0
+            member.kv_cache = None
         notes, self.notes = self.notes, []
         self.restarts.clear()
         return uses, notes

@@ -32,14 +32,14 @@ class ServerUse:
 
     tokens: int = 0
     busy: float = 0.0
-    kv_cache: float = 0.0  # largest share of its KV cache in use that was seen
+    kv_cache: float | None = None  # largest share of its KV cache in use that was seen; None: not measured
     retries: int = 0  # requests lost with it and asked again
     restarts: int = 0
 
     def add(self, other: ServerUse) -> None:
         self.tokens += other.tokens
         self.busy += other.busy
-        self.kv_cache = max(self.kv_cache, other.kv_cache)
+        self.kv_cache = max((s for s in (self.kv_cache, other.kv_cache) if s is not None), default=None)
         self.retries += other.retries
         self.restarts += other.restarts
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:  # names only: this room does not depend on the others
 
 def fleet_metrics(result: RolloutResult) -> dict[str, float]:
     """Of each server SERVER: `fleet/SERVER/tokens_per_second`, `busy_share` (of the time of generation, with a request
-    under way), `kv_cache` (the largest share in use that was seen) and `rollouts` (that it answered); of all together
-    `fleet/retries` (requests lost with a server and asked again), `fleet/restarts` and `time/generate_tail` (seconds
-    after 90 % of the responses were there).
+    under way), `kv_cache` (the largest share in use that was seen; absent where it was not measured) and `rollouts`
+    (that it answered); of all together `fleet/retries` (requests lost with a server and asked again), `fleet/restarts`
+    and `time/generate_tail` (seconds after 90 % of the responses were there).
     """
     seconds = max(1e-9, result.times.get("generate", 0.0))
     metrics = {
@@ -25,6 +25,7 @@ def fleet_metrics(result: RolloutResult) -> dict[str, float]:
         if name:
             metrics[f"fleet/{name}/tokens_per_second"] = use.tokens / seconds
             metrics[f"fleet/{name}/busy_share"] = use.busy / seconds
-            metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
+            if use.kv_cache is not None:
+                metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
     return metrics

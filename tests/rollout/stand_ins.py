@@ -10,27 +10,42 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.fleet import Fleet
 
+ABORTED = {"type": "abort", "message": "aborted by its id"}
 
-def reply(rid: str, tokens: int = 3) -> dict:
+
+def name_of(rid: str) -> str:
+    return rid.removesuffix(";")
+
+
+def reply(rid: str, tokens: int = 3, finish: dict | None = None) -> dict:
     return {
         "meta_info": {
             "id": rid,
-            "finish_reason": {"type": "length", "length": tokens},
+            "finish_reason": finish or {"type": "length", "length": tokens},
+            "completion_tokens": tokens,
             "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
             "output_token_logprobs": [[-1.0, 7, None]] * tokens,
         }
     }
 
 
+def event(content) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
 class Server:
-    """`behaviour(request id, number of the request)`: a reply, a response, or None for the usual one.
+    """`behaviour(request's name, number of the request)`: a reply, a response, or None for the usual one.
 
     It refuses lists of requests unless `lists`; for those a behaviour only waits, or raises what breaks the connection.
+    `lists(request, request ids)` may instead be what answers a list. A request's name is its id without the last sign.
     """
 
-    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists: bool = False):
+    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists=False):
         self.behaviour, self.healthy, self.loads, self.lists = behaviour, healthy, loads, lists
-        self.asked: list[str] = []
+        self.asked: list[str] = []  # names, or lists of names
+        self.refused: list[list[str]] = []  # lists
+        self.ids: set[str] = set()
+        self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
         self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
         self.callers: list[tuple[str, int]] = []  # address of the connection of each request
@@ -39,45 +54,65 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
         rid, sampling = payload["rid"], payload["sampling_params"]
-        if isinstance(rid, list) and not self.lists:
-            return web.json_response({"error": {"message": "no lists"}}, status=400)
         several = isinstance(rid, list)
-        for name, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
-            self.seeds[name] = parameters.get("sampling_seed")
-        self.asked.append(rid)
+        if several and not self.lists:
+            self.refused.append([name_of(r) for r in rid])
+            return web.json_response({"error": {"message": "no lists"}}, status=400)
+        self.ids.update(rid if several else [rid])
+        for r, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
+            self.seeds[name_of(r)] = parameters.get("sampling_seed")
+        self.asked.append([name_of(r) for r in rid] if several else name_of(rid))
         self.callers.append(request.transport.get_extra_info("peername"))
-        if isinstance(rid, list):
-            return await self._stream(request, rid)
+        if several:
+            return await (self.lists(request, rid) if callable(self.lists) else self._stream(request, rid))
         number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
             await asyncio.sleep(0.01)
-            made = self.behaviour(rid, number) if self.behaviour else None
+            made = self.behaviour(name_of(rid), number) if self.behaviour else None
             if asyncio.iscoroutine(made):
-                made = await made
+                made = await self._unless_aborted(rid, made)
+            if made is ABORTED:
+                made = web.json_response(reply(rid, 1, ABORTED))
             return made if made is not None else web.json_response(reply(rid))
         finally:
             self.under_way -= 1
 
     async def _stream(self, request: web.Request, rids: list[str]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
+        stream = await open_stream(request)
 
         async def answer(rid: str) -> None:
             begun = reply(rid)
             begun["meta_info"]["finish_reason"] = None
-            await stream.write(b"data: " + json.dumps(begun).encode() + b"\n\n")
+            await stream.write(event(begun))
+            made = None
             if self.behaviour:
-                await self.behaviour(rid, len(self.asked))
-            await stream.write(b"data: " + json.dumps(reply(rid)).encode() + b"\n\n")
+                made = await self._unless_aborted(rid, self.behaviour(name_of(rid), len(self.asked)))
+            await stream.write(event(reply(rid, 1, ABORTED) if made is ABORTED else reply(rid)))
 
         await asyncio.gather(*map(answer, rids))
         await stream.write(b"data: [DONE]\n\n")
         return stream
 
+    async def _unless_aborted(self, rid: str, work):
+        """What `work` returns, ABORTED once the request is aborted."""
+        task, aborted = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        self.running.append((rid, aborted))
+        try:
+            await asyncio.wait({task, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else ABORTED
+        finally:
+            task.cancel()
+            self.running.remove((rid, aborted))
+
     async def abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json()).get("rid", "all"))
+        """As SGLang, ends every request whose id begins with the given one."""
+        asked = (await request.json()).get("rid", "")
+        self.aborted.append(name_of(asked) or "all")
+        for rid, aborted in self.running:
+            if rid.startswith(asked) and not aborted.done():
+                aborted.set_result(None)
         return web.json_response({})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -88,6 +123,12 @@ class Server:
 
     async def load(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []} if self.loads is None else self.loads)
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    return stream
 
 
 @contextlib.asynccontextmanager

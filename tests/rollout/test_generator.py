@@ -33,13 +33,14 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "generator_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
-    async def go(work, servers, rollout, seed):
+    async def go(work, servers, rollout, seed, samples):
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(listening(server)) for server in servers]
             config = external(urls, output=tmp_path, **rollout)
             reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
             model = config.model.model_copy(update={"path": str(tiny_model)})
-            update = {"reward": reward, "model": model, "seed": seed}
+            evaluation = config.eval.model_copy(update={"samples": samples})
+            update = {"reward": reward, "model": model, "seed": seed, "eval": evaluation}
             decoder = decoder_of(load_tokenizer(str(tiny_model)))
             generator = Generator(config.model_copy(update=update), [], stack, decoder)
 
@@ -49,7 +50,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             await generator.open()
             return await work(generator, push)
 
-    return lambda work, *servers, seed=0, **rollout: asyncio.run(go(work, servers, rollout, seed))
+    return lambda work, *servers, seed=0, samples=1, **rollout: asyncio.run(go(work, servers, rollout, seed, samples))
 
 
 def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
@@ -104,6 +105,25 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
 
     server = Server(misbehave)
     with_generator(work, server, timeout=0.5, concurrency=2)
+
+
+def test_an_evaluated_response_that_takes_too_long_is_aborted_alone(with_generator):
+    """SGLang aborts all requests whose ids begin with the given one: those of samples 10 and 11 with sample 1's."""
+
+    async def behaviour(name, number):
+        if name.endswith("-1"):
+            await asyncio.sleep(60)
+        while name.endswith(("-10", "-11")) and not server.aborted:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.06)
+
+    async def work(generator, push):
+        return await generator.evaluate(PROMPTS[:1])
+
+    server = Server(behaviour)
+    (result,) = with_generator(work, server, samples=12, timeout=1.0, concurrency=3)
+    assert result.finish_reasons == ["length", "abort", *["length"] * 10]
+    assert len(server.ids) == 12 and not any(a != b and a.startswith(b) for a in server.ids for b in server.ids)
 
 
 def test_a_deadline_in_a_later_round_of_the_step_ends_no_run(with_generator):

@@ -109,3 +109,4 @@ def test_what_the_servers_did():
     per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "kv_cache": 0.25, "rollouts": 2}
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
     assert found["fleet/server-1/rollouts"] == 0
+    assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
