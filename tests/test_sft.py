@@ -164,7 +164,7 @@ def test_an_export_onto_a_full_disk_is_one_line(sft):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path, ranks):
     (tmp_path / "stalling.py").write_text(STALLING)
-    keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template={prompt}"]
+    keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
     keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
     with open(tmp_path / "console.log", "w") as log:
         run = subprocess.Popen(

@@ -35,10 +35,11 @@ class IteratorStream:
     """Prompts without end, in the order in which the function `config.source` yields them.
 
     Where the iterator ends, the function is called again: a new epoch. At most a first batch is read ahead, so that
-    what is wrong with the data shows before the run. Of every item that was read, skipped ones too, the id and a hash of
-    the content stay in memory (docs/data.md has the bytes): an id that comes again is the same problem, and an error
-    where its content differs. Items are read on a thread of their own (`ReadingThread`). `encode`, `max_prompt_length` and errors
-    are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so far.
+    what is wrong with the data shows before the run. Of every item that was read, skipped ones too, the id and a hash
+    of the content stay in memory (docs/data.md has the bytes): an id that comes again is the same problem, and an error
+    where its content differs. Items are read on a thread of their own (`ReadingThread`). `encode`, `max_prompt_length`
+    and errors are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so
+    far.
 
     The state is the number of items taken: a resume calls the function anew and skips so many, which therefore has to
     yield the same items each time.
