@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dynamo_megatron import shipped
@@ -48,11 +50,11 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from dynamo_megatron.launcher.slurm import adopt_rank
 
     adopt_rank(os.environ)
+    config, origins = compose(*_files_and_keys(options.config + rest))
     # There is nothing to save yet. A rank leaves SIGTERM as it is: launchers also send it because another rank has
     # failed, and it has to end even a rank whose interpreter is busy in C code.
     for number in (signal.SIGUSR1,) if "RANK" in os.environ else (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, _end_start)
-    config, origins = compose(*_files_and_keys(options.config + rest))
+        signal.signal(number, partial(_end_start, Path(config.output_dir)))
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.train import TrainJob as Job
@@ -75,12 +77,13 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     # In place of this process, which has imported torch for the checks: 0.2 GB for as long as the run takes.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), *arguments])
+    launcher = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), config.output_dir]
+    os.execv(sys.executable, [*launcher, *arguments])
 
 
-def _end_start(number: int, _frame: Any) -> None:
+def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{stopped_early(number)}\n".encode())
+        os.write(2, f"{stopped_early(number, output_dir)}\n".encode())
     os._exit(75)
 
 

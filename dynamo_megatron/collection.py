@@ -85,10 +85,12 @@ class Collector:
         self._kept: list[np.ndarray] = []  # by round: which of all that was sampled in the step is in the result
         self._sampled = 0
 
-    def draw(self) -> None:
-        """The next prompts, as many as groups are missing, and how many rollouts each gets."""
+    def draw(self, on_poll: Callable[[], None]) -> None:
+        """The next prompts, as many as groups are missing, and how many rollouts each gets. `on_poll` is called while
+        the user's iterator gives none; what it raises ends the wait."""
         config, prompts = self._config, self._missing
-        self._prompts, self._first = self._stream.next(prompts), self._drawn
+        self._journal.progress.phase("reading data")
+        self._prompts, self._first = self._stream.next(prompts, on_poll), self._drawn
         budget = config.rollout_budget * prompts // config.data.batch_prompts
         self._counts = self._allocator.allocate([p.prompt_id for p in self._prompts], budget, step=self._step)
         self._allocations.append(self._allocator.last)
@@ -187,8 +189,8 @@ def collect(
         collector.begin(step)
     while chosen is None:
         number = len(rounds)
-        if collector is not None:
-            collector.draw()
+        draw = partial(Collector.draw, collector, coordinator.check_stop)
+        coordinator.from_rank_0(f"prompts-{step}-{number}", f"the prompts of step {step}", draw, host)
 
         def sample() -> RolloutBatch:
             with clock("generate"):  # without the pushes that `ask` makes to restarted servers

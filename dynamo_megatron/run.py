@@ -143,6 +143,7 @@ def run_rank(job: Job) -> int:
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True
         stop.catch_signals()
+        dist.barrier(group=layout.host)  # until here a signal that one rank gets ends it, and with it the start
         job.run()
         dist.barrier(group=layout.host)
         coordinator.close()

@@ -36,11 +36,14 @@ class Serving:
         if self._turns is not None:
             self._turns.enter(phase)
 
-    def push(self, version: int) -> PushReport:
+    def push(self, version: int, on_wait: Callable[[], None] | None = None) -> PushReport:
         """Brings the servers to `version`. The report is of all pushes since the last call: those that reached no
         server, and those that `ask` needed, count. Raises RolloutError.
+
+        `on_wait` is called while it waits for a server to be up, and may raise; None: a failed rank alone ends the
+        wait, and not a stop, which would lose the step whose weights these are.
         """
-        self._push(version, self._coordinator.check)
+        self._push(version, on_wait or self._coordinator.check)
         spent, self._spent = self._spent, PushReport()
         return spent
 

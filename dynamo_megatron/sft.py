@@ -11,7 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
@@ -83,13 +82,12 @@ class SFTJob(Job):
         if self._leads:
             self.journal.open(self._start)
             self.journal.progress.start(self._start)
-            self.journal.progress.phase("update")
         self._checkpoints.save()  # makes up for an export that a kill cut off
         for step in range(self._start + 1, steps + 1):
             self._coordinator.step = step
             start = time.monotonic()
             try:
-                sequences, finished = self._share()
+                sequences, finished = self._share(step)
             except StopRequested:
                 self._checkpoints.save()
                 self._checkpoints.settle()
@@ -124,25 +122,23 @@ class SFTJob(Job):
         if self._leads:
             self.journal.ended(self._coordinator.step)
 
-    def _share(self) -> tuple[Sequences | None, str | None]:
+    def _share(self, step: int) -> tuple[Sequences | None, str | None]:
         """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""
-        box: list[Any] = [None, None, None]
-        if self._leads:
-            try:
-                self._coordinator.check_stop()
-                box = [self._next(), self.journal.finished(), None]
-            except StopRequested as stopped:
-                box[2] = str(stopped)
-        else:
+
+        def share() -> tuple[Sequences | None, str | None]:
+            self._coordinator.check_stop()
+            finished = self.journal.finished()
+            return None if finished else self._next(), finished
+
+        if not self._leads:
             self._coordinator.pass_on_stop()
-        dist.broadcast_object_list(box, src=0, group=self._policy.layout.host)
-        sequences, finished, stopped = box
-        if stopped:
-            raise StopRequested(stopped)
-        return sequences, finished
+        what, host = f"the examples of step {step}", self._policy.layout.host
+        return self._coordinator.from_rank_0(f"examples-{step}", what, share, host)
 
     def _next(self) -> Sequences:
-        examples = self._stream.next(self.config.data.batch_prompts)
+        self.journal.progress.phase("reading data")
+        examples = self._stream.next(self.config.data.batch_prompts, self._coordinator.check_stop)
+        self.journal.progress.phase("update")
         lengths = np.asarray([len(e.tokens) for e in examples])
         return Sequences(
             prompt_ids=[e.prompt_id for e in examples],

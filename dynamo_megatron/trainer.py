@@ -61,7 +61,7 @@ class Trainer:
             self.journal.open(self.start)
             self._say_premises()
         self._say_phase("pushing weights")
-        self.serving.push(self.start)
+        self.serving.push(self.start, self.coordinator.check_stop)
         if self._leads:
             self.journal.progress.start(self.start)
         clock = Clock()

@@ -10,7 +10,8 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 
-TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, cursor
+from dynamo_megatron.plain_text import on_one_line
+
 NOT_THE_USERS = ("<frozen ", os.path.dirname(__file__) + os.sep, *(p + os.sep for p in sysconfig.get_paths().values()))
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -56,11 +57,4 @@ def failure(error: BaseException) -> tuple[str, str]:
     users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
     where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
     shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
-    return printable(f"{type(error).__name__}: {error}") + where, "\n".join(shown)
-
-
-def printable(text: str, longest: int | None = None) -> str:
-    """One line of at most `longest` characters (None: any number), without control characters."""
-    plain = TERMINAL_SEQUENCE.sub(" ", text)
-    line = " ".join("".join(c if c.isprintable() else " " for c in plain).split())
-    return line if longest is None or len(line) <= longest else f"{line[:longest]}..."
+    return on_one_line(f"{type(error).__name__}: {error}") + where, "\n".join(shown)

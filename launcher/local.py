@@ -1,6 +1,6 @@
 """Ranks on this machine: one process each, ended together.
 
-    python -P -m dynamo_megatron.launcher.local RANKS ARGUMENTS
+    python -P -m dynamo_megatron.launcher.local RANKS OUTPUT_DIR ARGUMENTS
 
 The ranks are in process groups of their own, so that a terminal's Ctrl-C reaches only this process, which passes it
 on once. They die with it (PR_SET_PDEATHSIG), even when it is killed.
@@ -15,20 +15,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from dynamo_megatron.checkpoint_folder import after_a_stop
 from dynamo_megatron.launcher.command import free_port
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
-START_GRACE = 2.0  # seconds until ranks that have not come to the first step are ended
+START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def run_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Runs `dynamo-megatron ARGUMENTS` in `ranks` local processes and returns the run's exit code.
+def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
+    """Runs `dynamo-megatron ARGUMENTS`, a run in `output_dir`, in `ranks` local processes; returns its exit code.
 
-    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130). Ranks that have not come to the
-    first step end within START_GRACE whatever they do: they leave SIGTERM as it is, and get it after other signals.
+    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130). A rank 0 that has not come to the
+    first step ends within START_GRACE whatever it does: it leaves SIGTERM as it is, and gets it after other signals.
+    The others get it once rank 0 has ended.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a killed rank become ours to end
@@ -72,17 +75,18 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
             )
         )
     deadline = first_bad = None
-    insisted = False
+    insisted: list[subprocess.Popen] = []
     while any(p.poll() is None for p in processes):
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
         if first_bad is None and bad:
             first_bad = min(bad)  # a signal, a negative code, before what it led to
         if deadline is None and (bad or signal.SIGINT in received):
             deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused: all is said
-        ended = any(p.poll() == 75 for p in processes)
-        if received and not insisted and (ended or time.monotonic() > min(received.values()) + START_GRACE):
-            insisted = True
-            send(signal.SIGTERM, processes)
+        if received:
+            late = time.monotonic() > min(received.values()) + START_GRACE
+            due = processes if processes[0].poll() is not None else processes[:1] if late else []
+            send(signal.SIGTERM, [p for p in due if p not in insisted])
+            insisted += due
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
                 if p.poll() is None:
@@ -97,7 +101,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
     if received and -code in (*received, signal.SIGTERM):  # before the rank had anything to save
         if codes[0] < 0:  # else it has said so itself
-            print(stopped_early(next(iter(received))), file=sys.stderr, flush=True)
+            print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
         return 75
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
@@ -105,10 +109,9 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     return 2 if 2 in codes else code or max(codes)  # a refusal by one rank is a failure to the others
 
 
-def stopped_early(number: int) -> str:
+def stopped_early(number: int, output_dir: Path) -> str:
     """What the user reads where a signal ended the start of a run."""
-    name = signal.Signals(number).name
-    return f"stopped by {name} before the first step; the same command starts the run again"
+    return f"stopped by {signal.Signals(number).name} while it started; {after_a_stop(output_dir / 'checkpoints')}"
 
 
 def _end_orphans() -> None:
@@ -130,4 +133,4 @@ def _end_orphans() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))
+    sys.exit(run_ranks(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))

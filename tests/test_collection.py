@@ -31,7 +31,7 @@ def batch_of(collector: Collector, step: int, logprobs=lambda rollouts: rollouts
     collector.begin(step)
     rounds, chosen = [], None
     while chosen is None:
-        collector.draw()
+        collector.draw(lambda: None)
         rounds.append(collector.sample(lambda: None))
         chosen = collector.judge(logprobs(rounds[-1]), lambda: None)
     rollouts = RolloutBatch.join(rounds).take(chosen.members)

@@ -1,9 +1,12 @@
 """`dynamo-megatron sft`: the cross-entropy of completions, ended early, and found finished again."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,6 +14,15 @@ from transformers import AutoTokenizer
 
 from dynamo_megatron.convert import compare_weights, mcore2hf
 
+STALLING = """
+import pathlib, time
+
+def rows():
+    for number in range(4):
+        yield {"id": str(number), "problem": f"{number}+1=", "answer": str(number + 1)}
+    pathlib.Path("stalled").touch()
+    time.sleep(600)
+"""
 EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "Ada")]
 
 
@@ -146,3 +158,31 @@ def test_an_export_onto_a_full_disk_is_one_line(sft):
     assert code == 1 and len(said) == 1 and "onto-a-full-disk" in said[0], said
     assert not (output.parent / "onto-a-full-disk").exists()
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path, ranks):
+    (tmp_path / "stalling.py").write_text(STALLING)
+    keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
+    keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
+    with open(tmp_path / "console.log", "w") as log:
+        run = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *keys, "--ranks", str(ranks)],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline = time.monotonic() + 180
+        while not (tmp_path / "stalled").exists():
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "console.log").read_text()
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        code = run.wait(60)
+    finally:
+        run.kill()
+    said = (tmp_path / "console.log").read_text()
+    assert code == 75, said
+    assert said.splitlines()[-1] == "stopped by SIGTERM; the same command resumes from the checkpoint of step 2", said

@@ -9,28 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.reading import ReadingThread
 from dynamo_megatron.data.sources import content_digest, located_prompts
 from dynamo_megatron.records import Prompt
 
 SKIPPED_IN_A_ROW = 10_000  # prompts that are too long, until that is an error: an endless iterator may have no other
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where reading stands: how many items of the epoch were taken, and a hash of their ids and contents."""
+    """Where reading stands: how many items of the epoch were taken, a hash of their ids and contents, and how many
+    prompts were too long, in all epochs."""
 
     epoch: int = 0
     taken: int = 0
     digest: str = ""
+    skipped: int = 0
 
 
 class IteratorStream:
     """Prompts without end, in the order in which the function `config.source` yields them.
 
     Where the iterator ends, the function is called again: a new epoch. At most a first batch is read ahead, so that
-    what is wrong with the data shows before the run. Of what was read, ids and 8 bytes a content are kept: an id that
-    comes again is the same problem, and an error where its content differs. `encode`, `max_prompt_length` and errors
-    are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so far.
+    what is wrong with the data shows before the run. Of every item that was read, skipped ones too, the id and a hash
+    of the content stay in memory (docs/data.md has the bytes): an id that comes again is the same problem, and an error
+    where its content differs. Items are read on a thread of their own (`ReadingThread`). `encode`, `max_prompt_length`
+    and errors are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so
+    far.
 
     The state is the number of items taken: a resume calls the function anew and skips so many, which therefore has to
     yield the same items each time.
@@ -47,12 +56,12 @@ class IteratorStream:
     ) -> None:
         self._config, self._encode, self._limit = config, encode, max_prompt_length
         self._known: dict[str, int] = {}
-        self._skipped: set[str] = set()
+        self._thread = ReadingThread()
         self._drawn = self._read = _Place()
         self._items = located_prompts(config)
         self._ahead: deque[tuple[Prompt, _Place]] = deque()
         while len(self._ahead) < config.batch_prompts:
-            self._ahead.append(self._draw())
+            self._ahead.append(self._draw(_nothing))
             if on_progress is not None:
                 on_progress(len(self._ahead))
         # The first prompt's tokens stand for tokenizer and template.
@@ -60,25 +69,26 @@ class IteratorStream:
 
     @property
     def skipped(self) -> int:
-        """Distinct prompts found too long so far."""
-        return len(self._skipped)
+        """Prompts that were too long up to the one drawn last; one that comes again counts again."""
+        return self._drawn.skipped
 
     @property
     def epoch(self) -> int:
         """The epoch of the prompt drawn last, from 0."""
         return self._drawn.epoch
 
-    def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, with `tokens` set. Raises ValueError: as the constructor."""
+    def next(self, n: int, on_poll: Callable[[], None] = _nothing) -> list[Prompt]:
+        """The next `n` prompts, with `tokens` set. `on_poll` is called while it waits for the iterator; what it raises
+        ends the wait, and what was drawn until then is not drawn again. Raises ValueError: as the constructor."""
         batch: list[Prompt] = []
         while len(batch) < n:
-            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw()
+            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
             batch.append(prompt)
         return batch
 
-    def _draw(self) -> tuple[Prompt, _Place]:
+    def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
         for _ in range(SKIPPED_IN_A_ROW):
-            prompt = self._take()
+            prompt = self._take(on_poll)
             tokens = self._encode(prompt)
             if self._limit is None or len(tokens) <= self._limit:
                 return dataclasses.replace(prompt, tokens=tokens), self._read
@@ -87,22 +97,22 @@ class IteratorStream:
                     f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
                     "raise data.max_prompt_length or set data.on_long_prompt: skip"
                 )
-            self._skipped.add(prompt.prompt_id)
+            self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
         raise ValueError(
             f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
             f"{self._limit} tokens"
         )
 
-    def _take(self) -> Prompt:
+    def _take(self, on_poll: Callable[[], None]) -> Prompt:
         """The iterator's next item, of the next epoch where it has ended."""
         source, place = self._config.source, self._read
-        item = next(self._items, None)
+        item = self._thread.next(self._items, on_poll)
         if item is None:
             if not place.taken:
                 again = " when it was called again: it has to return a new iterator each time" if place.epoch else ""
                 raise ValueError(f"data.source: {source} has no prompts{again}")
-            self._items, self._read = located_prompts(self._config), _Place(place.epoch + 1)
-            return self._take()
+            self._items, self._read = located_prompts(self._config), _Place(place.epoch + 1, skipped=place.skipped)
+            return self._take(on_poll)
         where, prompt = item
         content = content_digest(prompt)
         if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
@@ -111,13 +121,14 @@ class IteratorStream:
                 f"give every problem its own id (data.id_key: {self._config.id_key})"
             )
         chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
-        self._read = _Place(place.epoch, place.taken + 1, hashlib.sha256(chained).hexdigest())
+        digest = hashlib.sha256(chained).hexdigest()
+        self._read = dataclasses.replace(place, taken=place.taken + 1, digest=digest)
         return prompt
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: how many items of which epoch were drawn, and what they were."""
-        drawn = dataclasses.asdict(self._drawn)
-        return {**drawn, "skipped": sorted(self._skipped), "rendering": self._rendering}
+        """Plain data of a fixed size: how many items of which epoch were drawn, what they were, and how many were
+        skipped."""
+        return {**dataclasses.asdict(self._drawn), "rendering": self._rendering}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. Raises ValueError where the function yields other items, or tokenizer or
@@ -125,8 +136,8 @@ class IteratorStream:
         self._items, self._read = located_prompts(self._config), _Place(state["epoch"])
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
-            self._take()
-        self._drawn, self._skipped = self._read, set(state["skipped"])
+            self._take(_nothing)
+        self._drawn = self._read = dataclasses.replace(self._read, skipped=state["skipped"])
         if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
             raise ValueError(
                 f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "

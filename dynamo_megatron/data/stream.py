@@ -79,8 +79,8 @@ class PromptStream:
         """The epoch of the prompt drawn last, from 0."""
         return self._epoch
 
-    def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, as copies with `tokens` set.
+    def next(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
+        """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called.
 
         Raises ValueError: a prompt is too long and `on_long_prompt` is "error", or every prompt is too long.
         """

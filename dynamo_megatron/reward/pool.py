@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import URLS
-from dynamo_megatron.user_code import printable
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import HttpReward
@@ -173,8 +173,8 @@ def _failure(prompt: Prompt, response: str, function: str, text: str, frames: st
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([frames] if frames else []),
-        f"prompt {prompt.label}: {printable(problem, SHOWN)!r}, answer {printable(str(prompt.answer), SHOWN)!r}",
-        f"response of {len(response)} characters: {printable(response, SHOWN)!r}",
+        f"prompt {prompt.label}: {on_one_line(problem, SHOWN)!r}, answer {on_one_line(str(prompt.answer), SHOWN)!r}",
+        f"response of {len(response)} characters: {on_one_line(response, SHOWN)!r}",
         f"reward function {function} failed on prompt {prompt.label}: {text}",
     ]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,12 +29,13 @@ def last_line(config: Config, step: int, *, evaluated: bool) -> str:
             saved = latest_checkpoint(output / "checkpoints")
             if saved is None:
                 return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
-            convert = f"dynamo-megatron convert mcore2hf {output} {output / 'hf'}"
+            convert = shlex.join(["dynamo-megatron", "convert", "mcore2hf", str(output), str(output / "hf")])
             return f"model: {saved[1]} (Megatron checkpoint); next: {convert}"
-    next_command = f"dynamo-megatron report {output}"
+    next_command = shlex.join(["dynamo-megatron", "report", str(output)])
     if not evaluated:
-        data = "" if config.eval.data else " eval.data=FILE"
-        next_command = f"dynamo-megatron eval --model {output} --out {output / 'scores'}{data}"
+        data = [] if config.eval.data else ["eval.data=FILE"]
+        words = ["eval", "--model", str(output), "--out", str(output / "scores"), *data]
+        next_command = shlex.join(["dynamo-megatron", *words])
     return f"model: {model} (step {exported_step(model)}); next: {next_command}"
 
 

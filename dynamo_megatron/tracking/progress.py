@@ -46,7 +46,8 @@ class Progress:
     `step_done`; ETA and bar are the run's. Without `steps` (an evaluation) there are phases and counts alone; ETA and
     bar are the count's. Where no ETA is known, the phase's own seconds are in its place.
 
-    Where stderr is no terminal, stdout gets one line for each phase before `start`, with its duration, when it ends.
+    Where stderr is no terminal, each phase before `start` gets one line when it ends, with its duration: of a run on
+    stdout, without `steps` on stderr, where it does not stand before a command's result.
     """
 
     def __init__(self, steps: int | None = None):
@@ -131,7 +132,8 @@ class Progress:
     def _log_phase(self) -> None:
         if self._bar.disable and self._mark is None and self._phase:
             seconds = time.monotonic() - self._phase_began
-            print(f"{self._phase_text()}: {seconds:.1f} s", flush=True)
+            file = sys.stderr if self._steps is None else sys.stdout
+            print(f"{self._phase_text()}: {seconds:.1f} s", file=file, flush=True)
 
     def _draw(self) -> None:
         if self._bar.disable:

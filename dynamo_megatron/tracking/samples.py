@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.plain_text import printable
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.store import read_lines, step_file
 from dynamo_megatron.tracking.run_record import read_config
@@ -184,20 +184,3 @@ def indented(text: str) -> str:
 
 def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
-
-
-BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-
-
-def printable(text: str) -> str:
-    """`text` with what could drive a terminal written as an escape: control characters but newline and tab, line
-    separators, halves of surrogate pairs, and what turns the direction of writing."""
-    return "".join(c if c.isprintable() or c in "\n\t" or not _drives(c) else _escape(c) for c in text)
-
-
-def _drives(c: str) -> bool:
-    return unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in BIDI_CONTROLS
-
-
-def _escape(c: str) -> str:
-    return c.encode("unicode_escape", "surrogatepass").decode()

@@ -9,7 +9,7 @@ from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
 
 FUNCTIONS = """
-import itertools, random
+import itertools, random, threading
 taken = []
 def row(number):
     return {"id": number, "problem": f"{number}+1?", "answer": str(number + 1)}
@@ -43,6 +43,12 @@ def nothing():
 once = iter([row(0), row(1)])
 def exhausted():
     return once
+gate = threading.Event()
+def stalls():
+    yield from five()
+    gate.wait()
+    yield row(5)
+    yield {}["absent"]
 """
 
 
@@ -70,6 +76,40 @@ def test_an_endless_iterator_is_read_as_far_as_the_first_batch_and_then_as_it_is
     assert ids(s.next(3)) == ["0", "1", "2"] and taken == [0, 1, 2, 3]
     (first, *_) = s.next(3)
     assert taken == [0, 1, 2, 3, 4, 5] and first.where.endswith(":endless row 4") and first.tokens == [1] * 4
+
+
+class Asked(Exception):
+    pass
+
+
+def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions):
+    polls = []
+
+    def stop():
+        polls.append(1)
+        if len(polls) == 2:
+            raise Asked
+
+    s = stream(functions, "stalls")
+    assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
+    state = s.state_dict()
+    with pytest.raises(Asked):
+        s.next(1, stop)
+    assert len(polls) == 2 and s.state_dict() == state
+    __import__(functions).gate.set()
+    assert ids(s.next(1)) == ["5"]
+    with pytest.raises(ValueError, match=r"^data\.source: .*:stalls failed after 6 items: KeyError: 'absent' \("):
+        s.next(1)
+
+
+def test_the_state_is_of_a_fixed_size_and_counts_what_was_skipped(functions):
+    s = stream(functions, "long_ones")
+    s.next(2)
+    few = s.state_dict()
+    assert s.skipped == few["skipped"] == 2  # up to the second that was drawn, not the fourth that was read
+    s.next(500)
+    many = s.state_dict()
+    assert many["skipped"] == 1002 and len(json.dumps(many)) < len(json.dumps(few)) + 20
 
 
 def test_an_iterator_that_ends_starts_anew_in_its_order(functions):

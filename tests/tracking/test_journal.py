@@ -1,5 +1,7 @@
 """The last line of a run."""
 
+import shlex
+
 import pytest
 
 from dynamo_megatron.checkpoint_folder import write_manifest
@@ -42,3 +44,10 @@ def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path)
     write_manifest(folder, {"step": 64, "model": {}, "dtype": "bfloat16", "layout": None})
     line = last_line(config, 64, evaluated=True)
     assert line == f"model: {folder} (Megatron checkpoint); next: dynamo-megatron convert mcore2hf {run} {run}/hf"
+
+
+@pytest.mark.parametrize(("evaluated", "words"), [(True, ["report"]), (False, ["eval", "--model"])])
+def test_the_next_command_can_be_pasted_where_the_folder_has_a_blank(tmp_path, evaluated, words):
+    line = last_line(made(tmp_path / "my runs", "final", "hf"), 64, evaluated=evaluated)
+    command = shlex.split(line.partition("; next: ")[2])
+    assert command[: len(words) + 2] == ["dynamo-megatron", *words, str(tmp_path / "my runs" / "run")]

@@ -244,6 +244,22 @@ progress.close()
     assert (tmp_path / "err").read_bytes() == b""
 
 
+def test_the_phases_of_an_evaluation_do_not_stand_before_its_table(tmp_path):
+    program = """
+from dynamo_megatron.tracking.progress import Progress
+progress = Progress()
+progress.phase("loading tokenizer")
+progress.phase("evaluate", 2)
+progress.count(2)
+progress.close()
+print("| table |")
+"""
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        subprocess.run([sys.executable, "-P", "-c", program], stdout=out, stderr=err, check=True)
+    assert (tmp_path / "out").read_text() == "| table |\n"
+    assert re.fullmatch(r"loading tokenizer: 0\.\d s\n", (tmp_path / "err").read_text())
+
+
 def test_files_get_only_what_is_said(tmp_path):
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         subprocess.run([sys.executable, "-P", "-c", RUN], stdout=out, stderr=err, check=True)
