@@ -1,7 +1,7 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
-# make test       what CI runs; make test-all: every check at full count
+# make test       what CI runs; make test-all: every check at full count (PEERS=skip: but for the one with verl and TRL)
 # make lint       ruff
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
@@ -94,7 +94,8 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
-	@$(MAKE) --no-print-directory peers || echo "no .venv-peers (above): the comparison with verl and TRL is skipped" >&2
+	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
+		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest
 
 lint: $(INSTALLED)

@@ -79,7 +79,7 @@ TABLE = (
         "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
         "--dynamic-sampling-filter-path --over-sampling-batch-size",
         "algorithm.dynamic_sampling",
-        "groups of equal rewards are replaced, `rounds` times at most",
+        "groups of equal rewards are replaced, `rounds` times at most: `max_num_gen_batches - 1`",
     ),
     Row(
         "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",

@@ -194,6 +194,7 @@ def _policy_loss(
         # Each comparison is false for a NaN, which therefore reaches the gradient.
         still = clipped | dual | (tl.abs(drift) > MAX_LOG_RATIO)
         slope = tl.where(still, 0.0, plain)
+        clipped = (clipped | ((drift > MAX_LOG_RATIO) & (advantage != 0))) & (dual == 0)
     return loss, slope, ratio, clipped, dual
 
 

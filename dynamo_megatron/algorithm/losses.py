@@ -20,7 +20,8 @@ __all__ = [
     "policy_loss_terms",
 ]
 
-# The published loss bounds log-ratios and the k3 estimate so; a bound that acts stops the gradient.
+# The published loss bounds log-ratios and the k3 estimate so; a bound that acts stops the gradient. A response's log
+# ratio is a sum over its tokens, which reaches the bound long before a token's own does.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 # |d| has the slope 1 down to d = 0, where it would follow the sign of a rounding error; below this (nats) it is round.
@@ -29,7 +30,8 @@ ABS_ROUNDING = 1e-3
 
 class PolicyLoss(NamedTuple):
     loss: torch.Tensor  # per token
-    clipped: torch.Tensor  # bool: the clip to [1 - low, 1 + high] decided the loss, or with cispo its weight
+    # bool: the clip to [1 - low, 1 + high] decided the loss, or with cispo its weight, or the log ratio's bound did
+    clipped: torch.Tensor
     clipped_dual: torch.Tensor  # bool: the dual clip did
 
 
@@ -53,22 +55,25 @@ def clipped_policy_loss(
     """PPO's clipped loss per token (arXiv 1707.06347), with the dual clip of arXiv 1912.09729.
 
     With r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c.
-    Arrays of one shape, natural log; differentiable in `logprobs`. `clip_ratio_c` None turns the dual clip off.
+    Arrays of one shape, natural log; differentiable in `logprobs`. `clip_ratio_c` None turns the dual clip off. log r
+    is held to [-20, 20], without gradient outside; above 20 a token that is not `clipped_dual` is `clipped`.
 
     Raises ValueError for a clip_ratio_c that is not above 1.
     """
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c: {clip_ratio_c} must be above 1 (None turns the dual clip off)")
-    ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    log_ratios = logprobs - old_logprobs
+    ratio = torch.exp(log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
+    clipped = (bounded > plain) | ((log_ratios > MAX_LOG_RATIO) & (advantages != 0))
     if clip_ratio_c is None:
         return PolicyLoss(loss, clipped, torch.zeros_like(clipped))
     ceiling = -advantages * clip_ratio_c
     clipped_dual = (advantages < 0) & (loss > ceiling)
-    return PolicyLoss(torch.where(advantages < 0, torch.minimum(loss, ceiling), loss), clipped, clipped_dual)
+    held = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
+    return PolicyLoss(held, clipped & ~clipped_dual, clipped_dual)
 
 
 @torch_function

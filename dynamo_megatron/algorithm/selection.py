@@ -61,7 +61,7 @@ def kl_cov(covariance: Array, *, ratio: float) -> Array:
     return _first(torch.argsort(covariance, descending=True, stable=True), max(1, _floor(ratio, len(covariance))))
 
 
-def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, seed: int = 0) -> np.ndarray:
+def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, *, seed: int) -> np.ndarray:
     """Uniform in [0, 1), one a token, float64 [sum lengths], from seed, rollout's id and the position in its response.
 
     An id names step, group and index, so each step draws anew; neither ranks nor packing nor a resume change the draw.

@@ -47,7 +47,8 @@ def shape_tokens(
     entropy: torch.Tensor,
     expected_pi_lambda: torch.Tensor,
     config: AlgorithmConfig,
-    seed: int = 0,
+    *,
+    seed: int,
 ) -> Shaped:
     """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
 
@@ -72,7 +73,7 @@ def shape_tokens(
     if config.loss.clip_cov is not None or config.loss.kl_cov is not None:
         spread = covariance(a, logprobs)
         if (clip := config.loss.clip_cov) is not None:
-            keys = torch.from_numpy(random_keys([rollouts.rollout_ids[s] for s in members], lengths, seed))
+            keys = torch.from_numpy(random_keys([rollouts.rollout_ids[s] for s in members], lengths, seed=seed))
             chosen = clip_cov(spread, keys, ratio=clip.ratio, low=clip.low, high=clip.high)
             a, selected = torch.where(chosen, 0.0, a), selected | chosen
         if (penalty := config.loss.kl_cov) is not None:

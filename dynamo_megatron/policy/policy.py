@@ -267,7 +267,7 @@ class Policy:
             stats.entropy,
             stats.expected_pi_lambda,
             self.config.algorithm,
-            self.config.seed,
+            seed=self.config.seed,
         )
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():

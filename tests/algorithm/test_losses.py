@@ -73,6 +73,23 @@ def test_far_off_policy_tokens_stay_finite():
     assert kl_estimate(torch.tensor([-200.0]), torch.zeros(1), "k3").item() == 10
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_response_beyond_the_bound_of_its_log_ratio_has_no_gradient_and_counts_as_clipped(advantage):
+    """Two responses of 40 tokens that became likelier, without a dual clip: log ratios of 19.9 and 20.1."""
+    logprobs = torch.tensor([19.9 / 40] * 40 + [20.1 / 40] * 40, dtype=torch.float64, requires_grad=True)
+    zero, advantages = torch.zeros(80).double(), torch.full((80,), advantage).double()
+    log_ratios = response_log_ratios(logprobs, torch.tensor([40, 40]), "sequence")
+    no_clip = PolicyLossConfig(clip_ratio_low=1.0, clip_ratio_high=1e9)
+    terms = policy_loss_terms(logprobs, zero, zero, advantages, None, no_clip, log_ratios=log_ratios)
+    terms.loss.sum().backward()
+    np.testing.assert_allclose(logprobs.grad, [-advantage * np.exp(19.9)] * 40 + [0] * 40, rtol=1e-9)
+    assert terms.clipped.tolist() == [False] * 40 + [True] * 40 and not terms.clipped_dual.any()
+    ceiling = PolicyLossConfig(clip_ratio_low=1.0, clip_ratio_high=1e9, clip_ratio_c=3.0)
+    terms = policy_loss_terms(logprobs, zero, zero, advantages, None, ceiling, log_ratios=log_ratios)
+    assert not (terms.clipped & terms.clipped_dual).any()  # each counts once
+    assert (terms.clipped | terms.clipped_dual)[40:].all()
+
+
 def test_terms_add_up_and_differentiate():
     rng = np.random.default_rng(0)
     logprobs, entropy, old, advantages, ref = torch.tensor(rng.normal(size=(5, 30)))

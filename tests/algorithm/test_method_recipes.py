@@ -22,9 +22,12 @@ model: {path: model}
 data: {source: train.jsonl}
 output_dir: out
 algorithm:
+  allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, prior_by: level, variance_floor: 0.9}
   dynamic_sampling: {rounds: 3}
   advantage:
     kind: dr_grpo
+    singleton: raw
+    eps: 0.1
     positive_weight: 0.7
     overlong_buffer: 0.4
     overlong_penalty: 0.9
@@ -49,6 +52,8 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
+    section["advantage"] |= {"singleton": "zero", "eps": 1e-6}
+    section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")
         (section[part] if part else section)[name] = value
@@ -56,13 +61,16 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
 
 
 DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
-DAPO = {"dynamic_sampling": {"rounds": 10}, "advantage__overlong_buffer": 0.2}
+DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
+LEARNS = {"half_life": 8.0, "static": False}
+SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
 RECIPES = {
     # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
     "grpo": recipe((0.2, 0.2), "token_mean"),
     # arXiv 2503.14476, section 4.1
     "clip_higher": recipe((0.2, 0.28), "token_mean"),
-    # verl's recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches 10, buffer 4096 of 20480, clip_ratio_c 10
+    # verl's recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches 10, the first one counted, buffer 4096 of
+    # 20480, clip_ratio_c 10
     "dapo": recipe((0.2, 0.28), "token_mean", c=10.0, **DAPO),
     # Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR: the same script with entropy_top_ratio 0.2
     "fork_tokens": recipe((0.2, 0.28), "token_mean", c=10.0, loss__entropy_top_ratio=0.2, **DAPO),
@@ -88,13 +96,18 @@ RECIPES = {
     ),
     # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
     "dynamo": recipe(
-        (0.2, 0.2), "prompt_mean", "rloo", modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"}
+        (0.2, 0.2),
+        "prompt_mean",
+        "rloo",
+        modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"},
+        allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS, "prior_by": None},
     ),
     "dynamo_published": recipe(
         (0.2, 0.28),
         "token_mean",
         c=10.0,
         modulation={**DECAY6, "expectation": "sequence_mean", "scope": "micro_batch"},
+        allocation={"kind": "waterfill", "power": "sigma2", "static": False, **SIZES},
     ),
 }
 
@@ -108,8 +121,8 @@ def check(name: str, files: list[Path], *more: str) -> None:
     config, _ = compose([str(file) for file in files], ["output_dir=out", *more])
     got, want = to_plain(config)["algorithm"], RECIPES[name]
     for part, value in want.items():
-        # Of the losses and advantages what the recipe is about, not mini_batches, eps and the size of a penalty.
-        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage") else got[part]
+        # Of these what the recipe is about: not mini_batches, the size of a penalty, an allocation's sizes.
+        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage", "allocation") else got[part]
         assert seen == value, (name, part, [file.name for file in files])
 
 
@@ -141,9 +154,9 @@ def test_a_method_after_another_is_itself(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_sets_every_key_that_makes_one(name):
     own = own_keys(name)
-    bookkeeping = {"mini_batches", "singleton", "eps"}
-    assert set(LossConfig.model_fields) - bookkeeping <= set(own["loss"])
-    assert set(AdvantageConfig.model_fields) - bookkeeping <= set(own["advantage"])
+    assert set(LossConfig.model_fields) - {"mini_batches"} <= set(own["loss"])
+    assert set(AdvantageConfig.model_fields) <= set(own["advantage"])
+    assert set(RECIPES[name]["allocation"]) <= set(own["allocation"])
     others = {"kl", "rollout_correction"}  # of the engine and the reference policy: they go with any method
     assert set(AlgorithmConfig.model_fields) - others <= set(own)
 

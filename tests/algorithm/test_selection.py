@@ -65,13 +65,13 @@ def test_one_token_more_in_the_band_changes_the_draw_by_one_token_at_most():
 
 def test_random_keys_belong_to_the_rollout_not_to_the_order():
     ids, lengths = ["3/p/0-0", "3/p/0-1", "3/q/0-0"], np.array([4, 0, 3])
-    keys = random_keys(ids, lengths)
+    keys = random_keys(ids, lengths, seed=0)
     assert keys.shape == (7,) and (keys >= 0).all() and (keys < 1).all() and len(set(keys)) == 7
-    swapped = random_keys(ids[::-1], lengths[::-1])
+    swapped = random_keys(ids[::-1], lengths[::-1], seed=0)
     assert (np.concatenate([swapped[3:], swapped[:3]]) == keys).all()
-    assert not (random_keys(["4/p/0-0"], np.array([4])) == keys[:4]).any()
-    assert not (random_keys(ids, lengths, 1) == keys).any()
-    many = random_keys([f"5/p/{i}" for i in range(2000)], np.full(2000, 5))
+    assert not (random_keys(["4/p/0-0"], np.array([4]), seed=0) == keys[:4]).any()
+    assert not (random_keys(ids, lengths, seed=1) == keys).any()
+    many = random_keys([f"5/p/{i}" for i in range(2000)], np.full(2000, 5), seed=0)
     assert abs(many.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(many))
 
 

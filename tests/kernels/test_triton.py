@@ -177,6 +177,7 @@ def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy, ranges):
         ref[:3] = logp[:3] + torch.tensor([22.0, -22.0, 5.0])
     advantages = randn()
     advantages[::6] = 0
+    advantages[1] = -1.0  # with a ratio beyond its bound
     coef = None if name == "full" else randn().clamp(min=0)
     log_ratios = -drift if name == "response" else None
     tokens = Tokens(advantages, randn().abs(), None if on_policy else logp + drift, ref, coef, log_ratios)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import zlib
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.losses import response_log_ratios
+from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config_files import compose
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
@@ -79,6 +79,7 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
         stats.entropy,
         stats.expected,
         config.algorithm,
+        seed=config.seed,
     )
     nothing = torch.zeros_like(stats.new)
     log_ratios = None
@@ -184,16 +185,12 @@ def covariances(grpo, stats):
 
 
 def test_clip_cov_takes_the_gradient_off_a_few_tokens_of_the_band(rollouts, stats, grpo):
-    got = run("clip_cov", rollouts, stats, "algorithm.loss.clip_cov.ratio=0.01")
+    got, other = (run("clip_cov", rollouts, stats, "algorithm.loss.clip_cov.ratio=0.01", f"seed={s}") for s in (5, 6))
     inside = [i for i, c in enumerate(covariances(grpo, stats)) if 1 < c < 5]
-    keys = np.concatenate(
-        [
-            np.random.default_rng(zlib.crc32(name.encode())).random(length)
-            for name, length in zip(rollouts.rollout_ids, rollouts.response_lengths, strict=True)
-        ]
-    )
+    keys = random_keys(rollouts.rollout_ids, rollouts.response_lengths, seed=5)
     chosen = sorted(inside, key=lambda i: keys[i])[: int(0.01 * len(keys))]
     assert len(inside) > len(chosen) > 3 and set(np.flatnonzero(got.selected)) == set(chosen)
+    assert set(np.flatnonzero(other.selected)) != set(chosen)
     advantages = grpo.advantages.copy()
     advantages[chosen] = 0
     expect(got, advantages, grpo.weights, *clipped(advantages, ratio(stats), 1.0, 1.0))

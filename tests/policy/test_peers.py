@@ -153,7 +153,7 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
     for members in train.mini_batches:
         selecting = new if name.split()[0] in ("clip_cov", "kl_cov") else old
         args = (train.advantages, train.weights, selecting, entropy, expected, algorithm)
-        shaped = shape_tokens(batch.rollouts, members, *args)
+        shaped = shape_tokens(batch.rollouts, members, *args, seed=config.seed)
         here = torch.from_numpy(np.isin(np.repeat(np.arange(len(batch.lengths)), batch.lengths), members))
         advantages = shaped.advantages[here].double()
         if without is not None:
