@@ -82,38 +82,37 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def has_checksums(folder: Path) -> bool:
-    """False for a checkpoint that was saved before there were any, and for another program's."""
-    return (folder / MANIFEST_FILE).is_file() and "checksums" in read_manifest(folder)
+def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False) -> bool:
+    """Compares the files with the checksums that were saved with them. Returns False where there are none: in a
+    checkpoint that was saved before there were any, and in another program's.
 
-
-def altered(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """Which file's bytes are not those that were saved, and what to do; None where all are, or there are no checksums.
-
-    Each of `ranks` processes reads a share of the files, of about as many bytes as the others."""
-    if not has_checksums(folder):
-        return None
-    manifest = read_manifest(folder)
+    Each of `ranks` processes reads a share of the files, of about as many bytes as the others. Raises ValueError that
+    names the file whose bytes are not those that were saved, and what to do; `resume`: the checkpoint is of the run
+    that goes on from it."""
+    if not (folder / MANIFEST_FILE).is_file() or "checksums" not in (manifest := read_manifest(folder)):
+        return False
     saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
     if missing := sorted(set(names) - saved.keys()):
-        return f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder)}"
+        raise ValueError(f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder, resume)}")
     try:
         found = file_checksums(folder / name for name in names[rank::ranks])
     except OSError as error:
-        return f"{error.filename}: {error.strerror}; {_instead_of(folder)}"
+        raise ValueError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
     for file, checksum in found.items():
         if checksum != saved[file.name]:
-            return (
+            raise ValueError(
                 f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved[file.name]}); "
-                f"{_instead_of(folder)}"
+                f"{_instead_of(folder, resume)}"
             )
-    return None
+    return True
 
 
-def _instead_of(folder: Path) -> str:
+def _instead_of(folder: Path, resume: bool) -> str:
     """What to use where a checkpoint is damaged."""
     if (step := _named_step(folder)) is None:
         return "copy or convert the model again"
+    if not resume:
+        return "restore it from a copy, or use another checkpoint"
     if earlier := [number for number, _ in complete_checkpoints(folder.parent) if number < step]:
         return f"delete {folder} to resume from the checkpoint of step {earlier[-1]}"
     return "restore it from a copy: there is no earlier complete checkpoint"

@@ -44,8 +44,10 @@ def file_checksum(file: Path) -> str:
 
 
 def file_checksums(files: Iterable[Path]) -> Mapping[Path, str]:
-    """Of several files, on as many threads as this process has cores to itself. Raises OSError."""
-    files = list(files)
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Of several files, on as many threads as this process has cores: those that it is bound to, or, where it may use
+    all of the machine's, its share of them among the ranks here (torchrun's LOCAL_WORLD_SIZE). Raises OSError."""
+    files, cores = list(files), len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     with ThreadPoolExecutor(max(1, min(cores, len(files)))) as pool:
         return dict(zip(files, pool.map(file_checksum, files), strict=True))

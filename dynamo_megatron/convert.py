@@ -17,12 +17,11 @@ from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint_folder import (
     UNVERIFIED,
-    altered,
     checkpoint_folders,
     complete_checkpoints,
     fault,
-    has_checksums,
     sync_folder,
+    verify,
     write_manifest,
 )
 from dynamo_megatron.config import Config
@@ -101,9 +100,7 @@ def open_checkpoint(
 
 def _verified(folder: MegatronFolder) -> MegatronFolder:
     """Raises ValueError where the bytes are not those that were saved."""
-    if (why := altered(folder.path)) is not None:
-        raise ValueError(why)
-    if not has_checksums(folder.path):
+    if not verify(folder.path):
         print(f"{folder.path}: {UNVERIFIED}", file=sys.stderr)
     return folder
 
@@ -140,9 +137,9 @@ def mcore2hf(
         write_safetensors(unfinished, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
         single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
         _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
-        template = folder.path.resolve().parents[1] / CHAT_TEMPLATE_FILE  # of the run that trained with it
-        if folder.path.resolve().parent.name == "checkpoints" and template.is_file():
-            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)
+        parent = folder.path.resolve().parent
+        if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
+            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # of the run that trained with it
         sync_folder(unfinished)
 
 

@@ -19,12 +19,11 @@ import torch
 from dynamo_megatron.checkpoint_folder import (
     MANIFEST_FILE,
     UNVERIFIED,
-    altered,
     checkpoint_folders,
     fault,
-    has_checksums,
     latest_checkpoint,
     read_manifest,
+    verify,
 )
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.models.torch_dist import TorchDistReader, is_torch_dist
@@ -114,8 +113,12 @@ def inspect(path: Path) -> Contents:
 
 def _with_manifest(folder: Path, others: list[str]) -> Contents:
     problem, facts, tensors, kind = fault(folder), {}, None, "checkpoint of a run"
+    verified = False
     try:
-        problem = problem or altered(folder)
+        verified = problem is None and verify(folder)
+    except ValueError as error:
+        problem = str(error)  # its tensors are shown all the same, as far as they can be read
+    try:
         manifest = read_manifest(folder)
         model, layout = dict(manifest["model"]), manifest["layout"]
         facts = {
@@ -129,7 +132,7 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
             sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "ranks")
             facts |= {"step": str(manifest["step"]), "saved by": f"{layout.get('ranks')} ranks: {sizes}"}
         if problem is None:
-            facts["bytes"] = "as saved, by their checksums" if has_checksums(folder) else UNVERIFIED
+            facts["bytes"] = "as saved, by their checksums" if verified else UNVERIFIED
         tensors = _TorchDist(folder)
     except ValueError as error:
         problem = problem or str(error)

@@ -11,15 +11,14 @@ import pytest
 
 from dynamo_megatron.checkpoint_folder import (
     after_a_stop,
-    altered,
     choose_checkpoint,
     complete_checkpoints,
     fault,
-    has_checksums,
     latest_checkpoint,
     publish,
     read_manifest,
     unfinished_folder,
+    verify,
 )
 from dynamo_megatron.checksums import file_checksum
 
@@ -89,18 +88,29 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def refusal(folder: Path, *ranks: int, resume: bool = False) -> str:
+    """What `verify` says; nothing where the bytes are those that were saved."""
+    try:
+        verify(folder, *ranks, resume=resume)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("name", list(FILES))
 def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp_path, name):
     save(tmp_path, 3, keep_last=2)
     folder = save(tmp_path, 6, keep_last=2)
-    assert altered(folder) is None
+    assert verify(folder)
     flip(folder / name)
     assert fault(folder) is None, "the size tells nothing"
-    why = altered(folder)
+    why = refusal(folder, resume=True)
     assert why.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in why
     assert why.endswith(f"; delete {folder} to resume from the checkpoint of step 3")
+    assert refusal(folder).endswith("; restore it from a copy, or use another checkpoint"), "it may be another run's"
     for ranks in (2, 3, 7):
-        assert sorted(altered(folder, rank, ranks) or "" for rank in range(ranks)) == [""] * (ranks - 1) + [why]
+        said = [refusal(folder, rank, ranks, resume=True) for rank in range(ranks)]
+        assert sorted(said) == [""] * (ranks - 1) + [why]
 
 
 def test_a_stop_promises_a_checkpoint_only_where_there_is_one(tmp_path):
@@ -114,19 +124,19 @@ def test_a_stop_promises_a_checkpoint_only_where_there_is_one(tmp_path):
 def test_what_to_do_without_an_earlier_checkpoint(tmp_path):
     folder = save(tmp_path, 3)
     flip(folder / "state.json")
-    assert altered(folder).endswith("; restore it from a copy: there is no earlier complete checkpoint")
+    assert refusal(folder, resume=True).endswith("; restore it from a copy: there is no earlier complete checkpoint")
 
 
 def test_a_manifest_that_lost_a_checksum_is_damaged_and_one_without_any_is_old(tmp_path):
     folder = save(tmp_path, 3)
     manifest = read_manifest(folder)
-    assert has_checksums(folder) and manifest["checksums"].keys() == FILES.keys()
+    assert verify(folder) and manifest["checksums"].keys() == FILES.keys()
     del manifest["checksums"]["__0_0.distcp"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert altered(folder).startswith(f"{folder / 'manifest.json'}: no checksum of __0_0.distcp; ")
+    assert refusal(folder).startswith(f"{folder / 'manifest.json'}: no checksum of __0_0.distcp; ")
     del manifest["checksums"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert not has_checksums(folder) and altered(folder) is None and fault(folder) is None
+    assert not verify(folder) and fault(folder) is None
 
 
 def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):

@@ -35,3 +35,24 @@ def test_files_of_any_number_of_blocks(tmp_path, monkeypatch, size):
         file.write_bytes(dice.randbytes(size))
     expected = {file: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
     assert file_checksums(files) == expected and file_checksums([]) == {}
+
+
+@pytest.mark.parametrize(("bound_to", "threads"), [(8, 2), (3, 3), (1, 1)])
+def test_threads_are_the_cores_of_this_process(tmp_path, monkeypatch, bound_to, threads):
+    """Of 8 cores and 4 ranks: a rank that may use all of them takes its share, one that is bound to some takes them."""
+    monkeypatch.setattr(checksums.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(checksums.os, "sched_getaffinity", lambda process: set(range(bound_to)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    pools = []
+
+    class Pool(checksums.ThreadPoolExecutor):
+        def __init__(self, workers):
+            pools.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(checksums, "ThreadPoolExecutor", Pool)
+    files = [tmp_path / name for name in "abcd"]
+    for file in files:
+        file.write_bytes(b"")
+    file_checksums(files)
+    assert pools == [threads]

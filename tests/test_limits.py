@@ -71,12 +71,20 @@ def test_models(tiny_model, tmp_path, change):
     assert MODELS[change] in str(error.value)
 
 
-def test_a_bias_in_llama_and_weights_that_are_not_safetensors(tiny_model, tmp_path):
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
+def test_a_bias_in_the_attention(tiny_model, tmp_path, family):
     config = json.loads((tiny_model / "config.json").read_text())
-    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True}
-    (tmp_path / "config.json").write_text(json.dumps(config | llama))
+    config |= {"model_type": family.removesuffix("ForCausalLM").lower(), "architectures": [family]}
+    config["sliding_window"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     with pytest.raises(ValueError, match="attention_bias: true is not supported"):
         load_model_config(tmp_path)
+
+
+def test_weights_that_are_not_safetensors(tiny_model, tmp_path):
+    config = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (
         pytest.raises(ValueError, match="save the model as safetensors"),

@@ -17,5 +17,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         for key in ("num_key_value_heads", "sliding_window"):
             if key not in config:
                 raise ValueError(f"{key}: missing, and what that means differs between mistral and llama; give it")
+        if config["sliding_window"] is not None:  # transformers' Mistral applies it whatever layer_types has
+            raise ValueError("sliding_window: attention other than full attention in every layer is not supported")
     architectures = ("LlamaForCausalLM", "MistralForCausalLM")
     return decoder_spec(config, "llama", layer_names=DENSE_LAYER, architectures=architectures, fields=("mlp_bias",))

@@ -30,7 +30,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
         raise ValueError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
-    if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:  # in every layer
+    if flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:  # in every layer
         raise ValueError("sliding_window: attention other than full attention in every layer is not supported")
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")

@@ -44,8 +44,8 @@ from torch.futures import Future
 from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
 from dynamo_megatron.checksums import ChecksumWriter
 from dynamo_megatron.models.torch_dist import TorchDistReader
+from dynamo_megatron.policy.loading import verify_bytes
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.policy.verification import verify_bytes
 
 EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
 TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
@@ -234,7 +234,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
     if (why := fault(folder)) is not None:
         raise ValueError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
-    verified = verify_bytes(folder, policy.layout)
+    verified = verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True)
     for i in range(len(policy.chunks)):
         # TransformerEngine's modules have it and others do not: a run may go on with the other ones

@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,18 +22,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.checkpoint_folder import UNVERIFIED
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.kernels.self_check import check_backend
-from dynamo_megatron.models import ModelSpec, load_weights, open_weights
+from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.checkpoint_files import is_finite
-from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.loading import load_folder
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
-from dynamo_megatron.policy.verification import verify_bytes
 from dynamo_megatron.records import Sequences
 
 
@@ -63,8 +60,15 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self.chunks = build_chunks(spec, config, layout)
         megatron = self.chunks[0].config
-        self._held: list[torch.Tensor] | None = None  # in host memory: the policy's parameters, or the reference's
-        self._load(config.model.path)
+        # In host memory: the reference's parameters, or the policy's while those of the reference are in their place.
+        self._held: list[torch.Tensor] = []
+        kl = config.algorithm.kl
+        if kl.coef:
+            load_folder(self.chunks, spec, kl.reference or config.model.path, layout)
+            cuda, copies = torch.cuda.is_available(), (p.detach().to("cpu", copy=True) for p in self._parameters)
+            self._held = [copy.pin_memory() if cuda else copy for copy in copies]
+        if not kl.coef or kl.reference not in (None, config.model.path):
+            load_folder(self.chunks, spec, config.model.path, layout)
         if spec.tied and layout.is_last_stage:
             self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -106,30 +110,6 @@ class Policy:
         """[padded vocab / tp, h], on the last stage."""
         return self.chunks[-1].head_weight
 
-    def _load(self, path: str) -> None:
-        """Collective over all ranks. Raises ValueError, the same on every rank: a rank may find what no other reads."""
-        layout = self.layout
-        if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
-            print(f"{path}: {UNVERIFIED}", flush=True)
-        failed = None
-        try:
-            with open_weights(path, self.spec) as folder:
-                for chunk in self.chunks:
-                    load_weights(
-                        chunk,
-                        self.spec,
-                        folder,
-                        layer_offset=chunk.layer_offset,
-                        tp_rank=layout.tp.rank(),
-                        tp_size=layout.tp.size(),
-                        ep_rank=layout.ep.rank(),
-                        ep_size=layout.ep.size(),
-                    )
-        except ValueError as error:
-            failed = str(error)
-        if failures := [why for why in layout.gather(failed) if why is not None]:
-            raise ValueError(failures[0])
-
     @property
     def _head(self) -> dict:
         """What both head functions take besides the data."""
@@ -142,9 +122,7 @@ class Policy:
         }
 
     def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
-        """This rank's micro-batches of the sequences `members`. Raises ValueError, on every rank, for a token that the
-        model's vocabulary does not have: the embedding of one would be zeros or a row of padding."""
-        source.check_tokens(self.spec.vocab_size)
+        """This rank's micro-batches of the sequences `members`."""
         lengths = np.diff(source.offsets)[members] - 1
         layout, parallel = self.layout, self.config.parallel
         plan = plan_micro_batches(
@@ -192,10 +170,14 @@ class Policy:
         )
 
     @torch.no_grad()
-    def token_stats(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> ResponseStats:
+    def token_stats(
+        self, source: Sequences, mini_batches: Sequence[np.ndarray], model: str = "policy"
+    ) -> ResponseStats:
         """Statistics of all response tokens, from the same micro-batches as the updates on `mini_batches`.
 
-        Raises NonFiniteError on every rank."""
+        `model`: whose weights they are, for messages. Raises, on every rank, NonFiniteError, and ValueError for a token
+        that the vocabulary does not have: its embedding would be zeros or a row of padding."""
+        source.check_tokens(self.spec.vocab_size)
         gathered = torch.zeros(4, int(source.response_offsets[-1]))
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -210,8 +192,8 @@ class Policy:
             bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
             owners = np.unique(np.searchsorted(source.response_offsets, bad, side="right") - 1)
             raise NonFiniteError(
-                f"NaN or infinite logprobs or entropy in {len(owners)} of {len(source.prompt_ids)} responses; "
-                f"the first: {source.name(owners[0])}"
+                f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
+                f"responses; the first: {source.name(owners[0])}"
             )
         return ResponseStats(*gathered)
 
@@ -224,14 +206,9 @@ class Policy:
         kl = self.config.algorithm.kl
         if kl.coef == 0:
             return None
-        if self._held is None:
-            cuda = torch.cuda.is_available()
-            copies = (p.detach().to("cpu", copy=True) for p in self._parameters)
-            self._held = [copy.pin_memory() if cuda else copy for copy in copies]
-            self._load(kl.reference or self.config.model.path)
-        else:
-            self._change_places()
-        stats = self.token_stats(batch.rollouts, batch.mini_batches)
+        self._change_places()
+        model = f"reference model {kl.reference or self.config.model.path}"
+        stats = self.token_stats(batch.rollouts, batch.mini_batches, model)
         self._change_places()
         return stats.logprobs
 
@@ -324,8 +301,10 @@ class Policy:
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
 
-        Returns `loss` (nats, the weighted sum) and `grad_norm`. Raises NonFiniteError as `update`.
+        Returns `loss` (nats, the weighted sum) and `grad_norm`. Raises NonFiniteError as `update`, ValueError as
+        `token_stats`.
         """
+        sequences.check_tokens(self.spec.vocab_size)
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
         head = {**self._head, "temperature": 1.0}
 

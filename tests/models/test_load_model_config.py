@@ -146,6 +146,7 @@ def test_yarn(tmp_path):
     assert json.loads(json.dumps(spec.dimensions())) == spec.dimensions()
 
 
+NO_WINDOW = {key: value for key, value in QWEN3_MOE.items() if key != "sliding_window"}
 YARN_FIELDS = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
 
 
@@ -205,7 +206,12 @@ def test_an_attention_factor_that_sglang_would_ignore_is_not_served(tmp_path):
         ({k: v for k, v in QWEN2.items() if k != "num_key_value_heads"}, ["num_key_value_heads", "missing"]),
         ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, ["sliding_window", "missing"]),
         (MISTRAL | {"sliding_window": 4096}, ["sliding_window"]),
+        # transformers' Mistral reads the window alone, whatever a Qwen's fields beside it have
+        (MISTRAL | {"sliding_window": 4096, "layer_types": ["full_attention"] * 28}, ["sliding_window"]),
+        (MISTRAL | {"sliding_window": 4096, "use_sliding_window": False}, ["sliding_window"]),
+        (MISTRAL | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28}, ["sliding_window"]),
         (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),
+        (NO_WINDOW | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),  # transformers: 4096
         (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (QWEN2 | {"use_sliding_window": True}, ["sliding_window"]),

@@ -21,6 +21,7 @@ from megatron.core import parallel_state  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.records import Rollout, RolloutBatch  # noqa: E402
@@ -55,6 +56,9 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
     layout = join_ranks(config, store)
     spec = load_model_config(config.model.path)
     found = {name: said(lambda path=path: build(config, spec, layout, path)) for name, path in case["folders"].items()}
+    for name in ("flipped", "nan"):
+        kl = with_reference(config, case["folders"][name])
+        found[f"reference {name}"] = said(lambda kl=kl: Policy(spec, kl, layout))
     policy = build(config, spec, layout, config.model.path)
     for change in [None, *map(tuple, case["changes"])]:
         batch, everyone = rollouts(change), [np.arange(len(LENGTHS))]
@@ -65,6 +69,10 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
         if layout.rank == layout.world_size - 1:
             policy.chunks[-1].head_weight[0, 0] = torch.nan
     found["NaN"] = said(lambda: policy.token_stats(rollouts(), [np.arange(len(LENGTHS))]))
+    policy = Policy(spec, with_reference(config, case["folders"]["huge"]), layout)
+    ones = np.ones(len(LENGTHS))
+    batch = TrainBatch(rollouts(), ones, np.zeros(len(LENGTHS), np.int64), ones)
+    found["reference NaN"] = said(lambda: policy.reference_logprobs(batch))
     (out / f"rank{layout.rank}.json").write_text(json.dumps(found))
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -74,6 +82,12 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
 def build(config: Config, spec, layout, path: str) -> Policy:
     model = config.model.model_copy(update={"path": path})
     return Policy(spec, config.model_copy(update={"model": model}), layout)
+
+
+def with_reference(config: Config, path: str) -> Config:
+    changed = config.model_dump()
+    changed["algorithm"]["kl"] |= {"coef": 0.1, "reference": path}
+    return Config.model_validate(changed)
 
 
 def main(cases_file: str) -> None:

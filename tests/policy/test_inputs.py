@@ -31,6 +31,10 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
         tensors = load_file(root / name / "model.safetensors")
         tensors[DAMAGED][1, -1] = value  # on the last tensor-parallel rank
         save_file(tensors, root / name / "model.safetensors", {"format": "pt"})
+    shutil.copytree(whole, root / "huge")
+    tensors = load_file(root / "huge" / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)  # finite, but what it is multiplied with is not
+    save_file(tensors, root / "huge" / "model.safetensors", {"format": "pt"})
     for name in ("flipped", "old"):
         hf2mcore(whole, root / name)
     manifest = json.loads((root / "old" / "manifest.json").read_text())
@@ -39,7 +43,7 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
     content = bytearray((root / "flipped" / "__0_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (root / "flipped" / "__0_0.distcp").write_bytes(content)
-    return {name: root / name for name in ("whole", "inf", "nan", "flipped", "old")}
+    return {name: root / name for name in ("whole", "inf", "nan", "huge", "flipped", "old")}
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +107,20 @@ def test_a_flipped_bit_of_a_converted_model_is_refused_on_every_rank(said, folde
         assert rank["flipped"].startswith(f"ValueError: {file}: its bytes are not those that were saved (XXH3 ")
 
 
+def test_a_damaged_reference_model_is_refused_before_anything_is_generated(said):
+    for rank in said[0]:
+        assert rank["reference flipped"] == rank["flipped"] and rank["reference nan"] == rank["nan"] != "nothing"
+
+
 def test_a_model_that_was_converted_without_checksums_loads_with_one_line(said, folders):
     assert all(rank["old"] == "nothing" for rank in said[0])
     assert said[1].count(f"{folders['old']}: saved without checksums, so that its bytes are not verified\n") == 1
 
 
-def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said):
+def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
     for rank in said[0]:
-        kind, _, why = rank["NaN"].partition(": ")
-        assert kind == "NonFiniteError"
-        assert why == "NaN or infinite logprobs or entropy in 2 of 3 responses; the first: rollout g0-0 of prompt 'p0'"
+        for case, model in (("NaN", "policy"), ("reference NaN", f"reference model {folders['huge']}")):
+            assert rank[case] == (
+                f"NonFiniteError: NaN or infinite logprobs or entropy of the {model} in 2 of 3 responses; the first: "
+                "rollout g0-0 of prompt 'p0'"
+            )
