@@ -15,7 +15,7 @@ DIFFERENCES = {
     "clip_higher": {"loss.clip_ratio_high": 0.28},
     "entropy_loss": {"loss.entropy_coef": 0.001},
     "fork_tokens": {
-        "dynamic_sampling.rounds": 10,
+        "dynamic_sampling.rounds": 9,
         "loss.clip_ratio_high": 0.28,
         "loss.clip_ratio_c": 10.0,
         "advantage.overlong_buffer": 0.2,
@@ -37,7 +37,7 @@ DIFFERENCES = {
     },
     "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1, "loss.entropy_coef": 0.001},
     "dapo": {
-        "dynamic_sampling.rounds": 10,
+        "dynamic_sampling.rounds": 9,
         "loss.clip_ratio_high": 0.28,
         "loss.clip_ratio_c": 10.0,
         "advantage.overlong_buffer": 0.2,
