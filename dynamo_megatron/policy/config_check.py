@@ -2,20 +2,27 @@
 
 Compared are config.json, read once more and not through the ModelSpec, with the TransformerConfig and with GPTModel's
 other arguments, both as `build_chunks` gives them to Megatron: a field that the family's file or the policy mistook
-shows. What config.json says by `model_type` alone, biases and q/k norms, is compared with the family's tensors, which
-are compared with the folder's. No model is built: tests/models/test_published.py builds it for every family.
+shows. RoPE's frequencies and the softmax scale are compared with those that transformers makes of config.json. What
+config.json says by `model_type` alone, biases and q/k norms, is compared with the family's tensors, which are compared
+with the folder's. No model is built: tests/models/test_published.py builds it for every family.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.policy.model import model_arguments, transformer_config
+from dynamo_megatron.policy.model import model_arguments, rotation, transformer_config
 
 # config.json's field -> TransformerConfig's
 FIELDS = {
@@ -37,7 +44,6 @@ FIELDS = {
 ARGUMENTS = {
     "max_position_embeddings": "max_sequence_length",
     "tie_word_embeddings": "share_embeddings_and_output_weights",
-    "rope_theta": "rotary_base",
 }
 
 
@@ -46,11 +52,10 @@ def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
     family's default and are not compared."""
     placeholder = Config(model={"path": "none"}, data={"source": "none"}, output_dir="none")
     megatron, arguments = transformer_config(spec, placeholder), model_arguments(spec, placeholder.parallel.tp)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    config = {**config, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    rope = _rope_differences(config, spec, megatron, arguments["rotary_base"])
+    config = dict(config)
     built = {key: getattr(megatron, field) for key, field in FIELDS.items()}
     built |= {key: arguments[argument] for key, argument in ARGUMENTS.items()}
-    built |= {"rope_type": "default", **dict(spec.rope_scaling)}
     built["hidden_act"] = "silu" if megatron.activation_func is F.silu and megatron.gated_linear_unit else "another"
     if arguments["vocab_size"] - config["vocab_size"] not in range(16):  # less than one more multiple of 16
         built["vocab_size"] = arguments["vocab_size"]
@@ -66,4 +71,34 @@ def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
         f"{key}: {config[key]}, Megatron: {value}"
         for key, value in built.items()
         if config.get(key) is not None and config[key] != value
-    ]
+    ] + rope
+
+
+def _rope_differences(
+    config: Mapping[str, Any], spec: ModelSpec, megatron: TransformerConfig, rotary_base: float
+) -> list[str]:
+    theirs = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # it completes the parameters in place
+    size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    kind = theirs.rope_parameters["rope_type"]
+    if kind == "default":
+        expected, factor = _plain_frequencies(theirs.rope_parameters["rope_theta"], size), 1.0
+    else:
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    found = rotation(spec)[0]
+    if found is None:
+        found = _plain_frequencies(rotary_base, megatron.kv_channels)
+    if found.shape != expected.shape:
+        return [f"RoPE frequencies: {len(expected)}, Megatron: {len(found)}"]
+    differ = []
+    deviation = (found / expected).log().abs()
+    if deviation[worst := int(deviation.argmax())] > 1e-5:
+        differ.append(f"RoPE frequency {worst}: {float(expected[worst]):g}, Megatron: {float(found[worst]):g}")
+    scale = factor**2 * size**-0.5
+    built = megatron.softmax_scale or megatron.kv_channels**-0.5
+    if not math.isclose(scale, built, rel_tol=1e-5):  # of an attention_factor, transformers writes out a rounded one
+        differ.append(f"softmax scale: {scale:g}, Megatron: {built:g}")
+    return differ
+
+
+def _plain_frequencies(theta: float, size: int) -> torch.Tensor:
+    return theta ** -(torch.arange(0, size, 2) / size)

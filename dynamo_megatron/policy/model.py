@@ -112,7 +112,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        softmax_scale=_softmax_scale(spec),
+        softmax_scale=rotation(spec)[1],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=p.tp,
@@ -151,10 +151,13 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     )
 
 
-def _softmax_scale(spec: ModelSpec) -> float | None:
-    """YaRN multiplies q and k by a factor each; None: Megatron's own, kv_channels ** -0.5."""
-    factor = scaled_frequencies(spec)[1] if spec.rope_scaling else 1.0
-    return None if factor == 1.0 else factor**2 * spec.kv_channels**-0.5
+def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
+    """(inverse frequencies [kv_channels / 2] float32, scale of the softmax) that the model is built with; None where
+    Megatron's own are right: plain RoPE's, kv_channels ** -0.5. YaRN multiplies q and k by a factor each."""
+    if not spec.rope_scaling:
+        return None, None
+    frequencies, factor = scaled_frequencies(spec)
+    return frequencies, None if factor == 1.0 else factor**2 * spec.kv_channels**-0.5
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -234,8 +237,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for chunk in range(count)
     ]
     for chunk in chunks:
-        if spec.rope_scaling:  # Megatron has some of them, with constants of its own
-            chunk.rotary_pos_emb.inv_freq = scaled_frequencies(spec)[0]
+        if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some of them, with constants of its own
+            chunk.rotary_pos_emb.inv_freq = frequencies
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
                 # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the
