@@ -100,9 +100,9 @@ class OutputDir:
         before, now = identity(self._saved()), identity(to_plain(self._config))
         differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if differ:
-            raise ConfigError(
-                f"output_dir: {self.path} holds a run with another {', '.join(differ)}; name another folder"
-            )
+            unsaved = latest_checkpoint(self.path / "checkpoints") is None
+            hint = "it has no checkpoint: delete it, or name another folder" if unsaved else "name another folder"
+            raise ConfigError(f"output_dir: {self.path} holds a run with another {', '.join(differ)}; {hint}")
 
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""

@@ -91,8 +91,8 @@ TABLE = (
         "--custom-rm-path --rm-type --rm-url",
         "reward.functions",
         "`module:function`, a URL, `math`, `reasoning_gym`; the function takes `(prompt, response)`, where verl's "
-        "takes `(data_source, solution_str, ground_truth, extra_info)` (`prompt.source`, `response`, `prompt.answer`, "
-        "`prompt.meta`) and slime's `(args, sample)`",
+        'takes `(data_source, solution_str, ground_truth, extra_info)` (`prompt.meta["data_source"]`, `response`, '
+        '`prompt.answer`, `prompt.meta["extra_info"]`) and slime\'s `(args, sample)`',
     ),
     Row(
         "actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.optim.clip_grad",

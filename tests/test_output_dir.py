@@ -118,7 +118,7 @@ def test_the_seed_of_a_run_may_not_change(tmp_path):
         ({}, "data.shuffle_seed, seed"),
         ({"seed": 3, "data": {"source": "s", "shuffle_seed": 0}}, "data.shuffle_seed"),
     ):
-        with pytest.raises(ConfigError, match=f"holds a run with another {key}; name another folder"):
+        with pytest.raises(ConfigError, match=f"holds a run with another {key}; it has no checkpoint: delete it"):
             OutputDir(settings(tmp_path, **other)).check()
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LISTED = 3  # prompts named in a note
+UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
 
 
 @dataclass
@@ -187,7 +188,7 @@ class Generator:
             call.late += sampling.late
         if first == 0:  # a later round only refills: for want of time it ends no run
             self._check_share(step, call)
-        for status in ("reward_timeout", "reward_error"):
+        for status in UNSCORED:
             if unscored := [wanted[name] for name, r in rollouts.items() if r.status == status]:
                 notes.append(
                     f"step {step}: {len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of "
@@ -343,17 +344,22 @@ class Generator:
                 found[rollout.rollout_id] = self._unusable(rollout, wanted) or Accounted.of(rollout)
         kept = {name: r for name, r in found.items() if isinstance(r, Accounted)}
         dropped = {name: why for name, why in found.items() if isinstance(why, str)}
-        if not dropped:
-            return kept, []
-        self._store.discard(step, dropped)
-        reasons = [f"{count} {why}" for why, count in sorted(Counter(dropped.values()).items())]
-        return kept, [f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}"]
+        notes = []
+        if kept:
+            notes.append(f"step {step}: {len(kept)} rollouts of an interrupted run are reused, with their rewards")
+        if dropped:
+            self._store.discard(step, dropped)
+            reasons = [f"{count} {why}" for why, count in sorted(Counter(dropped.values()).items())]
+            notes.append(f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}")
+        return kept, notes
 
     def _unusable(self, rollout: Rollout, wanted: dict[str, Prompt]) -> str:
         """Why not; "" where it is usable."""
         prompt = wanted.get(rollout.rollout_id)
         if rollout.status in NOT_TRAINED:
             return rollout.status
+        if rollout.status in UNSCORED:  # its user may have repaired the reward function
+            return f"with reward 0 for a {rollout.status}"
         if (
             prompt is None
             or rollout.prompt_id != prompt.prompt_id

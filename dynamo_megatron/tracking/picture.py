@@ -120,7 +120,8 @@ def _reward(axes: Axes, run: RunRecord) -> None:
 def _entropy(axes: Axes, runs: Mapping[str, RunRecord], colours: Sequence[str]) -> None:
     _lines(axes, runs, colours, "policy/entropy")
     axes.set(title="Policy entropy", ylabel="nats per token")
-    axes.set_ylim(bottom=0)
+    highest = axes.dataLim.ymax
+    axes.set_ylim(0, 1.15 * highest if highest > 0 else None)
 
 
 def _allocation(axes: Axes, revisits: Revisits | None) -> None:

@@ -107,6 +107,26 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
     with_generator(work, server, timeout=0.5, concurrency=2)
 
 
+def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
+    """Their user has repaired the reward function meanwhile."""
+
+    async def work(generator, push):
+        await generator.generate(1, PROMPTS, [2, 0, 2], 0)
+        store = RolloutStore(tmp_path)
+        late, *others = store.finished(1)
+        store.discard(1, [late.rollout_id])
+        store.append(dataclasses.replace(late, reward=0.0, status="reward_timeout"))
+        store.close()
+        again = await generator.generate(1, PROMPTS, [2, 0, 2], 0)
+        assert again.reused == len(others) == 3 and again.counts["reward_timeouts"] == 0
+        assert {note.partition(": ")[2] for note in again.notes} == {
+            "3 rollouts of an interrupted run are reused, with their rewards",
+            "discarded rollouts of an interrupted run: 1 with reward 0 for a reward_timeout",
+        }
+
+    with_generator(work, Server())
+
+
 def test_an_evaluated_response_that_takes_too_long_is_aborted_alone(with_generator):
     """SGLang aborts all requests whose ids begin with the given one: those of samples 10 and 11 with sample 1's."""
 
