@@ -189,7 +189,7 @@ class Generator:
         if first == 0:  # a later round only refills: for want of time it ends no run
             self._check_share(step, call)
         for status in UNSCORED:
-            if unscored := [wanted[name] for name, r in rollouts.items() if r.status == status]:
+            if unscored := [p for name, p in wanted.items() if name in rollouts and rollouts[name].status == status]:
                 notes.append(
                     f"step {step}: {len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of "
                     f"{_listed(unscored)}"
