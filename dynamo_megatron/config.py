@@ -56,7 +56,7 @@ class DataConfig(Section):
     source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
     prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
     answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
-    limit: Positive | None = None  # the first so many problems; None: all, of module:fn read as the run goes on
+    limit: Positive | None = None  # the first N problems; None: all, of module:fn read as the run goes on
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
     chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
@@ -91,7 +91,7 @@ class ParallelConfig(Section):
     tp: Positive = 1  # tensor
     pp: Positive = 1  # pipeline
     vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
-    cp: Positive = 1  # context: a sequence's tokens are spread over so many ranks
+    cp: Positive = 1  # context: number of ranks that a sequence's tokens are spread over
     ep: Positive = 1  # experts, over the ranks of a pipeline stage
     sequence_parallel: bool = False  # activations between the tensor-parallel parts are cut along the sequence
 
@@ -209,10 +209,10 @@ class StopConfig(Section):
     """A run ends before `trainer.steps` where one of these holds."""
 
     metric: str | None = None  # of metrics.jsonl, such as reward/mean or eval/pass@1
-    window: Positive = 1  # the metric is averaged over its last so many values
+    window: Positive = 1  # number of its last values that the metric is averaged over
     above: float | None = None  # done: the average reaches this
     below: float | None = None
-    patience: Positive | None = None  # done: so many steps without a new best average (the largest; `mode: min`)
+    patience: Positive | None = None  # done: steps without a new best average (the largest; `mode: min`)
     mode: Literal["max", "min"] = "max"
     wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
 
@@ -255,7 +255,7 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     data: str | None = None  # as data.source, read with the keys and the template of `data`
-    limit: Positive | None = None  # the first so many problems; None: all
+    limit: Positive | None = None  # the first N problems; None: all
     samples: Positive = 1  # responses a problem
     k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
     temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
@@ -334,7 +334,7 @@ class Config(Section):
         if self.algorithm.allocation.prior_by is not None and self.data.streamed:
             yield (
                 "algorithm.allocation.prior_by: needs all problems at the start, and those of "
-                f"{self.data.source} are read while the run goes on; set data.limit to read so many at the start"
+                f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
             )
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":

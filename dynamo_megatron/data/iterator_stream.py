@@ -41,8 +41,8 @@ class IteratorStream:
     and errors are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so
     far.
 
-    The state is the number of items taken: a resume calls the function anew and skips so many, which therefore has to
-    yield the same items each time.
+    The state is the number of items taken: a resume calls the function again and skips that number. It therefore has
+    to yield the same items each time.
     """
 
     prompts: tuple[Prompt, ...] = ()  # those known before the run

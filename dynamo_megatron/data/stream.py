@@ -31,7 +31,7 @@ def open_stream(
     """
     if config.streamed and (before is None or "taken" in before):
         log.warning(
-            "data.source: %s is read as the run goes on, in its order; data.limit reads so many at the start and "
+            "data.source: %s is read as the run goes on, in its order; data.limit reads that number at the start and "
             "shuffles them",
             config.source,
         )
