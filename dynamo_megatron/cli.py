@@ -126,7 +126,8 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
         try:
             from dynamo_megatron.launcher.ray import launch
         except ModuleNotFoundError as error:
-            raise ConfigError(f"ray: this interpreter has no {error.name}; pip install 'ray>=2.60'") from None
+            lacks = f"this interpreter has no {error.name}"
+            raise ConfigError(f"ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
     else:
         try:
             from dynamo_megatron.launcher.nemo import launch

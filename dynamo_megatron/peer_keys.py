@@ -1,4 +1,4 @@
-"""What verl's keys and slime's options are called here: the README's table, and the answer to a key that is theirs."""
+"""What verl's keys and slime's options are called here: the table of docs/names.md, and the answer to such a key."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ TABLE = (
 )
 
 
-def readme_table() -> str:
-    """The table in Markdown, as the README has it."""
+def markdown_table() -> str:
+    """The table in Markdown, as docs/names.md has it."""
     lines = ["| verl | slime | here |", "|---|---|---|"]
     for row in TABLE:
         verl, slime, here = (", ".join(f"`{name}`" for name in names.split()) for names in row[:3])

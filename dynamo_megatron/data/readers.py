@@ -33,12 +33,10 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("path row N", row) with N from 1; one row group in memory at a time, its values as plain Python.
 
-    Raises ValueError (one line): package missing, no such file, not (or a damaged) parquet file.
+    Raises ValueError (one line): no such file, not (or a damaged) parquet file.
     """
-    try:
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise ValueError(f"data.source: {path}: {error}; pip install pyarrow") from None
+    import pyarrow.parquet
+
     if not path.is_file():
         raise ValueError(f"data.source: there is no file {path}")
     number = 0
@@ -67,7 +65,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         import datasets
         from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
-        raise ValueError(f"data.source: {source}: {error}; pip install datasets") from None
+        raise ValueError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
     saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
     try:
         if saved:

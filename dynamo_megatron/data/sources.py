@@ -262,7 +262,9 @@ def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise ValueError(f"data.source: {REASONING_GYM}{name}: {error}; pip install reasoning-gym") from None
+        raise ValueError(
+            f"data.source: {REASONING_GYM}{name}: {error}; pip install 'dynamo-megatron[reasoning-gym]'"
+        ) from None
     if name not in DATASETS:
         raise ValueError(f"data.source: reasoning_gym has no dataset {name!r}{_nearest(name, DATASETS)}")
     fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]

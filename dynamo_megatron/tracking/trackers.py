@@ -71,7 +71,7 @@ def check_trackers(config: Config) -> None:
     """Raises ConfigError where a package that `tracking.backends` needs is not installed, or wandb has no API key."""
     for name in config.tracking.backends:
         if name != "jsonl" and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"tracking.backends: {name} is not installed; pip install {name}")
+            raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
     if "wandb" in config.tracking.backends:
         import wandb
 

@@ -1,5 +1,6 @@
 import datetime
 import json
+import sys
 
 import datasets
 import pyarrow as pa
@@ -119,12 +120,13 @@ def test_files_that_are_no_parquet(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "words"),
-    [("pyarrow.parquet", "a.parquet", "pip install pyarrow"), ("datasets", "datasets:json", "pip install datasets")],
+    ("module", "source", "extra"),
+    [("datasets", "datasets:json", "datasets"), ("reasoning_gym", "reasoning_gym:chain_sum", "reasoning-gym")],
 )
-def test_a_missing_package_is_named(monkeypatch, module, source, words):
-    monkeypatch.setitem(__import__("sys").modules, module, None)  # makes its import a ModuleNotFoundError
-    assert refused(source).startswith(f"data.source: {source}: ") and refused(source).endswith(words)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, source, extra):
+    monkeypatch.setitem(sys.modules, module, None)  # makes its import a ModuleNotFoundError
+    assert refused(source).startswith(f"data.source: {source}: ")
+    assert refused(source).endswith(f"; pip install 'dynamo-megatron[{extra}]'")
 
 
 @pytest.fixture

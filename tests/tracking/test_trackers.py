@@ -121,5 +121,6 @@ def test_wandb_without_a_key_is_refused_before_it_asks_for_one(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_package_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"^tracking\.backends: wandb is not installed; pip install wandb$"):
+    answer = r"^tracking\.backends: wandb is not installed; pip install 'dynamo-megatron\[wandb\]'$"
+    with pytest.raises(ValueError, match=answer):
         check_trackers(config(tmp_path, "wandb"))
