@@ -26,7 +26,8 @@ def parse(text: str | bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         why = f"not UTF-8 text: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
-        why = f"not JSON: {error.msg.removesuffix(' at')} at {f'line {error.lineno} ' * (error.lineno > 1)}column {error.colno}"
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        why = f"not JSON: {error.msg.removesuffix(' at')} at {line}column {error.colno}"
     except _Refused as error:
         why = str(error)
     except ValueError:  # Python's limit on the digits of a number
@@ -37,8 +38,8 @@ def parse(text: str | bytes, where: str) -> Any:
 
 
 def read(file: Path) -> Any:
-    """The value in a JSON file. Raises ValueError, one line with the path; OSError where it cannot be opened."""
-    return parse(read_bytes(file, LARGEST_FILE).removeprefix(b"\xef\xbb\xbf"), str(file))
+    """The value in a JSON file. Raises ValueError, one line with the path."""
+    return parse(read_bytes(file, LARGEST_FILE), str(file))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -50,13 +51,16 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """All of a regular file. Raises ValueError where it is a pipe or a device, which may never end, or has more than
-    `limit` bytes; OSError."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{file}: not a regular file")
-        content = stream.read(limit + 1)
+    """All of a regular file. Raises ValueError, one line with the path: it cannot be read, is a pipe or a device, which
+    may never end, or has more than `limit` bytes."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError(f"{file}: not a regular file")
+            content = stream.read(limit + 1)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
     if len(content) > limit:
         raise ValueError(f"{file}: more than {limit >> 20} MiB, too large for what it should be")
     return content

@@ -5,11 +5,11 @@ A new family is one file with `spec_from_config` and one entry in FAMILIES.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
 from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
 from dynamo_megatron.models.megatron_folder import MegatronFolder
@@ -52,17 +52,12 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         )
     if not file.is_file():
         raise ValueError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: not a JSON object")
+    config = plain_json.read_object(file)
     kind = config.get("model_type")
     name = ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if name not in FAMILIES:
         raise ValueError(
-            f"{file}: model_type {kind!r} is not supported, and model.family does not change that; supported are "
+            f"{file}: model_type {kind!r:.80} is not supported, and model.family does not change that; supported are "
             f"{', '.join([*FAMILIES, *ALIASES])}"
         )
     if family not in (None, name):

@@ -120,10 +120,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises ValueError, one line with the file's name: missing, malformed, or with a class that is not LISTED."""
     file = folder / METADATA_FILE
-    try:
-        content = plain_json.read_bytes(file, LARGEST)
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
+    content = plain_json.read_bytes(file, LARGEST)
     try:
         return _metadata(_Unpickler(io.BytesIO(content)).load())
     except MetadataError as error:
