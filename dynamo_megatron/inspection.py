@@ -6,6 +6,7 @@ format, or a Hugging Face folder.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -254,32 +255,37 @@ def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
     """Prints what is at `path`, or how the two of `diff` differ; one of them is given. Returns the exit code: 1 where
     the checkpoint is not complete or the two differ. Raises ValueError, one line."""
     paths = [path] if diff is None else diff
-    _limit_memory(paths)
+    named = " ".join(map(str, paths))
     try:
-        if diff is None:
-            contents = inspect(path)
-            print(describe(contents))
-            return int(contents.problem is not None)
-        found = 0
-        for line in differences(*map(inspect, paths)):
-            print(in_a_line(line), flush=True)
-            found += 1
+        with _memory_limited(paths):
+            if diff is None:
+                contents = inspect(path)
+                print(describe(contents))
+                return int(contents.problem is not None)
+            found = 0
+            for line in differences(*map(inspect, paths)):
+                print(in_a_line(line), flush=True)
+                found += 1
     except MemoryError:
-        raise ValueError(
-            f"{' '.join(map(str, paths))}: takes more memory than {FREE_MEMORY >> 30} GiB beyond its size"
-        ) from None
+        raise ValueError(f"{named}: takes {FREE_MEMORY >> 30} GiB more memory than its size on the disk") from None
     except RecursionError:
-        raise ValueError(f"{' '.join(map(str, paths))}: nested too deep") from None
+        raise ValueError(f"{named}: nested too deep") from None
     print(f"{found} of the tensors differ" if found else "the same tensors, bit for bit")
     return int(found > 0)
 
 
-def _limit_memory(paths: list[Path]) -> None:
+@contextlib.contextmanager
+def _memory_limited(paths: list[Path]) -> Iterator[None]:
     """What a folder holds may be made to take any memory; bytes that it has on the disk may be read."""
     folders = [folder for path in paths for folder in (path, *path.glob("checkpoints/*"))]
     files = [file.stat() for folder in folders if folder.is_dir() for file in folder.iterdir() if file.is_file()]
     with open("/proc/self/status", encoding="ascii") as status:
         now = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     limit = now + FREE_MEMORY + 3 * sum(512 * file.st_blocks for file in files)
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lower = (limit, *(one for one in before if one != resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (min(lower), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

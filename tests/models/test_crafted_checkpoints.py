@@ -123,7 +123,7 @@ def test_what_reads_a_converted_model_runs_nothing_of_it(tiny_model, tmp_path, r
 
     calls = {
         "convert": lambda: main(["convert", "mcore2hf", str(folder), str(tmp_path / "out")]),
-        "inspect": lambda: tool("inspect_checkpoint", folder),
+        "inspect": lambda: main(["inspect", str(folder)]),
         "verify": lambda: tool("verify_conversion", folder, tiny_model()),
     }
     for name, call in calls.items():
