@@ -30,8 +30,8 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             if len(line) > LONGEST_LINE:
                 raise ValueError(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; write one JSON object a line")
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if line.strip():
+            line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if line:
                 yield where, plain_json.parse(line, where)
 
 

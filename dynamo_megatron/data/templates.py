@@ -74,7 +74,10 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
         file = Path(path) / name
         said = plain_json.read_object(file).get("eos_token_id") if file.is_file() else None
         if said is not None:
-            ends.update(said if isinstance(said, list) else [said])
+            ids = said if isinstance(said, list) else [said]
+            if not all(type(end) is int and end >= 0 for end in ids):
+                raise ValueError(f"{file}: eos_token_id: {said!r:.80} is neither a token id nor a list of them")
+            ends.update(ids)
             break
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)

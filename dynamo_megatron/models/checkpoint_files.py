@@ -145,12 +145,11 @@ class SafetensorsFiles:
         file = self.path / INDEX
         if not file.is_file():
             raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
-        try:
-            weight_map = plain_json.read_object(file)["weight_map"]
-            if not weight_map or any(Path(name).name != name for name in weight_map.values()):
-                raise TypeError("weight_map is empty or names files outside the folder")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: malformed ({error!r})") from None
+        weight_map = plain_json.read_object(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{file}: malformed (weight_map is missing, or holds other than file names)")
+        if not weight_map or any(Path(name).name != name for name in weight_map.values()):
+            raise ValueError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
         return weight_map
 
 

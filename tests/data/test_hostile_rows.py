@@ -54,7 +54,7 @@ def row(value: bytes, column: bytes = b"level") -> bytes:
         (GOOD.decode().encode("utf-16-le"), "not JSON"),
         (b"\x1f\x8b\x08" + GOOD, "not UTF-8 text: invalid start byte at byte 1"),
         (b'{"\\u001b[31m' + b"k" * 1000 + b'": 1}', "no 'problem' or 'question' or 'prompt'; the row has k"),
-        (GOOD[:-2], "not JSON: Invalid control character at column 44"),
+        (GOOD[:-2], "not JSON: Unterminated string starting at column 42"),
     ],
 )
 def test_a_row_that_cannot_be_read_names_its_line(tmp_path, line, said):
