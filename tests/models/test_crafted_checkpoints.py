@@ -1,6 +1,7 @@
 """Checkpoints of others: what a crafted file names is neither imported nor called, and the refusal says what it was."""
 
 import os
+import pickle
 import re
 import runpy
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import crafted_pickles
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.convert import hf2mcore
@@ -56,6 +59,18 @@ def test_metadata_that_names_a_function_is_refused_by_name(folder, ran):
         line = refusal(folder)
         assert line.startswith(f"{folder / '.metadata'}: ") and named in line
         assert not ran.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_torch_and_megatron_write_is_read(folder, protocol):
+    """Megatron adds the plans of the ranks, Python 3.14 writes protocol 5."""
+    written = pickle.loads((folder / ".metadata").read_bytes())
+    index, part = MetadataIndex("w", (0,), 0), ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    data = TensorWriteData(part, TensorProperties(torch.float32), torch.Size([4]))
+    written.all_local_plans = [SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data)], planner_data={})]
+    written.planner_data, written.mcore_data = {"w": ("w", 0)}, {"w": {"shape": (4,)}}
+    (folder / ".metadata").write_bytes(pickle.dumps(written, protocol))
+    assert torch.equal(TorchDistReader(folder).read("w", (0,), (4,)), torch.ones(4))
 
 
 def test_metadata_that_exhausts_the_reader_is_one_line(folder):

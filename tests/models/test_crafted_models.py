@@ -41,7 +41,10 @@ def test_a_config_with_code_is_refused(folder, tmp_path):
 
 def test_a_tokenizer_with_code_is_not_asked_about_and_not_run(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for name in ("Tokenizer", "Qwen2Tokenizer"):
+    config = json.loads((folder / "config.json").read_text())
+    for name, kind in (("Qwen2Tokenizer", "qwen2"), ("Tokenizer", "qwen2"), ("Tokenizer", "mine")):
+        mine = {"auto_map": {"AutoConfig": "configuration_mine.Config"}} if kind == "mine" else {}
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind} | mine))
         auto_map = {"AutoTokenizer": ["tokenization_mine.Tokenizer", "tokenization_mine.Tokenizer"]}
         change(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class=name)
         try:
@@ -52,6 +55,11 @@ def test_a_tokenizer_with_code_is_not_asked_about_and_not_run(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_model_of_more_layers_than_there_are_is_refused(folder):
+    change(folder / "config.json", num_hidden_layers=1_000_000_000)
+    assert "1000000000 layers of 0 experts; the most is 200,000 together" in refusal(load_model_config, folder)
+
+
 @pytest.mark.parametrize(
     "text", [DEEP, "{", "[]", '{"model": "\x1b[31m"}', '{"a": ' + "9" * 6000 + "}", "\ufeff{}", ""]
 )
