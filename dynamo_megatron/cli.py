@@ -176,12 +176,12 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.inspection import inspect_command
+    from dynamo_megatron.inspection import in_a_line, inspect_command
 
     try:
         return inspect_command(options.path, options.diff)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(in_a_line(str(error))) from None
 
 
 def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

@@ -221,6 +221,7 @@ def test_a_crafted_json_file_is_one_line(folder, tool, name, text, why):
     code, out, said = tool(folder)
     lines = out + said
     assert code == (1 if name == "manifest.json" else 2) and why in lines and "\x1b" not in lines
+    assert said.count("\n") == (code == 2)
 
 
 @pytest.mark.parametrize("files", [{"../../outside": 6}, {"/etc/hostname": 6}, {"a": "6"}, {"a": True}, {"..": 4096}])

@@ -55,11 +55,6 @@ def test_a_tokenizer_with_code_is_not_asked_about_and_not_run(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_model_of_more_layers_than_there_are_is_refused(folder):
-    change(folder / "config.json", num_hidden_layers=1_000_000_000)
-    assert "1000000000 layers of 0 experts; the most is 200,000 together" in refusal(load_model_config, folder)
-
-
 @pytest.mark.parametrize(
     "text", [DEEP, "{", "[]", '{"model": "\x1b[31m"}', '{"a": ' + "9" * 6000 + "}", "\ufeff{}", ""]
 )
@@ -92,3 +87,8 @@ def test_an_index_names_files_of_its_folder(folder, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ValueError, match=r"outside the folder|no such file"):
         open_weights(folder, spec)
+
+
+def test_a_model_of_more_layers_than_there_are_is_refused(folder):
+    change(folder / "config.json", num_hidden_layers=1_000_000_000)
+    assert "1000000000 layers of 0 experts; the most is 200,000 together" in refusal(load_model_config, folder)
