@@ -16,11 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.checksums import file_checksum, file_checksums
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
+LARGEST_STATE = 8 << 30  # bytes; a million prompts take 54 MB
 MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
 
 
@@ -157,17 +159,24 @@ def sync_folder(folder: Path) -> dict[str, int]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}, which old ones lack}.
     Raises ValueError where it cannot be read."""
-    manifest = _read_json(folder / MANIFEST_FILE)
+    manifest = plain_json.read(folder / MANIFEST_FILE)
     kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
     for key, kind in kinds.items():
         if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
             raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
+    for name, size in manifest["files"].items():
+        if Path(name).name != name or name == ".." or type(size) is not int:  # others' manifests may name any file
+            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
     return manifest
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Rank 0's state of a checkpoint. Raises ValueError where it cannot be read."""
-    return _read_json(folder / STATE_FILE)
+    file = folder / STATE_FILE
+    try:
+        return json.loads(plain_json.read_bytes(file, LARGEST_STATE))  # not `read`: statistics may be NaN
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
@@ -224,12 +233,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None

@@ -1,4 +1,4 @@
-"""The command line: train, sft, configs, preflight, plan, serve, eval, convert, launch, report, samples, replay."""
+"""The command line: what each of the commands (`command_options`) calls."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dynamo_megatron.command_options import EXAMPLES, parser
 from dynamo_megatron.command_parser import unknown_command, unknown_options
 from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
+from dynamo_megatron.plain_text import printable
 from dynamo_megatron.tracking.progress import Progress
 
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[options.command](options, rest, arguments)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
 
 
@@ -175,6 +176,15 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
+def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.inspection import in_a_line, inspect_command
+
+    try:
+        return inspect_command(options.path, options.diff)
+    except ValueError as error:
+        raise ConfigError(in_a_line(str(error))) from None
+
+
 def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.planning.command import plan
 
@@ -238,6 +248,7 @@ _COMMANDS = {
     "serve": _serve,
     "eval": _eval,
     "convert": _convert,
+    "inspect": _inspect,
     "launch": _launch,
     "plan": _plan,
     "report": _report,

@@ -21,6 +21,7 @@ EXAMPLES = {
     "serve": "dynamo-megatron serve my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
     "convert hf2mcore": "dynamo-megatron convert hf2mcore models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
     "convert mcore2hf": "dynamo-megatron convert mcore2hf runs/first models/first --step 200",
+    "inspect": "dynamo-megatron inspect --diff runs/first/checkpoints/step-000010 runs/first/checkpoints/step-000020",
     "launch local": "dynamo-megatron launch local my.yaml output_dir=runs/first --ranks 2",
     "launch slurm": "dynamo-megatron launch slurm my.yaml output_dir=runs/first rollout.host=ib0 --nodes 4 "
     "--gpus-per-node 8 --time 24:00:00",
@@ -105,6 +106,16 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
     )
+    sub = command("inspect", "what is in a checkpoint or a model's folder, also one of others, or how two differ")
+    what = sub.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "path",
+        nargs="?",
+        type=Path,
+        help="a run (its newest complete checkpoint), one checkpoint, a folder in Megatron's torch_dist format, or a "
+        "Hugging Face folder",
+    )
+    what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compares the tensors, one at a time")
     launch = commands.add_parser("launch", help="start a training here, on a SLURM cluster or through nemo-run")
     launchers = launch.add_subparsers(dest="launcher", required=True)
     for name, help in (

@@ -9,12 +9,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from pydantic import ValidationError
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.checkpoint_folder import (
     UNVERIFIED,
     checkpoint_folders,
@@ -32,6 +31,7 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.megatron_folder import converted, write_megatron
 from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
 from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.plain_text import on_one_line
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
 OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
@@ -67,10 +67,12 @@ def run_config(checkpoint: Path) -> Config:
     file = checkpoint.parents[1] / "config.yaml"
     try:
         return Config.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except RecursionError:
+        raise ConfigError(f"{file}: not the config of a run: nested too deep") from None
     except OSError:
         raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}") from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{file}: not the config of a run: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError) as error:  # pydantic's among them
+        raise ConfigError(f"{file}: not the config of a run: {on_one_line(str(error), 500)}") from None
 
 
 def open_checkpoint(
@@ -147,7 +149,7 @@ def check_config(source: Path, spec: ModelSpec) -> None:
     """Compares config.json, field by field, with what Megatron will build. Raises ValueError naming the fields."""
     from dynamo_megatron.policy.config_check import config_differences  # seconds: it brings Megatron
 
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = plain_json.read_object(source / "config.json")
     if differ := config_differences(config, spec):
         raise ValueError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")
 
@@ -208,7 +210,7 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
     for file in companion_files(source):
         shutil.copy(file, target / file.name)
     if dtype is not None:
-        config: dict[str, Any] = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        config = plain_json.read_object(target / "config.json")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -6,9 +6,12 @@ format, or a Hugging Face folder.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
 import math
+import os
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.checkpoint_folder import (
     MANIFEST_FILE,
     UNVERIFIED,
@@ -27,10 +31,13 @@ from dynamo_megatron.checkpoint_folder import (
 )
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.models.torch_dist import TorchDistReader, is_torch_dist
+from dynamo_megatron.plain_text import on_one_line, printable
 
 PART_VALUES = 64 << 20  # of a safetensors' tensor that are read at once
 BLOCK_VALUES = 4 << 20  # that are compared at once, in float64
 OPTIMIZER = "optimizer."  # Megatron's keys begin so
+MOST_LINES, LONGEST_FACT, LISTED = 1000, 300, 20  # of tensors and of files; characters; kinds of optimizer states
+FREE_MEMORY = 8 << 30  # bytes that an inspection may take besides three times the folders' own
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a region of a tensor
 
 
@@ -124,7 +131,7 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
         facts = {
             "family": str(model.pop("family", "unknown")),
             "model": ", ".join(f"{name} {value}" for name, value in model.items() if value),
-            "dtype": manifest["dtype"],
+            "dtype": str(manifest["dtype"]),
         }
         if layout is None:
             kind = "converted model"
@@ -152,21 +159,14 @@ def _huggingface_facts(folder: Path) -> dict[str, str]:
 
 def _json_object(file: Path) -> dict | None:
     """None where there is no such file."""
-    if not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return found
+    return plain_json.read_object(file) if file.is_file() else None
 
 
 def describe(contents: Contents) -> str:
-    """Some lines for people; tensors that differ by the number of a layer or an expert alone are one line."""
+    """Some lines for people, safe for a terminal; tensors that differ by the number of a layer or an expert alone are
+    one line."""
     lines = [f"{contents.folder}: {contents.kind}, {contents.problem or 'complete'}"]
-    lines += [f"  {name}: {value}" for name, value in contents.facts.items()]
+    lines += [f"  {name}: {on_one_line(value, LONGEST_FACT)}" for name, value in contents.facts.items()]
     if contents.others:
         lines += ["  checkpoints of the run:", *(f"    {line}" for line in contents.others)]
     if contents.tensors is not None:
@@ -174,8 +174,15 @@ def describe(contents: Contents) -> str:
     files = sorted(p for p in contents.folder.iterdir() if p.is_file())
     sizes = [p.stat().st_size for p in files]
     lines.append(f"  files: {len(files)}, {in_bytes(sum(sizes))}")
-    lines += [f"    {p.name}: {in_bytes(size)}" for p, size in zip(files, sizes, strict=True)]
-    return "\n".join(lines)
+    targets = [f" -> {os.readlink(p)}" if p.is_symlink() else "" for p in files]
+    lines += [f"    {p.name}{to}: {in_bytes(n)}" for p, to, n in zip(files, targets, sizes, strict=True)][:MOST_LINES]
+    lines += [f"    and {len(files) - MOST_LINES:,} more"] * (len(files) > MOST_LINES)
+    return "\n".join(in_a_line(line) for line in lines)
+
+
+def in_a_line(text: str) -> str:
+    """`text` as one line of a terminal, with its blanks: names of others' files and tensors may hold anything."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _tensor_lines(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
@@ -187,12 +194,13 @@ def _tensor_lines(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
     for name, what in sorted(model.items()):
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         groups[pattern, what] = groups.get((pattern, what), 0) + 1
-    for (pattern, (shape, dtype)), times in groups.items():
+    for (pattern, (shape, dtype)), times in itertools.islice(groups.items(), MOST_LINES):
         lines.append(f"    {pattern}  {list(shape)} {dtype}{f', {times} times' if times > 1 else ''}")
+    lines += [f"    and {len(groups) - MOST_LINES:,} more"] * (len(groups) > MOST_LINES)
     if not optimizer:
         return [*lines, "  optimizer: none"]
-    states = sorted({name.removeprefix("optimizer.state.").split(".")[0] for name in optimizer})
-    dtypes = sorted({dtype for _, dtype in optimizer.values()})
+    states = sorted({name.removeprefix("optimizer.state.").split(".")[0] for name in optimizer})[:LISTED]
+    dtypes = sorted({dtype for _, dtype in optimizer.values()})[:LISTED]
     return [*lines, f"  optimizer: {', '.join(states)} of every parameter, {', '.join(dtypes)}"]
 
 
@@ -241,3 +249,43 @@ def _compare(a: Tensors, b: Tensors, name: str) -> tuple[float, float, bool]:
             squares += float(delta.square().sum())
             norm += float(x[x.isfinite()].square().sum())
     return largest, math.sqrt(squares / norm) if norm else math.sqrt(squares), same
+
+
+def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
+    """Prints what is at `path`, or how the two of `diff` differ; one of them is given. Returns the exit code: 1 where
+    the checkpoint is not complete or the two differ. Raises ValueError, one line."""
+    paths = [path] if diff is None else diff
+    named = " ".join(map(str, paths))
+    try:
+        with _memory_limited(paths):
+            if diff is None:
+                contents = inspect(path)
+                print(describe(contents))
+                return int(contents.problem is not None)
+            found = 0
+            for line in differences(*map(inspect, paths)):
+                print(in_a_line(line), flush=True)
+                found += 1
+    except MemoryError:
+        raise ValueError(f"{named}: takes {FREE_MEMORY >> 30} GiB more memory than its size on the disk") from None
+    except RecursionError:
+        raise ValueError(f"{named}: nested too deep") from None
+    print(f"{found} of the tensors differ" if found else "the same tensors, bit for bit")
+    return int(found > 0)
+
+
+@contextlib.contextmanager
+def _memory_limited(paths: list[Path]) -> Iterator[None]:
+    """What a folder holds may be made to take any memory; bytes that it has on the disk may be read."""
+    folders = [folder for path in paths for folder in (path, *path.glob("checkpoints/*"))]
+    files = [file.stat() for folder in folders if folder.is_dir() for file in folder.iterdir() if file.is_file()]
+    with open("/proc/self/status", encoding="ascii") as status:
+        now = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    limit = now + FREE_MEMORY + 3 * sum(512 * file.st_blocks for file in files)
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lower = (limit, *(one for one in before if one != resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (min(lower), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

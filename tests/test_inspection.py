@@ -1,7 +1,9 @@
 """Inspecting what is at rest: Hugging Face folders, runs with a damaged checkpoint, paths that are neither."""
 
-import runpy
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,20 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import inspection
+from dynamo_megatron.cli import main
 from dynamo_megatron.convert import hf2mcore
 from dynamo_megatron.inspection import describe, differences, in_bytes, inspect
 from dynamo_megatron.models.torch_dist import TorchDistWriter
 
 
 @pytest.fixture
-def tool(monkeypatch, capsys):
-    """run(*words) -> (exit code, stdout, stderr) of tools/inspect_checkpoint.py."""
-    main = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"))["main"]
+def tool(capsys):
+    """run(*words) -> (exit code, stdout, stderr) of `dynamo-megatron inspect`."""
 
     def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", *map(str, words)])
-        code = main()
-        return code, *capsys.readouterr()
+        return main(["inspect", *map(str, words)]), *capsys.readouterr()
 
     return run
 
@@ -164,3 +164,116 @@ def test_a_flipped_bit_is_said_to_be_there(tiny_model, tmp_path, tool):
 
 def test_sizes_have_a_unit():
     assert [in_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
+
+
+# -- folders of others -------------------------------------------------------------------------------------------------
+HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+
+
+def safetensors(header: bytes, data: bytes = bytes(8), length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    made = tmp_path / "folder"
+    made.mkdir()
+    (made / "model.safetensors").write_bytes(safetensors(HEADER))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (safetensors(HEADER, length=1 << 63), "a header of 9223372036854775808 bytes in a file of "),
+        (safetensors(HEADER, length=(1 << 64) - 1), "a header of 18446744073709551615 bytes"),
+        (safetensors(b'{"w":' + b"[" * 200_000), "corrupt or truncated"),
+        (safetensors(b"{" + HEADER[1:-1] + b"," + HEADER[1:].replace(b'"w"', b'"v"')), "corrupt or truncated"),
+        (safetensors(HEADER.replace(b"[2]", b"[9223372036854775807,4]")), "corrupt or truncated"),
+        (safetensors(HEADER.replace(b"[0,8]", b"[8,0]")), "corrupt or truncated"),
+        (b"\0" * 7, "corrupt or truncated"),
+    ],
+)
+def test_a_crafted_header_is_one_line(folder, tool, content, why):
+    (folder / "model.safetensors").write_bytes(content)
+    code, out, said = tool(folder)
+    assert (code, out, said.count("\n")) == (2, "", 1) and why in said and str(folder / "model.safetensors") in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("config.json", '{"model_type":' + "[" * 200_000, "nested more than 100 deep"),
+        ("config.json", '{"vocab_size": ' + "9" * 6000 + "}", "a number of more than 4,300 digits"),
+        ("config.json", '{"vocab_size": 1, "vocab_size": 2}', "the key 'vocab_size' twice in one object"),
+        ("config.json", "\ufeff{}", "not JSON: Unexpected UTF-8 BOM"),
+        ("manifest.json", "[" * 200_000, "nested more than 100 deep"),
+        ("model.safetensors.index.json", '{"weight_map": {"w": "../folder/a.safetensors"}}', "outside the folder"),
+        ("model.safetensors.index.json", '{"weight_map": {"w": ".."}}', "no such file"),
+        ("model.safetensors.index.json", '{"weight_map": {"w": 3}}', "malformed"),
+        ("model.safetensors.index.json", '{"weight_map": {"w": "a\\u001b[31m\\nb"}}', "a\\x1b[31m"),
+    ],
+)
+def test_a_crafted_json_file_is_one_line(folder, tool, name, text, why):
+    if "index" in name:
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / name).write_text(text)
+    code, out, said = tool(folder)
+    lines = out + said
+    assert code == (1 if name == "manifest.json" else 2) and why in lines and "\x1b" not in lines
+    assert said.count("\n") == (code == 2)
+
+
+@pytest.mark.parametrize("files", [{"../../outside": 6}, {"/etc/hostname": 6}, {"a": "6"}, {"a": True}, {"..": 4096}])
+def test_a_manifest_of_files_elsewhere_is_refused(folder, tool, files):
+    (folder.parent / "outside").write_text("secret")
+    manifest = {"step": None, "model": {}, "dtype": "float32", "layout": None, "files": files, "checksums": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    code, out, _ = tool(folder)
+    assert code == 1 and "manifest.json: not a checkpoint's manifest (the file " in out
+
+
+def test_names_reach_the_terminal_as_text(folder, tool):
+    name = "w\x1b[31m\n\u202edrow\x9b"
+    (folder / "model.safetensors").write_bytes(safetensors(json.dumps({name: json.loads(HEADER)["w"]}).encode()))
+    (folder / "a\x1b[2J\nb").write_text("")
+    (folder / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07" + "x" * 10_000}))
+    code, out, _ = tool(folder)
+    assert code == 0 and all(c.isprintable() or c == "\n" for c in out) and max(map(len, out.splitlines())) < 1000
+    assert "w\\x1b[31m\\n\\u202edrow\\x9b  [2] float32" in out and "a\\x1b[2J\\nb: 0 B" in out
+
+
+def test_pipes_devices_and_links_are_not_followed_blindly(folder, tool):
+    os.mkfifo(folder / "config.json")
+    os.mkfifo(folder / ".metadata")
+    (folder / "manifest.txt").symlink_to("/dev/zero")
+    elsewhere = folder.with_name("elsewhere")
+    (folder / "model.safetensors").rename(elsewhere)  # as in a download's cache
+    (folder / "model.safetensors").symlink_to(elsewhere)
+    code, out, _ = tool(folder)
+    assert code == 0 and f"model.safetensors -> {elsewhere}: 70 B" in out and "config.json" not in out
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    assert tool(folder)[0] == 2
+
+
+def test_memory_is_bounded(folder, tool, monkeypatch):
+    """256 MiB of empty lists would take 16 GiB."""
+    monkeypatch.setattr(inspection, "FREE_MEMORY", 256 << 20)
+    (folder / "model.safetensors").unlink()
+    (folder / ".metadata").write_bytes(b"\x80\x04](" + b"]" * (32 << 20))
+    code, out, said = tool(folder)
+    assert (code, out) == (2, "") and said.count("\n") == 1 and str(folder) in said
+
+
+def test_many_tensors_are_listed_in_part(folder, tool):
+    header = {f"w{i}x": {"dtype": "F32", "shape": [], "data_offsets": [4 * i, 4 * i + 4]} for i in range(20_000)}
+    (folder / "model.safetensors").write_bytes(safetensors(json.dumps(header).encode(), bytes(80_000)))
+    code, out, _ = tool(folder)
+    assert code == 0 and "in 20000 tensors" in out and "    and 19,000 more" in out and out.count("\n") < 1100
+
+
+def test_the_script_is_the_command(folder):
+    script = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"
+    done = subprocess.run([sys.executable, "-P", script, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith(f"{folder}: Hugging Face folder, complete")

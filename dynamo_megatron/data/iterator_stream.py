@@ -117,7 +117,7 @@ class IteratorStream:
         content = content_digest(prompt)
         if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
             raise ValueError(
-                f"{where}: the id {prompt.prompt_id!r} is taken by an earlier problem with other content; "
+                f"{where}: the id {prompt.prompt_id!r:.80} is taken by an earlier problem with other content; "
                 f"give every problem its own id (data.id_key: {self._config.id_key})"
             )
         chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")

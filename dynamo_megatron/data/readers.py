@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import codecs
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dynamo_megatron import plain_json
+from dynamo_megatron.plain_text import on_one_line
+
 DATASETS = "datasets:"
+LONGEST_LINE = 64 << 20  # bytes; a prompt of that length has more tokens than any model takes
 TEXT_OPTIONS = ("name", "split")  # taken as written: to YAML the configuration "no" (Norwegian) is False
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """("path:line", value) of every line that is not empty. Raises ValueError (one line)."""
+    """("path:line", value) of every line that is not empty, JSON as `plain_json.parse` has it. Raises ValueError (one
+    line)."""
     if not path.is_file():
         raise ValueError(f"data.source: there is no file {path}")
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield where, json.loads(text)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        for number in itertools.count(1):
+            where, line = f"{path}:{number}", lines.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; write one JSON object a line")
+            line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if line:
+                yield where, plain_json.parse(line, where)
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("path row N", row) with N from 1; one row group in memory at a time, its values as plain Python.
 
-    Raises ValueError (one line): no such file, not (or a damaged) parquet file.
+    Raises ValueError (one line): no such file, not (or a damaged) parquet file, a row that has no value in Python.
     """
     import pyarrow.parquet
 
     if not path.is_file():
         raise ValueError(f"data.source: there is no file {path}")
+    unreadable = (OSError, ValueError, OverflowError, pyarrow.ArrowException)
+
+    def plain(table: pyarrow.Table) -> list[dict[str, Any]]:
+        return table.to_pylist(maps_as_pydicts="lossy")
+
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
-                for row in file.read_row_group(group).to_pylist(maps_as_pydicts="lossy"):
+                table = file.read_row_group(group)
+                try:
+                    rows: Iterable[dict[str, Any]] = plain(table)
+                except unreadable:  # one row after another, to the one that it is
+                    rows = (plain(table.slice(i, 1))[0] for i in range(len(table)))
+                for row in rows:
                     number += 1
                     yield f"{path} row {number}", row
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"data.source: cannot read {path} as parquet: {_one_line(error)}") from error
+    except unreadable as error:
+        after = f" after row {number}" if number else ""
+        raise ValueError(f"data.source: cannot read {path} as parquet{after}: {_one_line(error)}") from error
 
 
 def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,8 +93,12 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"data.source: {source}: {_one_line(error.__cause__ or error)}") from error
     if saved:
         dataset = _saved_split(dataset, source, options)
-    for number, row in enumerate(dataset, 1):
-        yield f"{source} row {number}", row
+    number = 0
+    try:
+        for number, row in enumerate(dataset, 1):
+            yield f"{source} row {number}", row
+    except (OSError, LookupError, TypeError, ValueError, OverflowError, DatasetsError) as error:
+        raise ValueError(f"data.source: {source}: cannot be read after row {number}: {_one_line(error)}") from error
 
 
 def _saved_split(dataset: Any, source: str, options: dict[str, Any]) -> Any:
@@ -113,4 +133,4 @@ def yaml_value(source: str, key: str, value: str) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return on_one_line(f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.readers import (
     DATASETS,
@@ -21,6 +22,7 @@ from dynamo_megatron.data.readers import (
     query_options,
     yaml_value,
 )
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.user_code import SPEC, failure, load_callable
 
@@ -72,11 +74,11 @@ def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
     if source.startswith(REASONING_GYM):
         located = _reasoning_gym_prompts(source)
     elif source.startswith(DATASETS):
-        located = _row_prompts(dataset_rows(source), config)
+        located = _row_prompts(_checked(dataset_rows(source)), config)
     elif source.endswith(".jsonl"):
         located = _row_prompts(jsonl_rows(Path(source)), config)
     elif source.endswith(".parquet"):
-        located = _row_prompts(parquet_rows(Path(source)), config)
+        located = _row_prompts(_checked(parquet_rows(Path(source))), config)
     elif SPEC.fullmatch(source):
         located = _user_prompts(config)
     else:
@@ -105,9 +107,9 @@ def _unique(
                 break
             in_a_row = 0
             continue
-        if known != prompt and not _has_digest_as_id(prompt):
+        if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             raise ValueError(
-                f"{where}: the id {prompt.prompt_id!r} is taken by {known.where} with other content; "
+                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
                 f"give every problem its own id (data.id_key: {config.id_key})"
             )
         repeated += 1
@@ -162,7 +164,7 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
     has = f"the row has {', '.join(map(str, row))}"
     if configured is not None:
         has = _inside(row, configured) or has
-    raise ValueError(f"{where}: no {looked_for}; {has} (set data.{name})")
+    raise ValueError(f"{where}: no {looked_for}; {on_one_line(has, 300)} (set data.{name})")
 
 
 def _inside(row: dict[str, Any], key: str) -> str | None:
@@ -192,7 +194,7 @@ def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
     if not has_id:
         row_id = _digest(content, answer)
     elif isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
-        raise ValueError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r}")
+        raise ValueError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r:.80}")
     prompt = Prompt(
         prompt_id=str(row_id),
         messages=content if isinstance(content, list) else None,
@@ -233,10 +235,23 @@ def _user_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
     for number, item in enumerate(_guarded(items, config.source), 1):
         where = f"{config.source} row {number}"
         if isinstance(item, Prompt):
+            _check_values((item.prompt_id, item.messages, item.text, item.answer, item.meta), where)
             _check_content(item, where)
             yield where, item
         else:
+            _check_values(item, where)
             yield where, _prompt_from_row(item, where, config)
+
+
+def _checked(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for where, row in rows:
+        _check_values(row, where)
+        yield where, row
+
+
+def _check_values(value: Any, where: str) -> None:
+    if (why := plain_json.fault(value)) is not None:
+        raise ValueError(f"{where}: {why}")
 
 
 def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:

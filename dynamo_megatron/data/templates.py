@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
     if not any((Path(path) / name).is_file() for name in VOCABULARY_FILES):
         raise ValueError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        text = " ".join(str(error).split())
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on a terminal
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        text = on_one_line(str(error), 500)
         raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
     if chat_template == "plain":
         # A rendered chat is encoded without the special tokens that the tokenizer begins a text with.
@@ -71,9 +72,12 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        said = plain_json.read_object(file).get("eos_token_id") if file.is_file() else None
         if said is not None:
-            ends.update(said if isinstance(said, list) else [said])
+            ids = said if isinstance(said, list) else [said]
+            if not all(type(end) is int and end >= 0 for end in ids):
+                raise ValueError(f"{file}: eos_token_id: {said!r:.80} is neither a token id nor a list of them")
+            ends.update(ids)
             break
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose, to_plain
 from dynamo_megatron.convert import check_config, find_checkpoint, mcore2hf, run_config
@@ -133,7 +134,7 @@ def _config(
 
 def _dtype(folder: Path) -> str:
     """What the folder's weights are used in, unless the config says otherwise."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = plain_json.read_object(folder / "config.json")
     return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 

@@ -5,17 +5,18 @@ A new family is one file with `spec_from_config` and one entry in FAMILIES.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
 from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
 from dynamo_megatron.models.megatron_folder import MegatronFolder
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.models.torch_dist import is_torch_dist
 from dynamo_megatron.models.weights import load_weights
+from dynamo_megatron.plain_text import on_one_line
 
 __all__ = [
     "FAMILIES",
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3": qwen3.spec_from_config,
     "qwen3_moe": qwen3_moe.spec_from_config,
 }
+MOST_MODULES = 200_000  # layers, or experts of all layers; the largest published models have 15,000
 ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same of the fields that the family knows
 
 
@@ -52,25 +54,25 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         )
     if not file.is_file():
         raise ValueError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: not a JSON object")
+    config = plain_json.read_object(file)
     kind = config.get("model_type")
     name = ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if name not in FAMILIES:
         raise ValueError(
-            f"{file}: model_type {kind!r} is not supported, and model.family does not change that; supported are "
+            f"{file}: model_type {kind!r:.80} is not supported, and model.family does not change that; supported are "
             f"{', '.join([*FAMILIES, *ALIASES])}"
         )
     if family not in (None, name):
         raise ValueError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")
     try:
-        return FAMILIES[name](config)
+        spec = FAMILIES[name](config)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{file}: {on_one_line(str(error), 1000)}") from None
+    if spec.num_layers * max(1, spec.num_experts) > MOST_MODULES:  # their names are made before any weight is read
+        raise ValueError(
+            f"{file}: {spec.num_layers} layers of {spec.num_experts} experts; the most is {MOST_MODULES:,} together"
+        )
+    return spec
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:

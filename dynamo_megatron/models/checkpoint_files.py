@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -10,6 +9,7 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.checkpoint_folder import MANIFEST_FILE
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
@@ -22,6 +22,7 @@ CHAT_TEMPLATE_FILE = (
     "chat_template.jinja"  # of a model, which transformers prefers to tokenizer_config.json's; of a run
 )
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
+LARGEST_HEADER = 64 << 20  # bytes: of 500,000 tensors
 LISTED = 3  # tensors named in an error, of those it is about
 
 
@@ -90,6 +91,7 @@ class SafetensorsFiles:
             file = self.path / name
             if not file.is_file():
                 raise ValueError(f"{file}: no such file, though {INDEX} names it")
+            _check_header(file)
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -143,13 +145,20 @@ class SafetensorsFiles:
         file = self.path / INDEX
         if not file.is_file():
             raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
-        try:
-            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-            if not weight_map or any(Path(name).name != name for name in weight_map.values()):
-                raise ValueError("weight_map is empty or names files outside the folder")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: malformed ({error!r})") from None
+        weight_map = plain_json.read_object(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{file}: malformed (weight_map is missing, or holds other than file names)")
+        if not weight_map or any(Path(name).name != name for name in weight_map.values()):
+            raise ValueError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
         return weight_map
+
+
+def _check_header(file: Path) -> None:
+    """Raises ValueError where the header's length, which the file begins with, is more than what is read of it."""
+    with open(file, "rb") as stream:
+        length, there = int.from_bytes(stream.read(8), "little"), file.stat().st_size - 8
+    if not 0 <= length <= min(there, LARGEST_HEADER):
+        raise ValueError(f"{file}: corrupt or truncated (a header of {length} bytes in a file of {there + 8})")
 
 
 class SafetensorsFolder(SafetensorsFiles):

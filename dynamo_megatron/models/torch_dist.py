@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,6 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from dynamo_megatron.checksums import ChecksumWriter
+from dynamo_megatron.models.torch_dist_metadata import METADATA_FILE, read_metadata
+from dynamo_megatron.plain_text import on_one_line
 
 BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -40,10 +43,10 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
-# What a pickle with wrong bits raises, on reading it and on using what it gave.
+# What torch.load raises on wrong bits.
 DAMAGED = (
-    pickle.UnpicklingError, EOFError, OSError, ImportError, MemoryError, RuntimeError,
-    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
+    EOFError, OSError, MemoryError, RuntimeError,
+    ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError,
 )  # fmt: skip
 
 
@@ -55,37 +58,30 @@ class StoredTensor:
 
 def is_torch_dist(path: str | Path) -> bool:
     """Whether the folder holds a checkpoint of this format."""
-    return (Path(path) / ".metadata").is_file()
+    return (Path(path) / METADATA_FILE).is_file()
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint folder: `tensors`, by key, and `read`.
+    """The tensors of one checkpoint folder: `tensors`, by key, and `read`. Nothing that the folder's files name is
+    imported or called, whoever wrote them.
 
-    Raises ValueError, one line naming the file: no such checkpoint, a file of it missing, truncated or malformed.
+    Raises ValueError, one line naming the file: no such checkpoint, a file of it missing, truncated or malformed, or
+    one that names a class which tensors and plain data do not need.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not is_torch_dist(self.path):
             raise ValueError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
-        try:
-            metadata = FileSystemReader(self.path).read_metadata()
-            stored = {k: t for k, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-            self.tensors = {k: StoredTensor(tuple(t.size), t.properties.dtype) for k, t in stored.items()}
-            self._chunks = {key: _Chunks(t.chunks) for key, t in stored.items()}
-            self._where = {}
-            ends: dict[str, int] = {}
-            for index, info in metadata.storage_data.items():
-                self._where[index] = self.path / info.relative_path, info.offset, info.length
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-            for key, t in stored.items():
-                for chunk in t.chunks:
-                    self._where[MetadataIndex(key, chunk.offsets)]
-                    if not len(chunk.offsets) == len(chunk.sizes) == len(t.size):
-                        raise ValueError(f"tensor {key}: a part at {chunk.offsets} of {chunk.sizes} in {t.size}")
-        except DAMAGED as error:
-            text = " ".join(str(error).split())[:200]
-            raise ValueError(f"{self.path / '.metadata'}: not readable ({type(error).__name__}: {text})") from None
+        self.metadata = read_metadata(self.path)
+        stored = self.metadata.state_dict_metadata
+        stored = {key: t for key, t in stored.items() if isinstance(t, TensorStorageMetadata)}
+        self.tensors = {key: StoredTensor(tuple(t.size), t.properties.dtype) for key, t in stored.items()}
+        self._chunks = {key: _Chunks(t.chunks) for key, t in stored.items()}
+        self._sizes = {MetadataIndex(key, c.offsets): c.sizes for key, t in stored.items() for c in t.chunks}
+        ends: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
             file = self.path / name
             if not file.is_file():
@@ -113,7 +109,7 @@ class TorchDistReader:
             shape = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
             if min(shape, default=1) <= 0:
                 continue
-            tensor = self._chunk(key, chunk)
+            tensor = self.part(MetadataIndex(key, chunk.offsets))
             tensor = narrow_tensor_by_index(tensor, [s - a for s, a in zip(start, chunk.offsets, strict=True)], shape)
             filled += tensor.numel()
             if shape == list(size):
@@ -128,17 +124,46 @@ class TorchDistReader:
             )
         return result
 
-    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        file, offset, length = self._where[MetadataIndex(key, chunk.offsets)]
+    def part(self, index: MetadataIndex) -> torch.Tensor:
+        """The part of a tensor that is stored under `index`, in the shape that .metadata gives. Raises ValueError."""
+        dtype, sizes = self.tensors[index.fqn].dtype, self._sizes[index]
+        tensor = self.stored(index)
+        # A view of less memory than it has values (stride 0) would grow when it is copied.
+        if (
+            type(tensor) is not torch.Tensor
+            or (tensor.dtype, tuple(tensor.shape), tensor.layout) != (dtype, tuple(sizes), torch.strided)
+            or tensor.untyped_storage().nbytes() < tensor.nbytes
+        ):
+            found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
+            file = self.path / self.metadata.storage_data[index].relative_path
+            raise ValueError(f"{file}: tensor {index.fqn} cannot be read ({found}, {dtype} {list(sizes)} in .metadata)")
+        return tensor
+
+    def stored(self, index: MetadataIndex) -> Any:
+        """The tensor or the plain data that is stored under `index`. Raises ValueError."""
+        info = self.metadata.storage_data[index]
+        file = self.path / info.relative_path
         try:
             with open(file, "rb") as stream:
-                tensor = torch.load(_create_file_view(stream, offset, length), map_location="cpu", weights_only=True)
-            if tensor.shape != chunk.sizes or tensor.dtype != self.tensors[key].dtype:
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)}, {list(chunk.sizes)} in .metadata")
+                return load_plain(_create_file_view(stream, info.offset, info.length))
         except DAMAGED as error:
-            text = " ".join(str(error).split())[:200]
-            raise ValueError(f"{file}: tensor {key} cannot be read ({type(error).__name__}: {text})") from None
-        return tensor
+            text = on_one_line(f"{type(error).__name__}: {error}", 200)
+            raise ValueError(f"{file}: {index.fqn} cannot be read ({text})") from None
+
+
+def load_plain(stream: BinaryIO) -> Any:
+    """What torch.save wrote of tensors and plain data; a file that names anything else is refused by that name.
+
+    Raises ValueError for such a file, and DAMAGED for wrong bits."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # its text is some lines of advice to load the file all the same
+        if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
+            why = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0]
+            raise ValueError(f"not what torch.save writes: {why}") from None
+        raise ValueError(
+            f"names {named[1]}, which tensors and plain data do not need; nothing of it was run or loaded"
+        ) from None
 
 
 class _Chunks:

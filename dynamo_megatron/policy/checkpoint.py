@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import threading
 import warnings
@@ -43,7 +42,7 @@ from torch.futures import Future
 
 from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
 from dynamo_megatron.checksums import ChecksumWriter
-from dynamo_megatron.models.torch_dist import TorchDistReader
+from dynamo_megatron.policy.checked_loading import CheckedCommon, CheckedParts
 from dynamo_megatron.policy.loading import verify_bytes
 from dynamo_megatron.policy.policy import Policy
 
@@ -240,15 +239,14 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
         # TransformerEngine's modules have it and others do not: a run may go on with the other ones
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
     try:
-        TorchDistReader(folder)  # says in one line what is wrong with .metadata, where Megatron's own reader does not
+        parts = CheckedParts(folder)  # Megatron's own strategies would unpickle what the files name
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
-            loaded = dist_checkpointing.load(sharded, str(folder))
+            loaded = dist_checkpointing.load(sharded, str(folder), parts, CheckedCommon())
     except (
         ValueError,
         OSError,
         EOFError,
-        pickle.UnpicklingError,
         RuntimeError,
         CheckpointException,
         CheckpointingException,

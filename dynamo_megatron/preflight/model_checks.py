@@ -16,6 +16,7 @@ from dynamo_megatron.models import ModelSpec, SafetensorsFolder, open_weights
 from dynamo_megatron.models.checkpoint_files import is_finite
 from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
 from dynamo_megatron.planning.formulas import model_elements
+from dynamo_megatron.preflight.data_checks import problem_text
 from dynamo_megatron.preflight.findings import Finding, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 
@@ -92,6 +93,13 @@ def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTra
 UNUSED_SHARE = 0.2  # of the embedding's rows that no token needs: published models pad by a few per cent at most
 
 
+SAMPLE = "What is 12 * (3 + 4)? So x = 84."
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)).strip()
+
+
 def vocabulary(subject: Subject) -> Iterator[Finding]:
     """The tokenizer against the embedding, and whether text survives it."""
     spec, path, tokenizer = subject.spec, subject.config.model.path, subject.tokenizer
@@ -102,12 +110,19 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
             f"model.path: the tokenizer in {path} has {size:,} tokens, the embedding {spec.vocab_size:,} rows, far "
             "more than a padding; it is another model's tokenizer: copy the model's own tokenizer files there"
         )
-    sample = "What is 12 * (3 + 4)? So x = 84."
-    back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
-    if back.strip() != sample:
+    # A model of one task (the demo's) may have no tokens for other text than the task's.
+    prompt = problem_text(subject.prompts[0]).strip()
+    survives = {text: _decoded(tokenizer, text) for text in (SAMPLE, prompt)}
+    if not any(back == text for text, back in survives.items()):
         raise ValueError(
-            f"model.path: the tokenizer in {path} turns {sample!r} into {back!r}; its files belong to another "
-            "tokenizer class: copy tokenizer.json and tokenizer_config.json from the model again"
+            f"model.path: the tokenizer in {path} turns {SAMPLE!r} into {survives[SAMPLE]!r} and does not keep the "
+            "first prompt either; its files belong to another tokenizer class: copy tokenizer.json and "
+            "tokenizer_config.json from the model again"
+        )
+    if survives[SAMPLE] != SAMPLE:
+        yield note(
+            f"the tokenizer keeps the first prompt, but turns {SAMPLE!r} into {survives[SAMPLE]!r}: right for a model "
+            "of the data's characters alone"
         )
     ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
     yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -105,7 +106,7 @@ def test_a_missing_shard_is_named(sharded):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])
 def test_a_malformed_index_is_named(sharded, text):
     (sharded / "model.safetensors.index.json").write_text(text)
-    assert "index.json: malformed" in refusal(sharded)
+    assert re.search(r"index.json: (malformed|not JSON|not a JSON object)", refusal(sharded))
 
 
 def test_an_index_that_promises_too_much(sharded):

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")]
 
+import crafted_pickles
 from forked_ranks import fork_ranks, wait_for
 
 from dynamo_megatron.policy import backend
@@ -28,6 +29,7 @@ from dynamo_megatron.checkpoint_folder import read_manifest  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.models.torch_dist_metadata import read_metadata  # noqa: E402
 from dynamo_megatron.policy.checkpoint import _Writer, begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
@@ -87,7 +89,22 @@ def damage(policy: Policy, root: Path) -> dict[str, str]:
     for name in ("__0_0.distcp", "common.pt", ".metadata"):
         said[f"{name} overwritten"] = loaded(policy, folder / name, lambda whole: whole[:100] + bytes(len(whole) - 100))
     assert not load_checkpoint(policy, folder)
+    for name, crafted in crafted_files(folder, f"touch {root / 'ran'}").items():
+        said[f"{name} crafted"] = loaded(policy, folder / name, lambda _, crafted=crafted: crafted)
+        said["ran"] = str((root / "ran").exists())
     return said
+
+
+def crafted_files(folder: Path, command: str) -> dict[str, bytes]:
+    """By name: the files of a checkpoint with a pickle in them that runs `command` when it is read."""
+    data, metadata = folder / "__0_0.distcp", read_metadata(folder)
+    whole = bytearray(data.read_bytes())
+    in_torch_file, _ = crafted_pickles.torch_files(command)["in a list"]
+    for info in metadata.storage_data.values():
+        assert len(in_torch_file) <= info.length, f"{info}: {len(in_torch_file)} bytes of a crafted file do not fit"
+        whole[info.offset : info.offset + info.length] = in_torch_file.ljust(info.length, b" ")
+    in_metadata, _ = crafted_pickles.running(command)["a state on the list"]
+    return {".metadata": in_metadata, "common.pt": in_torch_file, data.name: bytes(whole)}
 
 
 def flipped(whole: bytes) -> bytes:
@@ -97,13 +114,17 @@ def flipped(whole: bytes) -> bytes:
 def loaded(policy: Policy, file: Path, change: Callable[[bytes], bytes]) -> str:
     """What is said of loading the checkpoint with that file changed."""
     whole = file.read_bytes()
-    file.write_bytes(change(whole))
+    changed, manifest = change(whole), file.with_name("manifest.json")
+    file.write_bytes(changed)
+    original = manifest.read_text()
+    manifest.write_text(original.replace(f'"{file.name}": {len(whole)}', f'"{file.name}": {len(changed)}'))
     try:
         load_checkpoint(policy, file.parent)
     except ValueError as error:
         return str(error)
     finally:
         file.write_bytes(whole)
+        manifest.write_text(original)
     return "nothing"
 
 
