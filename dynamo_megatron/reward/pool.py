@@ -38,12 +38,14 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class Score:
-    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok"."""
+    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok", and
+    `failure` says in one line which function failed, and how, where it is not."""
 
     reward: float
     success: bool
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
+    failure: str = field(default="", compare=False)
 
 
 class RewardPool:
@@ -140,29 +142,34 @@ class RewardPool:
                 worker.connection.close()
         return self._spawn()
 
-    def _run_local(self, prompt: Prompt, response: str) -> tuple | None:
-        """A worker's reply; None where it is late."""
+    def _run_local(self, prompt: Prompt, response: str) -> tuple:
+        """As `_Worker.run`."""
         worker = self._idle.get_nowait()  # there are as many workers as threads
         try:
             if worker.process.poll() is not None:
                 worker = self._replace(worker)
             worker.wait_ready(time.monotonic() + START_TIMEOUT)
             reply = worker.run(prompt, response, self._config.deadline)
-            if reply is None or reply[0] == "died":
+            if reply[0] in ("timeout", "died"):
                 # Replaced before the next sample comes, so that it need not wait for the imports.
                 worker = self._replace(worker)
+        except (ValueError, OSError) as error:  # a worker cannot be started any more
+            reply = ("error", " or ".join(self._local), on_one_line(str(error), SHOWN))
         finally:
             self._idle.put(worker)
         return reply
 
-    def _combined(self, prompt: Prompt, response: str, replies: list[tuple | None]) -> Score:
-        failed = next((reply for reply in replies if reply is not None and reply[0] != "parts"), None)
+    def _combined(self, prompt: Prompt, response: str, replies: list[tuple]) -> Score:
+        """Each of `replies` is ("parts", {function: value}), ("timeout", function, text), or, with any other first
+        word, a failure: (word, function, text, [frames])."""
+        late = next((reply for reply in replies if reply[0] == "timeout"), None)
+        failed = next((reply for reply in replies if reply[0] not in ("parts", "timeout")), None)
         if failed is not None and self._config.on_error == "raise":
             raise RewardError(_failure(prompt, response, *failed[1:]))
         if failed is not None:
-            return Score(0.0, False, status="reward_error")
-        if None in replies:
-            return Score(0.0, False, status="reward_timeout")
+            return Score(0.0, False, status="reward_error", failure=f"{failed[1]}: {failed[2]}")
+        if late is not None:
+            return Score(0.0, False, status="reward_timeout", failure=f"{late[1]}: {late[2]}")
         values = {name: value for _, parts in replies for name, value in parts.items()}
         parts = {name: values[name] for name in self._config.functions}
         success = parts[self._config.functions[0]] >= self._config.success_threshold
@@ -173,11 +180,18 @@ def _failure(prompt: Prompt, response: str, function: str, text: str, frames: st
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([frames] if frames else []),
-        f"prompt {prompt.label}: {on_one_line(problem, SHOWN)!r}, answer {on_one_line(str(prompt.answer), SHOWN)!r}",
-        f"response of {len(response)} characters: {on_one_line(response, SHOWN)!r}",
+        f"prompt {prompt.label}: {_shown(problem)!r}, answer {_shown(prompt.answer)!r}",
+        f"response of {len(response)} characters: {_shown(response)!r}",
         f"reward function {function} failed on prompt {prompt.label}: {text}",
     ]
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    try:
+        return on_one_line(str(value), SHOWN)
+    except (ValueError, RecursionError):  # of thousands of digits, or nested as deep
+        return f"a value of type {type(value).__name__} that cannot be shown"
 
 
 class _Worker:
@@ -213,13 +227,18 @@ class _Worker:
             raise ValueError(message[0])
         self._ready = True
 
-    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple | None:
-        """The worker's answer, ("died", functions, how), or None after `deadline` seconds."""
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple:
+        """The worker's answer, ("died", functions, how), or ("timeout", functions, text) after `deadline` seconds."""
+        names = " or ".join(self._functions)
         try:
             self.connection.send((prompt, response))
-            return self.connection.recv() if self.connection.poll(deadline) else None
+            if not self.connection.poll(deadline):
+                return ("timeout", names, f"no value within reward.deadline ({deadline:g} s)")
+            return self.connection.recv()
+        except RecursionError:
+            return ("error", names, "the problem is nested too deep to be sent to a worker")
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return ("died", " or ".join(self._functions), f"its process ended: {self._how_it_ended()}")
+            return ("died", names, f"its process ended: {self._how_it_ended()}")
 
     def _how_it_ended(self) -> str:
         code = self.process.wait(timeout=5)

@@ -170,8 +170,38 @@ def test_frames_of_libraries_and_of_this_package_are_left_out(folder):
 def test_failures_count_as_zero_where_asked(folder):
     p = pool(on_error="zero")
     p.start()
-    assert scored(p, *FAILURES) == [Score(0.0, False, {}, "reward_error")] * len(FAILURES)
+    scores = scored(p, *FAILURES)
+    assert scores == [Score(0.0, False, {}, "reward_error")] * len(FAILURES)
+    for score, words in zip(scores, FAILURES.values(), strict=True):
+        words = words.format(file=folder / "my_rewards.py").replace("\\\\", "\\")
+        assert score.failure == f"my_rewards:by_text: {words}"
     assert scored(p, "true")[0].success
+    p.close()
+
+
+def test_a_problem_that_no_worker_can_be_sent_is_a_failure_of_its_own(folder):
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    p = pool(on_error="zero", workers=1)
+    p.start()
+    (score,) = scored(p, "fine", prompt=Prompt("p", text="?", answer=deep))
+    assert (score.status, score.failure) == (
+        "reward_error",
+        "my_rewards:by_text: the problem is nested too deep to be sent to a worker",
+    )
+    assert scored(p, "fine")[0].status == "ok"
+    p.close()
+
+
+def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(folder):
+    p = pool(on_error="zero", workers=1)
+    p.start()
+    (folder / "my_rewards.py").write_text("def by_text(:")
+    statuses = [score.status for score in scored(p, "kill", "fine", "fine")]
+    assert statuses == ["reward_error"] * 3
+    (folder / "my_rewards.py").write_text(FUNCTIONS)
+    assert scored(p, "fine")[0].status == "ok"
     p.close()
 
 
