@@ -25,6 +25,7 @@ def by_text(prompt, response):
         time.sleep(60)
     if response == "raise": raise KeyError("two\\nlines")
     if response == "exit": sys.exit(3)
+    if response == "large": return 1e30
     if response == "die": os._exit(4)
     if response == "kill": os.kill(os.getpid(), 9)
     if response == "signals":
@@ -123,6 +124,7 @@ FAILURES = {
     "kill": "its process ended: killed by SIGKILL",
     "nan": "ValueError: returned nan",
     "inf": "ValueError: returned -inf",
+    "large": "ValueError: returned 1e+30, of more than 1e+18 in size",
     "none": "ValueError: returned None, not a number",
     "text": "ValueError: returned '1.0' of type str, not a number",
 }
