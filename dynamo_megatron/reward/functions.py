@@ -1,7 +1,7 @@
 """Reward functions by name, and what they may return.
 
-A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that runs elsewhere is a URL
-(`http.py`).
+A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that runs
+elsewhere is a URL (`http.py`).
 """
 
 from __future__ import annotations

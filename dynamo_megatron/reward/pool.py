@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import queue
 import signal
 import socket
@@ -52,7 +51,7 @@ class RewardPool:
     """Scores responses with `config.workers` processes, one sample each at a time, and with the services that are URLs.
 
     A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
-    worker that is late, even inside C code, is killed together with the processes it started, and replaced; the sample
+    worker that is late, even inside C code, is killed together with all that it has started, and replaced; the sample
     gets reward 0 and status "reward_timeout". A function that fails (raises, ends its process, returns no finite
     number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`). The same holds for a
     service, by `HttpReward`'s rules; where all functions are services there are no processes.
@@ -66,8 +65,7 @@ class RewardPool:
         self._config = config
         self._local = [name for name in config.functions if not name.startswith(URLS)]
         self._services: list[HttpReward] = []
-        # Blocking reads in threads, not asyncio's: the pool outlives event loops. The threads also start the workers,
-        # since a worker dies with the thread that started it (PR_SET_PDEATHSIG), and these live as long as the pool.
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
@@ -106,6 +104,8 @@ class RewardPool:
         """Ends all workers and requests now; samples under way are lost. May be called twice."""
         with self._lock:
             self._closed = True
+            for worker in self._workers:
+                worker.process.stdin.close()  # all at once: each takes a moment to end
             for worker in self._workers:
                 worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
@@ -201,11 +201,12 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.subreaper", descriptor]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor, str(os.getpid())],
+                [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's; and what it starts is killed with it
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's
             )
         self.connection = Connection(ours.detach())
         self.connection.send(functions)
@@ -241,11 +242,15 @@ class _Worker:
             return ("died", names, f"its process ended: {self._how_it_ended()}")
 
     def _how_it_ended(self) -> str:
-        code = self.process.wait(timeout=5)
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "what it has started has not ended for 5 s"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        if self.process.poll() is None:  # after that its number may be another process's
-            with contextlib.suppress(ProcessLookupError):  # reaped by another thread meanwhile
-                os.killpg(self.process.pid, signal.SIGKILL)
+        """Ends the worker and all that it has started."""
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
+        self.process.kill()  # where that took too long: the worker at least dies with it

@@ -133,7 +133,9 @@ def test_no_altered_answer_ends_the_run_or_changes_a_reward(quick, replies):
             assert score.failure.startswith(f"{service.url}: ") and score.failure.isprintable(), last.alteration
             assert len(score.failure) < len(service.url) + 320, last.alteration
     assert {altered.alteration.kind for altered in service.replies} == set(KINDS)
-    assert not any(status == "ok" for kind, status in outcomes if kind in ("nesting", "redirect", "huge", "page", "cut"))
+    assert not any(
+        status == "ok" for kind, status in outcomes if kind in ("nesting", "redirect", "huge", "page", "cut")
+    )
     print(f"{len(service.replies)} altered answers to {len(scores)} samples")
     for (kind, status), count in sorted(outcomes.items()):
         print(f"{kind:15} {status:15} {count}")
