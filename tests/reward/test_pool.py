@@ -45,6 +45,9 @@ def by_text(prompt, response):
         if response == "daemon, late": time.sleep(60)
         if response == "daemon, killed": os.kill(os.getpid(), 9)
         if response == "daemon, exit": os._exit(4)
+    if response.startswith("print"):
+        print(response)
+        print(response, file=sys.stderr, flush=True)
     if response == "raise": raise KeyError("two\\nlines")
     if response == "exit": sys.exit(3)
     if response == "large": return 1e30
@@ -157,8 +160,8 @@ def test_a_daemon_of_a_function_ends_with_its_worker(folder, how):
 
 
 FAILURES = {
-    "raise": "KeyError: 'two\\\\nlines' ({file}, line 21)",
-    "exit": "SystemExit: 3 ({file}, line 22)",
+    "raise": "KeyError: 'two\\\\nlines' ({file}, line 24)",
+    "exit": "SystemExit: 3 ({file}, line 25)",
     "die": "its process ended: exit code 4",
     "kill": "its process ended: killed by SIGKILL",
     "nan": "ValueError: returned nan",
@@ -283,6 +286,14 @@ def test_workers_import_no_torch(folder):
     p.start()
     assert scored(p, r"\boxed{1}")[0].parts == {"my_rewards:modules": 0.0, "math": 1.0}
     p.close()
+
+
+def test_what_a_function_prints_of_a_response_drives_no_terminal(folder, capfd):
+    p = pool(workers=1)
+    p.start()
+    scored(p, "print \x1b[2J\x1b]52;c;cm0=\x07\rname \u202e\ud800")
+    p.close()
+    assert list(capfd.readouterr()) == ["print \\x1b[2J\\x1b]52;c;cm0=\\x07\\rname \\u202e\\ud800\n"] * 2
 
 
 def test_signals_are_the_parents(folder):
