@@ -47,8 +47,12 @@ class HttpReward:
     of its own, so that samples may come from any event loop and thread, and share requests.
     """
 
-    def __init__(self, url: str, deadline: float) -> None:
+    def __init__(self, url: str, deadline: float, api_key: str = "") -> None:
+        """`api_key`: sent as "Authorization: Bearer KEY"; "": none."""
         self._name = url
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._deadline = deadline
         self._lock = threading.Lock()
         self._closed = False
@@ -171,9 +175,8 @@ class HttpReward:
         return [("error", self._name, failure)] * count
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        # A followed redirect may become a GET.
-        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as reply:
+        # A followed redirect may become a GET, and would take the key elsewhere.
+        async with self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as reply:
             if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
                 raise _Unreadable(f"answered with Content-Encoding {on_one_line(encoding, 40)}; asked for identity")
             answer = bytearray()

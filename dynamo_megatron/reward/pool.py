@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import queue
 import signal
 import socket
@@ -120,9 +121,13 @@ class RewardPool:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
         from dynamo_megatron.reward.http import HttpReward
 
+        variable = self._config.api_key_env
+        if variable is not None and not os.environ.get(variable):
+            raise ValueError(f"reward.api_key_env: the environment variable {variable} is not set")
+        key = os.environ[variable] if variable is not None else ""
         for name in self._config.functions:
             if name not in self._local:
-                service = HttpReward(name, self._config.deadline)
+                service = HttpReward(name, self._config.deadline, key)
                 service.start()
                 self._services.append(service)
 

@@ -148,6 +148,18 @@ def test_what_the_service_is_sent(serve, pool):
     assert plain["prompt"] == "plain" and plain["meta"] == {}
 
 
+def test_the_key_of_an_environment_variable_is_sent_and_not_shown(serve, pool, monkeypatch):
+    service = serve(lambda samples, _: (401, b"who is it?"))
+    with pytest.raises(ValueError, match=r"^reward.api_key_env: the environment variable GRADER_KEY is not set$"):
+        pool(service, api_key_env="GRADER_KEY")
+    monkeypatch.setenv("GRADER_KEY", "hunter22")
+    p = pool(service, api_key_env="GRADER_KEY")
+    (error,) = scored(p, "x")
+    assert service.headers["Authorization"] == "Bearer hunter22" and "hunter22" not in str(error)
+    scored(pool(service), "x")
+    assert "Authorization" not in service.headers
+
+
 def test_several_requests_are_under_way_and_the_rest_waits_together(serve, pool):
     def slowly(samples, number):
         time.sleep(0.2)

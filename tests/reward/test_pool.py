@@ -258,6 +258,8 @@ def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(folder):
         (["maths"], "no built-in 'maths'; give math, reasoning_gym, module:function or an http"),
         (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
         (["my_rewards.py:length:x"], "is not of the form module:function"),
+        (["my_rewards.py:length"], "'my_rewards.py:length' names a file; name its module: my_rewards:length"),
+        (["./src/r.py:f"], "module:function; start in the folder ./src, or put it on PYTHONPATH, and give r:f"),
         (["needy:f"], "importing 'needy' of 'needy:f' failed: ModuleNotFoundError: No module named 'absent' ("),
         (["my_rewards:no_arguments"], "no_arguments' takes (response), and is called with (prompt, response)"),
     ],
