@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.plain_text import show
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
@@ -28,7 +27,7 @@ def serve(config: Config, nodes: int, node: int) -> int:
     try:
         asyncio.run(_serve(config, side, supervisor))
     except TimeoutError as error:
-        show(str(error))
+        print(error, file=sys.stderr)
         return 1
     except asyncio.CancelledError:
         print("stopped", flush=True)

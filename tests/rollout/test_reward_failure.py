@@ -7,11 +7,13 @@ from stand_ins import Server, external, listening
 
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 REWARDS = """
 import time
 def score(prompt, response):
+    print("\\x1b[2Jprinted")
     if prompt.prompt_id.startswith("slow"):
         time.sleep(60)
     return {"a": 1.0}[prompt.answer]
@@ -36,6 +38,8 @@ def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames
                 endpoints = await asyncio.to_thread(worker.begin_push, 0)
                 await asyncio.to_thread(worker.end_push, 0, dict.fromkeys(endpoints))
                 late = await asyncio.to_thread(worker.generate, 1, slow, [2, 1, 1, 1])
+                with pytest.raises(RolloutError):
+                    await asyncio.to_thread(worker._call, "raised \x1b[2J", (), None)
                 with pytest.raises(RewardError) as error:
                     await asyncio.to_thread(worker.generate, 2, [prompt], [1])
             finally:
@@ -43,16 +47,17 @@ def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames
             return late.notes, str(error.value), worker.log.read_text()
 
     notes, said, log = asyncio.run(fail())
+    assert "\x1b" not in log and "\\x1b[2Jprinted" in log and "raised \\x1b[2J" in log
     named = ", ".join(f"'slow{i}' (problems.jsonl:{i})" for i in range(3))
     assert notes == [
         f"step 1: 5 of 5 rollouts have reward 0 for a reward_timeout, of prompts {named} and 1 more; the "
         "last: failing_reward:score: no value within reward.deadline (0.5 s)"
     ]
-    assert said.splitlines()[0] == f'  File "{tmp_path / "failing_reward.py"}", line 6, in score'
+    assert said.splitlines()[0] == f'  File "{tmp_path / "failing_reward.py"}", line 7, in score'
     assert said.splitlines()[-1].startswith(
         "reward function failing_reward:score failed on prompt 'p7' (problems.jsonl:4): KeyError: 'b' ("
     )
-    assert log.endswith(f"{said}\n") and "generator.py" not in log, log
+    assert log.endswith(f"{said}\n") and "generator.py" not in log.rpartition("raised")[2], log
 
 
 def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(tiny_model, tmp_path, monkeypatch):
@@ -86,7 +91,7 @@ def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(tiny_model, 
                 await asyncio.to_thread(worker.close)
             return str(last_step.value), str(evaluation.value)
 
-    failure = f"gone_reward:score: KeyError: 'b' ({tmp_path / 'gone_reward.py'}, line 6)"
+    failure = f"gone_reward:score: KeyError: 'b' ({tmp_path / 'gone_reward.py'}, line 7)"
     said = "could be scored; the last failure:"
     assert asyncio.run(work()) == (
         f"step 6: not one rollout of 3 steps in a row {said} {failure}",
