@@ -17,11 +17,12 @@ from dynamo_megatron.command_options import EXAMPLES, parser
 from dynamo_megatron.command_parser import unknown_command, unknown_options
 from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
-from dynamo_megatron.plain_text import printable
+from dynamo_megatron.plain_text import printable, show, show_exception
 from dynamo_megatron.tracking.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    sys.excepthook = show_exception
     arguments = list(sys.argv[1:] if argv is None else argv)
     if (why := unknown_command(arguments, EXAMPLES)) is not None:
         print(why, file=sys.stderr)
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[options.command](options, rest, arguments)
     except ConfigError as error:
-        print(printable(str(error)), file=sys.stderr)
+        show(str(error))
         return 2
 
 
@@ -206,7 +207,7 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     out = options.out or options.run[0]
     try:
         text = write_report(options.run[0], out) if len(options.run) == 1 else write_comparison(options.run, out)
-        print(wrapped(text, terminal_width(sys.stdout)))
+        print(wrapped(printable(text), terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0
@@ -234,7 +235,7 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
     try:
         text = write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out)
-        print(wrapped(text, terminal_width(sys.stdout)))
+        print(wrapped(printable(text), terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return 0

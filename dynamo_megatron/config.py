@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -118,6 +119,21 @@ class RewardConfig(Section):
     )
     on_error: Literal["raise", "zero"] = "raise"
     workers: Positive = 2  # processes
+    api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _key_of_one_host(self) -> RewardConfig:
+        hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(("http://", "https://"))})
+        if self.api_key_env is not None and len(hosts) != 1:
+            raise ValueError(
+                f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
+            )
+        return self
 
 
 ALLOCATORS = ("uniform", "waterfill", "neyman")

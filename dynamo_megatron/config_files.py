@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from dynamo_megatron import shipped
 from dynamo_megatron.config import Config
+from dynamo_megatron.credentials import in_urls
 from dynamo_megatron.peer_keys import PREFIX, last_part, whole_name
 
 
@@ -43,6 +44,8 @@ def compose(
     for override in overrides:
         with merged.collected():
             merged.add(_nested(override), (), "the command line")
+    if secrets := [f"{merged.origins.get(key, '')}: {key}: {text}".lstrip(": ") for key, text in in_urls(merged.tree)]:
+        raise ConfigError("\n".join(dict.fromkeys(secrets)))  # before anything else shows the value
     unread = bool(merged.faults)  # what could not be read may have set what is missing now
     faults = merged.faults + merged.unknown
     try:

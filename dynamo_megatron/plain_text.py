@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
+import traceback
 import unicodedata
+from types import TracebackType
+from typing import TextIO
 
 TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, cursor
 BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
@@ -21,6 +26,32 @@ def printable(text: str) -> str:
     """`text` with what could drive a terminal written as an escape: control characters but newline and tab, line
     separators, halves of surrogate pairs, and what turns the direction of writing."""
     return "".join(c if c.isprintable() or c in "\n\t" or not _drives(c) else _escape(c) for c in text)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Prints what others may have written a part of; to stderr where no file is given."""
+    print(printable(text), file=file or sys.stderr, flush=True)
+
+
+def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As sys.excepthook: a traceback, whose message may quote what others wrote."""
+    show("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
+
+class PrintableStream(io.TextIOWrapper):
+    """Of a process that writes to a log, or runs the user's functions: whatever it prints, logs or raises."""
+
+    def write(self, text: str) -> int:
+        super().write(printable(text))
+        return len(text)
+
+
+def print_printable() -> None:
+    """From here on stdout and stderr of this process are PrintableStreams."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        settings = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": True}
+        setattr(sys, name, PrintableStream(stream.detach(), **settings))
 
 
 def _drives(c: str) -> bool:

@@ -19,6 +19,7 @@ from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, S
 from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.plain_text import show, show_exception
 from dynamo_megatron.policy import backend
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
@@ -188,9 +189,9 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     if isinstance(error, RemoteFailure):
         first = str(error)
     elif first == message and not refused and not isinstance(error, FORESEEN):
-        traceback.print_exception(error)
+        show_exception(type(error), error, error.__traceback__)
     if details:
-        print(details, file=sys.stderr, flush=True)
+        show(details)
     if rank == 0 or coordinator is None:
-        print(first, file=sys.stderr, flush=True)
+        show(first)
     return 2 if refused else 1

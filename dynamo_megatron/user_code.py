@@ -24,8 +24,15 @@ def load_callable(spec: str, key: str) -> Callable:
     module, a module that fails while it is imported, no such function, not callable.
     """
     if not SPEC.fullmatch(spec):
-        raise ValueError(f"{key}: {spec!r} is not of the form module:function")
+        file, _, name = spec.rpartition(":")
+        hint = ""
+        if file.endswith(".py"):
+            folder, name_of = os.path.split(file.removesuffix(".py"))
+            hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {name_of}:{name}"
+        raise ValueError(f"{key}: {spec!r} is not of the form module:function{hint}")
     module_name, _, name = spec.partition(":")
+    if module_name.endswith(".py"):
+        raise ValueError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
     # Appended, not put first: a folder next to the user's module must not replace an installed package of that name.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.credentials import SECRET_NAME, SECRET_OPTION
 from dynamo_megatron.run_folder import refuse_foreign
 
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-SECRET_OPTION = re.compile(r"api[-_]key\b|auth[-_]token\b|secret|password", re.IGNORECASE)
 SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
 UNQUOTED = str.maketrans("", "", "'\"\\")  # however a value is quoted, this is left of it
 

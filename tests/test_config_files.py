@@ -1,5 +1,6 @@
 """What is wrong with configs: every fault in one answer, a line each that names file, key and the way out."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_all_faults_at_once(tmp_path, monkeypatch):
         "output_dir: missing; set it in a config file or with output_dir=...",
         "b.yaml: parallel: vpp: 2 chunks a stage need pp above 1",
         "b.yaml: reward: is a section; give it keys (functions, fusion, success_threshold, deadline, on_error, "
-        "workers), got 3",
+        "workers, api_key_env), got 3",
         "a.yaml: optimizer.lr: Input should be a valid number, unable to parse string as a number, got 'fast'",
         "a.yaml: optimizer.weight_decay: Input should be greater than or equal to 0, got -1",
         "the command line: trainer.steps: Input should be greater than or equal to 1, got 0",
@@ -159,3 +160,51 @@ def test_the_shipped_configs_are_listed_and_printed(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out == (root / "methods" / "dynamo.yaml").read_text(encoding="utf-8")
     assert main(["configs", "methods/dynmo"]) == 2
     assert "methods/dynmo: no such shipped config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "instead"),
+    [
+        ("reward.functions=[http://u:hunter22@h/score]", "a user or password", "with reward.api_key_env"),
+        ("reward.functions=https://hunter22@h/score", "a user or password", "with reward.api_key_env"),
+        ("reward.functions=[math,'http://h/?api_key=hunter22']", "the parameter api_key", "with reward.api_key_env"),
+        ("rollout.urls=[http://:hunter22@h:1]", "a user or password", "with rollout.api_key_env"),
+        ("data.source=datasets:private?split=train&token=hunter22", "the parameter token", "as HF_TOKEN"),
+        ("eval.data=https://u:hunter22@h/x.jsonl", "a user or password", "as HF_TOKEN"),
+        ("tracking.project=http://u:hunter22@h", "a user or password", "give it to the job's environment"),
+        ("rollout.server_args=[--model-loader=s3://u:hunter22@h/m]", "a user or password", "environment"),
+    ],
+)
+def test_a_url_with_a_secret_in_it_is_refused_and_not_shown(word, what, instead):
+    (line,) = refused(word, "trainer.steps=0")
+    key = word.partition("=")[0]
+    assert line.startswith(f"the command line: {key}: the URL has {what} in it") and instead in line
+    assert "hunter22" not in line
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "reward.functions=[http://h/score?max_tokens=5&strict=1]",
+        "data.source=hf://datasets/a@main/x.parquet",
+        "data.source=reasoning_gym:chain_sum?size=9&num_keys=2",
+        "data.few_shot='mail me@example.org: http://example.org'",
+    ],
+)
+def test_urls_without_secrets_are_taken(word):
+    with contextlib.suppress(ConfigError):
+        compose([], [word, "data.template={prompt}"], NEEDED)
+        return
+    assert "the URL has" not in "".join(refused(word, "data.template={prompt}"))
+
+
+def test_one_reward_function_needs_no_list():
+    assert compose([], ["reward.functions=my:f"], NEEDED)[0].reward.functions == ["my:f"]
+
+
+def test_a_key_goes_to_services_of_one_host():
+    assert refused("reward.functions=[http://a/x,http://b/x]", "reward.api_key_env=K") == [
+        "the command line: reward: api_key_env: the key is for services of one host, and functions has a, b"
+    ]
+    assert refused("reward.api_key_env=K")[0].endswith("services of one host, and functions has none")
+    assert compose([], ["reward.functions=[math,http://a/x,http://a/y]", "reward.api_key_env=K"], NEEDED)

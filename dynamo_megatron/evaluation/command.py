@@ -25,6 +25,7 @@ from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, su
 from dynamo_megatron.models import load_model_config, open_weights
 from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.plain_text import show
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -67,12 +68,12 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
                 mcore2hf(config.model.path, whole)
                 served = _with_model(config, whole)
             results = _ask(served, url, progress)
-        print(_write(results, config, model, out))
+        show(_write(results, config, model, out), sys.stdout)
     except ValueError as error:
         results_folder.discard(str(error))
         raise ConfigError(str(error)) from None
     except (RolloutError, OSError) as error:
-        print(error, file=sys.stderr)
+        show(str(error))
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing of the evaluation was kept", file=sys.stderr)

@@ -12,6 +12,7 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.layout_checks import check_layout, describe_layout
+from dynamo_megatron.plain_text import show
 from dynamo_megatron.preflight import data_checks, device_checks, machine_checks, model_checks, server_check
 from dynamo_megatron.preflight.findings import Check, Finding, ok, run_checks
 from dynamo_megatron.preflight.subject import Subject
@@ -66,7 +67,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
             failures.append(name)
         elif under_launcher and not subject.leads and finding.level == "ok":
             return  # of many nodes only what is wrong
-        print(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", flush=True)
+        show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
 
     count = run_checks(checks, say)
     if count:

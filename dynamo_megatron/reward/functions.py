@@ -1,7 +1,7 @@
 """Reward functions by name, and what they may return.
 
-A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, any range. One that runs elsewhere is a URL
-(`http.py`).
+A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that runs
+elsewhere is a URL (`http.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BUILT_IN = {
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
 }
 URLS = ("http://", "https://")
+LARGEST = 1e18  # of a reward's size: advantages square rewards, and float32 ends at 3e38
 
 
 def load_function(name: str) -> Callable[[Prompt, str], float]:
@@ -46,10 +47,12 @@ def load_function(name: str) -> Callable[[Prompt, str], float]:
 
 
 def checked(value: Any) -> float:
-    """`value` as a float. Raises ValueError for what is no finite number."""
+    """`value` as a float. Raises ValueError for what is no finite number or larger than LARGEST."""
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")
     if not math.isfinite(value):
         raise ValueError(f"returned {value}")
+    if abs(value) > LARGEST:
+        raise ValueError(f"returned {float(value):g}, of more than {LARGEST:g} in size")
     return float(value)

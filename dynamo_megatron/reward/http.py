@@ -9,8 +9,9 @@ with at most 64 samples (what JSON does not know, such as a date, goes as its te
 
     {"rewards": [number, ...]}
 
-as many finite numbers, in the same order. Several requests may be under way at once. A request is sent again, later and
-later, where the connection fails or the answer is 429 or 5xx; any other answer is final.
+as many finite numbers, in the same order, uncompressed. Several requests may be under way at once. A request is sent
+again, later and later, where the connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a
+service answers becomes an outcome of the samples that were asked for, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
 
@@ -34,6 +36,8 @@ REQUESTS = 8  # under way at once
 GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
+LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
+SHOWN = 200  # characters of an answer in a message
 
 
 class HttpReward:
@@ -43,8 +47,12 @@ class HttpReward:
     of its own, so that samples may come from any event loop and thread, and share requests.
     """
 
-    def __init__(self, url: str, deadline: float) -> None:
+    def __init__(self, url: str, deadline: float, api_key: str = "") -> None:
+        """`api_key`: sent as "Authorization: Bearer KEY"; "": none."""
         self._name = url
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._deadline = deadline
         self._lock = threading.Lock()
         self._closed = False
@@ -66,8 +74,9 @@ class HttpReward:
         if not self._ready.wait(CONNECT_TIMEOUT):
             raise RuntimeError(f"reward.functions: {self._name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
 
-    async def score(self, prompt: Prompt, response: str) -> tuple | None:
-        """("parts", {url: reward}), ("error", url, text), or None where no answer came within the deadline.
+    async def score(self, prompt: Prompt, response: str) -> tuple:
+        """("parts", {url: reward}), ("error", url, text), or ("timeout", url, text) where no answer came within the
+        deadline.
 
         A deadline that passes after an attempt has failed is an error: the service is down, not slow.
         Raises RuntimeError after `close`.
@@ -80,9 +89,12 @@ class HttpReward:
             "source": prompt.source,
             "meta": prompt.meta,
         }
-        text = json.dumps(sample, default=str)
-        # NaN and Infinity, which Parquet columns have and JSON has not, go as null.
-        encoded = json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
+        try:
+            text = json.dumps(sample, default=str)
+            # NaN and Infinity, which Parquet columns have and JSON has not, go as null.
+            encoded = json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
+        except (ValueError, TypeError, RecursionError) as error:  # nested too deep, too many digits, keys of no text
+            return ("error", self._name, on_one_line(f"the problem cannot be sent as JSON: {error}", SHOWN))
         with self._lock:  # what comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
@@ -102,7 +114,7 @@ class HttpReward:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self._serve())
 
-    async def _outcome(self, sample: bytes) -> tuple | None:
+    async def _outcome(self, sample: bytes) -> tuple:
         outcome = self._loop.create_future()
         self._waiting.put_nowait((sample, outcome))
         return await outcome
@@ -115,7 +127,8 @@ class HttpReward:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._deadline / 2))
         async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session,
+            # An answer is read as it comes: a compressed one could become any size.
+            aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session,
             asyncio.TaskGroup() as requests,
         ):
             self._ready.set()
@@ -133,9 +146,9 @@ class HttpReward:
             if not outcome.done():  # its caller may have been cancelled
                 outcome.set_result(result)
 
-    async def _answer(self, body: bytes, count: int) -> list[tuple | None]:
-        failure = None
-        pause = FIRST_PAUSE
+    async def _answer(self, body: bytes, count: int) -> list[tuple]:
+        """An outcome for each of `count` samples, whatever the service answers."""
+        failure, pause = None, FIRST_PAUSE
         try:
             async with asyncio.timeout(self._deadline):
                 while True:
@@ -143,35 +156,45 @@ class HttpReward:
                         status, reply = await self._post(body)
                         if status == 200:
                             return self._rewards(reply, count)
-                        failure = f"answered {status}: {' '.join(reply.decode(errors='replace').split()):.200}"
+                        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
                         if status != 429 and status < 500:
-                            return [("error", self._name, failure)] * count
+                            break
                     except aiohttp.ClientError as error:
-                        failure = " ".join(f"{type(error).__name__}: {error}".split())
+                        failure = on_one_line(f"{type(error).__name__}: {error}", SHOWN)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
             if failure is None:
-                return [None] * count
-            text = f"no rewards within reward.deadline ({self._deadline:g} s), the last attempt: {failure}"
-            return [("error", self._name, text)] * count
+                text = f"no answer within reward.deadline ({self._deadline:g} s)"
+                return [("timeout", self._name, text)] * count
+            failure = f"no rewards within reward.deadline ({self._deadline:g} s), the last attempt: {failure}"
+        except _Unreadable as error:
+            failure = str(error)
+        except Exception as error:  # here it would end the thread that the samples of every request wait for
+            failure = on_one_line(f"its answer cannot be read: {type(error).__name__}: {error}", SHOWN)
+        return [("error", self._name, failure)] * count
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        # A followed redirect may become a GET.
-        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as reply:
-            return reply.status, await reply.read()
+        # A followed redirect may become a GET, and would take the key elsewhere.
+        async with self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as reply:
+            if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
+                raise _Unreadable(f"answered with Content-Encoding {on_one_line(encoding, 40)}; asked for identity")
+            answer = bytearray()
+            async for part in reply.content.iter_any():
+                answer += part
+                if len(answer) > LARGEST_ANSWER:
+                    raise _Unreadable(f"answered {reply.status} with more than {LARGEST_ANSWER} bytes")
+            return reply.status, bytes(answer)
 
     def _rewards(self, reply: bytes, count: int) -> list[tuple]:
         try:
-            rewards = json.loads(reply)["rewards"]
-        except (ValueError, TypeError, LookupError):
+            rewards = json.loads(reply, object_pairs_hook=_once)["rewards"]
+        except (ValueError, TypeError, LookupError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):
-            text = f'the answer is not {{"rewards": [...]}} but {reply.decode(errors="replace")!r:.80}'
-            return [("error", self._name, text)] * count
+            raise _Unreadable(f'the answer is not {{"rewards": [...]}} but {reply.decode(errors="replace")!r:.80}')
         if len(rewards) != count:
-            return [("error", self._name, f"gave {len(rewards)} rewards for {count} samples")] * count
+            raise _Unreadable(f"gave {len(rewards)} rewards for {count} samples")
         return [self._checked(reward) for reward in rewards]
 
     def _checked(self, reward: Any) -> tuple:
@@ -179,3 +202,15 @@ class HttpReward:
             return ("parts", {self._name: checked(reward)})
         except (ValueError, OverflowError) as error:
             return ("error", self._name, str(error))
+
+
+class _Unreadable(Exception):
+    """An answer that holds no rewards; the message says why, in one line."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that stands twice, readers take the first or the last: ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found

@@ -38,19 +38,21 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class Score:
-    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok"."""
+    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok", and
+    `failure` says in one line which function failed, and how, where it is not."""
 
     reward: float
     success: bool
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
+    failure: str = field(default="", compare=False)
 
 
 class RewardPool:
     """Scores responses with `config.workers` processes, one sample each at a time, and with the services that are URLs.
 
     A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
-    worker that is late, even inside C code, is killed together with the processes it started, and replaced; the sample
+    worker that is late, even inside C code, is killed together with all that it has started, and replaced; the sample
     gets reward 0 and status "reward_timeout". A function that fails (raises, ends its process, returns no finite
     number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`). The same holds for a
     service, by `HttpReward`'s rules; where all functions are services there are no processes.
@@ -64,8 +66,7 @@ class RewardPool:
         self._config = config
         self._local = [name for name in config.functions if not name.startswith(URLS)]
         self._services: list[HttpReward] = []
-        # Blocking reads in threads, not asyncio's: the pool outlives event loops. The threads also start the workers,
-        # since a worker dies with the thread that started it (PR_SET_PDEATHSIG), and these live as long as the pool.
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
@@ -105,6 +106,8 @@ class RewardPool:
         with self._lock:
             self._closed = True
             for worker in self._workers:
+                worker.process.stdin.close()  # all at once: each takes a moment to end
+            for worker in self._workers:
                 worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
         for worker in self._workers:
@@ -118,9 +121,13 @@ class RewardPool:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
         from dynamo_megatron.reward.http import HttpReward
 
+        variable = self._config.api_key_env
+        if variable is not None and not os.environ.get(variable):
+            raise ValueError(f"reward.api_key_env: the environment variable {variable} is not set")
+        key = os.environ[variable] if variable is not None else ""
         for name in self._config.functions:
             if name not in self._local:
-                service = HttpReward(name, self._config.deadline)
+                service = HttpReward(name, self._config.deadline, key)
                 service.start()
                 self._services.append(service)
 
@@ -140,29 +147,34 @@ class RewardPool:
                 worker.connection.close()
         return self._spawn()
 
-    def _run_local(self, prompt: Prompt, response: str) -> tuple | None:
-        """A worker's reply; None where it is late."""
+    def _run_local(self, prompt: Prompt, response: str) -> tuple:
+        """As `_Worker.run`."""
         worker = self._idle.get_nowait()  # there are as many workers as threads
         try:
             if worker.process.poll() is not None:
                 worker = self._replace(worker)
             worker.wait_ready(time.monotonic() + START_TIMEOUT)
             reply = worker.run(prompt, response, self._config.deadline)
-            if reply is None or reply[0] == "died":
+            if reply[0] in ("timeout", "died"):
                 # Replaced before the next sample comes, so that it need not wait for the imports.
                 worker = self._replace(worker)
+        except (ValueError, OSError) as error:  # a worker cannot be started any more
+            reply = ("error", " or ".join(self._local), on_one_line(str(error), SHOWN))
         finally:
             self._idle.put(worker)
         return reply
 
-    def _combined(self, prompt: Prompt, response: str, replies: list[tuple | None]) -> Score:
-        failed = next((reply for reply in replies if reply is not None and reply[0] != "parts"), None)
+    def _combined(self, prompt: Prompt, response: str, replies: list[tuple]) -> Score:
+        """Each of `replies` is ("parts", {function: value}), ("timeout", function, text), or, with any other first
+        word, a failure: (word, function, text, [frames])."""
+        late = next((reply for reply in replies if reply[0] == "timeout"), None)
+        failed = next((reply for reply in replies if reply[0] not in ("parts", "timeout")), None)
         if failed is not None and self._config.on_error == "raise":
             raise RewardError(_failure(prompt, response, *failed[1:]))
         if failed is not None:
-            return Score(0.0, False, status="reward_error")
-        if None in replies:
-            return Score(0.0, False, status="reward_timeout")
+            return Score(0.0, False, status="reward_error", failure=f"{failed[1]}: {failed[2]}")
+        if late is not None:
+            return Score(0.0, False, status="reward_timeout", failure=f"{late[1]}: {late[2]}")
         values = {name: value for _, parts in replies for name, value in parts.items()}
         parts = {name: values[name] for name in self._config.functions}
         success = parts[self._config.functions[0]] >= self._config.success_threshold
@@ -173,11 +185,18 @@ def _failure(prompt: Prompt, response: str, function: str, text: str, frames: st
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([frames] if frames else []),
-        f"prompt {prompt.label}: {on_one_line(problem, SHOWN)!r}, answer {on_one_line(str(prompt.answer), SHOWN)!r}",
-        f"response of {len(response)} characters: {on_one_line(response, SHOWN)!r}",
+        f"prompt {prompt.label}: {_shown(problem)!r}, answer {_shown(prompt.answer)!r}",
+        f"response of {len(response)} characters: {_shown(response)!r}",
         f"reward function {function} failed on prompt {prompt.label}: {text}",
     ]
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    try:
+        return on_one_line(str(value), SHOWN)
+    except (ValueError, RecursionError):  # of thousands of digits, or nested as deep
+        return f"a value of type {type(value).__name__} that cannot be shown"
 
 
 class _Worker:
@@ -187,11 +206,12 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.subreaper", descriptor]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor, str(os.getpid())],
+                [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's; and what it starts is killed with it
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's
             )
         self.connection = Connection(ours.detach())
         self.connection.send(functions)
@@ -213,20 +233,29 @@ class _Worker:
             raise ValueError(message[0])
         self._ready = True
 
-    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple | None:
-        """The worker's answer, ("died", functions, how), or None after `deadline` seconds."""
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple:
+        """The worker's answer, ("died", functions, how), or ("timeout", functions, text) after `deadline` seconds."""
+        names = " or ".join(self._functions)
         try:
             self.connection.send((prompt, response))
-            return self.connection.recv() if self.connection.poll(deadline) else None
+            if not self.connection.poll(deadline):
+                return ("timeout", names, f"no value within reward.deadline ({deadline:g} s)")
+            return self.connection.recv()
+        except RecursionError:
+            return ("error", names, "the problem is nested too deep to be sent to a worker")
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return ("died", " or ".join(self._functions), f"its process ended: {self._how_it_ended()}")
+            return ("died", names, f"its process ended: {self._how_it_ended()}")
 
     def _how_it_ended(self) -> str:
-        code = self.process.wait(timeout=5)
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "what it has started has not ended for 5 s"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        if self.process.poll() is None:  # after that its number may be another process's
-            with contextlib.suppress(ProcessLookupError):  # reaped by another thread meanwhile
-                os.killpg(self.process.pid, signal.SIGKILL)
+        """Ends the worker and all that it has started."""
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
+        self.process.kill()  # where that took too long: the worker at least dies with it

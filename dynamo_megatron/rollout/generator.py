@@ -16,7 +16,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
-from dynamo_megatron.reward import RewardPool, Score
+from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 LISTED = 3  # prompts named in a note
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
+UNSCORED_STEPS = 3  # in a row, of nothing else, end the run: such steps train nothing, and a service may restart
 
 
 @dataclass
@@ -53,6 +54,7 @@ class _Call:
     notes: list[str]
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)
+    unscored: list[str] = field(default_factory=list)  # how rewards failed
     finished: list[float] = field(default_factory=list)
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
     late: int = 0
@@ -76,6 +78,7 @@ class Generator:
         self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
+        self._unscored_steps = 0  # in a row, up to the last one
         self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
         self._cut: _Call | None = None  # the last call, where it ended for want of a server
         self._answered: dict[str, str] = {}  # of the last call: rollout_id -> server
@@ -154,7 +157,9 @@ class Generator:
             else:
                 call.answered[request.name] = server
                 self._lengths.observe(request.prompt_id, len(response.tokens))
-            rollout = await self._score(step, request.name, wanted[request.name], response, server)
+            rollout, failure = await self._score(step, request.name, wanted[request.name], response, server)
+            if failure:
+                call.unscored.append(failure)
             self._store.append(rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
@@ -188,11 +193,12 @@ class Generator:
             call.late += sampling.late
         if first == 0:  # a later round only refills: for want of time it ends no run
             self._check_share(step, call)
+            self._check_rewards(step, call)
         for status in UNSCORED:
             if unscored := [p for name, p in wanted.items() if name in rollouts and rollouts[name].status == status]:
                 notes.append(
                     f"step {step}: {len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of "
-                    f"{_listed(unscored)}"
+                    f"{_listed(unscored)}; the last: {call.unscored[-1]}"
                 )
         if errors := call.errors:
             notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
@@ -229,6 +235,16 @@ class Generator:
                 f"step {step}: {there} of {wanted} rollouts were there at rollout.step_deadline "
                 f"({rollout.step_deadline:g} s), rollout.min_share asks for {rollout.min_share:g} of them; "
                 f"waited for {waited}"
+            )
+
+    def _check_rewards(self, step: int, call: _Call) -> None:
+        """Raises RewardError where all rewards of UNSCORED_STEPS steps in a row have failed."""
+        statuses = {r.status for r in call.rollouts.values()} - set(NOT_TRAINED)
+        self._unscored_steps = self._unscored_steps + 1 if statuses and statuses <= set(UNSCORED) else 0
+        if self._unscored_steps == UNSCORED_STEPS:
+            raise RewardError(
+                f"step {step}: not one rollout of {UNSCORED_STEPS} steps in a row could be scored; the last failure: "
+                f"{call.unscored[-1]}"
             )
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
@@ -270,6 +286,11 @@ class Generator:
         failed = [r.error for r, _, _ in outcomes.values() if r.error]
         if len(failed) == len(outcomes):
             raise RolloutError(f"evaluation: none of {len(outcomes)} responses came; the first: {failed[0]}")
+        failures = [score.failure for _, score, _ in outcomes.values() if score.failure]
+        if failures and len(failures) == len(outcomes) - len(failed):
+            raise RewardError(
+                f"evaluation: not one of {len(failures)} responses could be scored; the last failure: {failures[-1]}"
+            )
         results = []
         for group, prompt in by_group.items():
             responses, scores, texts = zip(*(outcomes[f"{group}-{k}"] for k in range(samples)), strict=True)
@@ -307,7 +328,11 @@ class Generator:
         self.done += 1
         self.tokens += len(response.tokens)
 
-    async def _score(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
+    async def _score(
+        self, step: int, name: str, prompt: Prompt, response: Response, server: str
+    ) -> tuple[Rollout, str]:
+        """The rollout, and how its reward failed where it did."""
+        failure = ""
         rollout = Rollout(
             rollout_id=name,
             group_id=name.rpartition("-")[0],
@@ -331,8 +356,8 @@ class Generator:
             rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
-            rollout.reward_parts, rollout.status = score.parts, score.status
-        return rollout
+            rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
+        return rollout, failure
 
     def _reusable(
         self, step: int, wanted: dict[str, Prompt], positions: range

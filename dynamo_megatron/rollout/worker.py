@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
+from dynamo_megatron.plain_text import on_one_line, print_printable
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -220,6 +221,7 @@ def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    print_printable()
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 
@@ -271,7 +273,7 @@ async def _answer(connection: Connection, generator: Generator, work: Awaitable[
         send(connection, ("done", await work))
         return True
     except Exception as error:  # whatever it is, rank 0 is the one to raise it
-        kind, text = type(error).__name__, " ".join(str(error).split())
+        kind, text = type(error).__name__, on_one_line(str(error))
         if isinstance(error, RewardError):  # of the user's code: our frames would hide it
             text = str(error)
             print(text, file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from dynamo_megatron.plain_text import printable
 from dynamo_megatron.tracking.metrics import fit_fields
 
 BETWEEN_STEPS = ("evaluate", "save", "export")  # phases; all others belong to a step
@@ -114,7 +115,7 @@ class Progress:
         """Prints a line to stdout, above the live one."""
         with self._lock:
             self._bar.clear()
-            print(wrapped(line, terminal_width(sys.stdout)), flush=True)
+            print(wrapped(printable(line), terminal_width(sys.stdout)), flush=True)
             self._bar.refresh()
 
     def close(self) -> None:

@@ -168,6 +168,10 @@ def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
             refuse_secrets("", [word], {})
         assert "x" not in str(error.value).partition(":")[0].removeprefix(word.partition("=")[0])
     refuse_secrets("", ["data.prompt_key=problem", "data.answer_key=answer", "model.max_length=8"], {})
+    for name in ("DB_PASS", "GRADER_PASSWD", "x_passphrase", "PGPASSWORD", "MY_CREDENTIALS", "API_KEY", "A_SECRET"):
+        with pytest.raises(ConfigError, match=f"^{name}: its value would be written into the script"):
+            refuse_secrets("says hunter22", [], {name: "hunter22"})
+    refuse_secrets("/home/hunter22", [], {"PWD": "/home/hunter22", "SSH_ASKPASS": "hunter22", "BYPASS": "hunter22"})
 
 
 def test_a_rank_takes_its_place_from_srun():

@@ -1,5 +1,8 @@
 import asyncio
+import contextlib
 import datetime
+import gzip
+import itertools
 import json
 import socket
 import threading
@@ -37,6 +40,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         service = self.server
         assert self.path == "/score?strict=1" and self.headers["Content-Type"] == "application/json"
+        service.headers = self.headers
         samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
         with service.lock:
             service.requests.append(samples)
@@ -48,13 +52,21 @@ class Handler(BaseHTTPRequestHandler):
             service.under_way -= 1
         if answer is None:
             return
-        status, body = answer if isinstance(answer, tuple) else (200, answer)
-        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, body, headers = (*answer, {})[:3] if isinstance(answer, tuple) else (200, answer, {})
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if isinstance(body, itertools.repeat):  # until the reader has enough
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.writelines(body)
+            return
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_header("Content-Length", str(len(encoded)))
         self.send_header("Location", "/elsewhere")
         self.end_headers()
-        self.wfile.write(encoded)
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(encoded)
 
     def log_message(self, *_):
         pass
@@ -136,6 +148,18 @@ def test_what_the_service_is_sent(serve, pool):
     assert plain["prompt"] == "plain" and plain["meta"] == {}
 
 
+def test_the_key_of_an_environment_variable_is_sent_and_not_shown(serve, pool, monkeypatch):
+    service = serve(lambda samples, _: (401, b"who is it?"))
+    with pytest.raises(ValueError, match=r"^reward.api_key_env: the environment variable GRADER_KEY is not set$"):
+        pool(service, api_key_env="GRADER_KEY")
+    monkeypatch.setenv("GRADER_KEY", "hunter22")
+    p = pool(service, api_key_env="GRADER_KEY")
+    (error,) = scored(p, "x")
+    assert service.headers["Authorization"] == "Bearer hunter22" and "hunter22" not in str(error)
+    scored(pool(service), "x")
+    assert "Authorization" not in service.headers
+
+
 def test_several_requests_are_under_way_and_the_rest_waits_together(serve, pool):
     def slowly(samples, number):
         time.sleep(0.2)
@@ -167,6 +191,15 @@ def test_threads_share_a_pool(serve, pool):
     for thread in threads:
         thread.join()
     assert {n: {score.reward for score in scores} for n, scores in results.items()} == {n: {n} for n in range(1, 5)}
+
+
+def peak_memory(*, start=False):
+    """KB that this process has had at most since it was called with `start`."""
+    if start:
+        with open("/proc/self/clear_refs", "w") as peaks:
+            peaks.write("5")
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
 def free_port():
@@ -278,6 +311,18 @@ def test_lasting_trouble_is_an_error_and_no_timeout(serve, pool):
         (b'{"rewards": [NaN]}', "returned nan"),
         (b'{"rewards": [-1e999]}', "returned -inf"),
         (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
+        (b'{"rewards": [1%s]}' % (b"0" * 6000), 'the answer is not {"rewards": [...]} but '),
+        (b"[" * 200_000, 'the answer is not {"rewards": [...]} but '),
+        (b'{"rewards": %s1%s}' % (b"[" * 200_000, b"]" * 200_000), 'the answer is not {"rewards": [...]} but '),
+        (b'{"a":' * 200_000, 'the answer is not {"rewards": [...]} but '),
+        (b'{"rewards": [1.0], "rewards": [0.0]}', 'the answer is not {"rewards": [...]} but '),
+        (
+            (404, b"\x1b]52;c;cm0gLXJm\x07\x1b[31mno\rsuch \xe2\x80\xaepath"),
+            "answered 404: ]52;c;cm0gLXJm no such path",
+        ),
+        ((404, b"x" * 500), f"answered 404: {'x' * 200}..."),
+        (b" " * (2 << 20), "answered 200 with more than 1048576 bytes"),
+        ((400, b" " * (2 << 20)), "answered 400 with more than 1048576 bytes"),
     ],
 )
 def test_nonsense_is_an_error_at_once(serve, pool, answer, words):
@@ -293,6 +338,47 @@ def test_nonsense_is_an_error_at_once(serve, pool, answer, words):
     )
     p._config = p._config.model_copy(update={"on_error": "zero"})
     assert scored(p, "x") == [Score(0.0, False, {}, "reward_error")]
+
+
+def test_a_compressed_answer_is_refused_before_it_is_unpacked(serve, pool):
+    bomb = gzip.compress(b" " * (64 << 20), 9)
+
+    def answer(samples, _number):
+        assert service.headers["Accept-Encoding"] == "identity"
+        return (200, bomb, {"Content-Encoding": "gzip"})
+
+    service = serve(answer)
+    p = pool(service)
+    before = peak_memory(start=True)
+    (error,) = scored(p, "x")
+    assert peak_memory() - before < 20_000
+    assert str(error).endswith(": answered with Content-Encoding gzip; asked for identity")
+
+
+def test_an_endless_answer_takes_no_memory(serve, pool):
+    part = bytes(1 << 20)
+    service = serve(lambda samples, _: (200, itertools.repeat(part, 300)))
+    p = pool(service)
+    before = peak_memory(start=True)
+    (error,) = scored(p, "x")
+    assert peak_memory() - before < 20_000
+    assert str(error).endswith(": answered 200 with more than 1048576 bytes")
+
+
+def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(serve, pool):
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    p = pool(serve(), on_error="zero")
+    assert scored(p, "x", prompt=Prompt("a", text="?", answer=deep))[0].status == "reward_error"
+    assert scored(p, "x", prompt=Prompt("a", text="?", answer=10**5000))[0].status == "reward_error"
+    assert scored(p, "x")[0].reward == 1.0
+    p._config = p._config.model_copy(update={"on_error": "raise"})
+    for answer, words in ((deep, "maximum recursion depth exceeded"), (10**5000, "Exceeds the limit (4300 digits)")):
+        (error,) = scored(p, "x", prompt=Prompt("a", text="?", answer=answer))
+        row, *_, last = str(error).splitlines()
+        assert row.endswith(f"answer 'a value of type {type(answer).__name__} that cannot be shown'")
+        assert f"on prompt 'a': the problem cannot be sent as JSON: {words}" in last
 
 
 @pytest.fixture

@@ -12,7 +12,21 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 
-FUNCTIONS = """
+DAEMON = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+for _ in range(2):
+    if os.fork(): os._exit(0)
+    os.setsid()
+child = subprocess.Popen(["setsid", "sleep", "60"], env={})
+with open(sys.argv[1] + ".part", "w") as file: file.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(60)
+"""
+FUNCTIONS = (
+    f"""
+DAEMON = {DAEMON!r}"""
+    """
 import os, pathlib, subprocess, sys, time
 def length(prompt, response): return len(response)
 def by_text(prompt, response):
@@ -23,8 +37,20 @@ def by_text(prompt, response):
         child = subprocess.Popen(["sleep", "60"])
         pathlib.Path(prompt.meta["file"]).write_text(str(child.pid))
         time.sleep(60)
+    if response.startswith("daemon"):
+        script = pathlib.Path(prompt.meta["file"]).with_suffix(".py")
+        script.write_text(DAEMON)
+        subprocess.run([sys.executable, str(script), prompt.meta["file"]], check=True)
+        while not os.path.exists(prompt.meta["file"]): time.sleep(0.01)
+        if response == "daemon, late": time.sleep(60)
+        if response == "daemon, killed": os.kill(os.getpid(), 9)
+        if response == "daemon, exit": os._exit(4)
+    if response.startswith("print"):
+        print(response)
+        print(response, file=sys.stderr, flush=True)
     if response == "raise": raise KeyError("two\\nlines")
     if response == "exit": sys.exit(3)
+    if response == "large": return 1e30
     if response == "die": os._exit(4)
     if response == "kill": os.kill(os.getpid(), 9)
     if response == "signals":
@@ -42,6 +68,7 @@ def through_a_library(prompt, response):
     import json
     return json.loads(response)
 """
+)
 
 
 @pytest.fixture
@@ -116,13 +143,30 @@ def test_what_a_late_function_started_is_killed_with_it(folder):
     p.close()
 
 
+@pytest.mark.parametrize("how", ["late", "killed", "exit", "fine"])
+def test_a_daemon_of_a_function_ends_with_its_worker(folder, how):
+    """It has left the session, has no parent, ignores signals, and has started one more with no environment."""
+    p = pool(deadline=20.0 if how != "late" else 2.0, workers=1, on_error="zero")
+    p.start()
+    file = folder / "daemon"
+    (score,) = scored(p, f"daemon, {how}", prompt=Prompt("p", text="?", meta={"file": str(file)}))
+    pids = [int(pid) for pid in file.read_text().split()]
+    if how == "fine":
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        p.close()
+    assert score.status == {"late": "reward_timeout", "fine": "ok"}.get(how, "reward_error")
+    assert not [pid for pid in pids if not gone(pid)]
+    p.close()
+
+
 FAILURES = {
-    "raise": "KeyError: 'two\\\\nlines' ({file}, line 12)",
-    "exit": "SystemExit: 3 ({file}, line 13)",
+    "raise": "KeyError: 'two\\\\nlines' ({file}, line 24)",
+    "exit": "SystemExit: 3 ({file}, line 25)",
     "die": "its process ended: exit code 4",
     "kill": "its process ended: killed by SIGKILL",
     "nan": "ValueError: returned nan",
     "inf": "ValueError: returned -inf",
+    "large": "ValueError: returned 1e+30, of more than 1e+18 in size",
     "none": "ValueError: returned None, not a number",
     "text": "ValueError: returned '1.0' of type str, not a number",
 }
@@ -170,8 +214,38 @@ def test_frames_of_libraries_and_of_this_package_are_left_out(folder):
 def test_failures_count_as_zero_where_asked(folder):
     p = pool(on_error="zero")
     p.start()
-    assert scored(p, *FAILURES) == [Score(0.0, False, {}, "reward_error")] * len(FAILURES)
+    scores = scored(p, *FAILURES)
+    assert scores == [Score(0.0, False, {}, "reward_error")] * len(FAILURES)
+    for score, words in zip(scores, FAILURES.values(), strict=True):
+        words = words.format(file=folder / "my_rewards.py").replace("\\\\", "\\")
+        assert score.failure == f"my_rewards:by_text: {words}"
     assert scored(p, "true")[0].success
+    p.close()
+
+
+def test_a_problem_that_no_worker_can_be_sent_is_a_failure_of_its_own(folder):
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    p = pool(on_error="zero", workers=1)
+    p.start()
+    (score,) = scored(p, "fine", prompt=Prompt("p", text="?", answer=deep))
+    assert (score.status, score.failure) == (
+        "reward_error",
+        "my_rewards:by_text: the problem is nested too deep to be sent to a worker",
+    )
+    assert scored(p, "fine")[0].status == "ok"
+    p.close()
+
+
+def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(folder):
+    p = pool(on_error="zero", workers=1)
+    p.start()
+    (folder / "my_rewards.py").write_text("def by_text(:")
+    statuses = [score.status for score in scored(p, "kill", "fine", "fine")]
+    assert statuses == ["reward_error"] * 3
+    (folder / "my_rewards.py").write_text(FUNCTIONS)
+    assert scored(p, "fine")[0].status == "ok"
     p.close()
 
 
@@ -184,6 +258,8 @@ def test_failures_count_as_zero_where_asked(folder):
         (["maths"], "no built-in 'maths'; give math, reasoning_gym, module:function or an http"),
         (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
         (["my_rewards.py:length:x"], "is not of the form module:function"),
+        (["my_rewards.py:length"], "'my_rewards.py:length' names a file; name its module: my_rewards:length"),
+        (["./src/r.py:f"], "module:function; start in the folder ./src, or put it on PYTHONPATH, and give r:f"),
         (["needy:f"], "importing 'needy' of 'needy:f' failed: ModuleNotFoundError: No module named 'absent' ("),
         (["my_rewards:no_arguments"], "no_arguments' takes (response), and is called with (prompt, response)"),
     ],
@@ -212,6 +288,14 @@ def test_workers_import_no_torch(folder):
     p.start()
     assert scored(p, r"\boxed{1}")[0].parts == {"my_rewards:modules": 0.0, "math": 1.0}
     p.close()
+
+
+def test_what_a_function_prints_of_a_response_drives_no_terminal(folder, capfd):
+    p = pool(workers=1)
+    p.start()
+    scored(p, "print \x1b[2J\x1b]52;c;cm0=\x07\rname \u202e\ud800")
+    p.close()
+    assert list(capfd.readouterr()) == ["print \\x1b[2J\\x1b]52;c;cm0=\\x07\\rname \\u202e\\ud800\n"] * 2
 
 
 def test_signals_are_the_parents(folder):
@@ -253,8 +337,9 @@ def test_close_ends_stuck_workers_at_once_and_scoring_after_it_is_an_error(folde
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a stuck worker outlives its parent elsewhere")
-def test_workers_die_with_a_killed_parent(folder):
-    script = """
+@pytest.mark.parametrize("response", ["spin", "daemon, late"])
+def test_workers_die_with_a_killed_parent(folder, response):
+    script = f"""
         import asyncio, os
         from dynamo_megatron.config import RewardConfig
         from dynamo_megatron.records import Prompt
@@ -262,15 +347,22 @@ def test_workers_die_with_a_killed_parent(folder):
         pool = RewardPool(RewardConfig(functions=["my_rewards:by_text"], workers=2))
         pool.start()
         async def main():
-            stuck = asyncio.create_task(pool.score(Prompt("p", text="?"), "spin"))
+            stuck = asyncio.create_task(pool.score(Prompt("p", text="?", meta=dict(file="daemon")), "{response}"))
             await asyncio.sleep(0.3)
             print(*(w.process.pid for w in pool._workers), flush=True)
             await stuck
         asyncio.run(main())
     """
+    daemons = []
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        if response != "spin":
+            end = time.monotonic() + 10
+            while not (folder / "daemon").exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            daemons = [int(pid) for pid in (folder / "daemon").read_text().split()]
+            assert all(alive(pid) for pid in daemons)
         parent.kill()
-    assert all(gone(pid) for pid in pids)
+    assert not [pid for pid in [*pids, *daemons] if not gone(pid)]
