@@ -43,10 +43,10 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 @contextlib.contextmanager
-def keeping_usr1() -> Iterator[None]:
-    """What is started here, and what that starts, never gets SIGUSR1: it is for the ranks, which it asks to save and
-    stop, and SLURM sends it to every process of a job."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+def keeping(*numbers: int) -> Iterator[None]:
+    """What is started here, and what that starts, never gets the signals `numbers`: they are for the ranks, which they
+    ask to save and stop, and SLURM sends them to every process of a job."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
-from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
+from dynamo_megatron.rollout.guard import die_with_parent, keeping
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 STOP_GRACE = 20.0  # seconds
@@ -69,7 +69,7 @@ class NodeServers:
         _parts(config, nodes, node)  # where it raises in the child, rank 0 waits for servers that never come
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
-        with keeping_usr1():
+        with keeping(signal.SIGUSR1):
             self._process.start()
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
+from dynamo_megatron.rollout.guard import die_with_parent, keeping
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 from dynamo_megatron.rollout.shipping import receive, send
 
@@ -67,7 +67,7 @@ class RolloutWorker:
         given = (self._config, self._eos_token_ids, self._decoder)
         arguments = (child_end, given, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
-        with keeping_usr1():
+        with keeping(signal.SIGUSR1):
             self._process.start()
         child_end.close()
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
