@@ -14,9 +14,9 @@ KEYS = ("trainer.steps=400", "rollout.servers=2", "rollout.tp=2", "rollout.sync.
 
 def table() -> set[tuple[str, str]]:
     """(process, socket) of the rows of the page's table of what listens."""
-    section = PAGE.read_text().partition("## What listens")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("## What listens")[2].partition("\nWhat others open")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)
-    return {(process.strip(), socket.strip()) for process, socket in rows[2:]}
+    return {(process.strip(), socket.strip()) for process, socket in rows[1:]}  # without the head
 
 
 def listening(run) -> list[tuple[str, str, str, int]]:
