@@ -27,6 +27,9 @@ KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's 
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
 SHARED_MEMORY = "/dev/shm/"
 
+ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
+END = signal.SIGHUP  # what ends the processes between a rank and its servers instead
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,8 +47,8 @@ def die_with_parent(number: int, parent: int) -> None:
 
 @contextlib.contextmanager
 def keeping(*numbers: int) -> Iterator[None]:
-    """What is started here, and what that starts, never gets the signals `numbers`: they are for the ranks, which they
-    ask to save and stop, and SLURM sends them to every process of a job."""
+    """What is started here, and what that starts, never gets the signals `numbers`: for what asks the ranks to save and
+    stop, which takes servers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
