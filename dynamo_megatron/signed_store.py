@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder, and the key that tells which it is
-CODE = 64  # characters of a code
+SECRET_BYTES, CODE = 32, 64  # CODE: characters
 POLL_EVERY = 0.05  # seconds
 
 
@@ -79,7 +79,7 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
     launcher alike. Raises TimeoutError where a rank does not see it within `timeout` seconds."""
     file, store = folder / SECRET_FILE, _of_this_start(store)
     if rank == 0:
-        secret = secrets.token_bytes(32)
+        secret = secrets.token_bytes(SECRET_BYTES)
         folder.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -90,7 +90,9 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
     deadline = time.monotonic() + timeout
     while True:  # a network's file system may show an earlier start's file for a while
         secret = file.read_bytes() if file.is_file() else b""
-        if store.check([PROOF]) and hmac.compare_digest(store.get(PROOF), _code(secret, PROOF).encode()):
+        signed = store.get(PROOF) if store.check([PROOF]) else b""
+        # A stranger could have signed with what is no whole secret.
+        if len(secret) == SECRET_BYTES and hmac.compare_digest(signed, _code(secret, PROOF).encode()):
             return secret
         if time.monotonic() > deadline:
             raise TimeoutError(

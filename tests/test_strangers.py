@@ -1,6 +1,7 @@
 """A stranger who reaches the ranks' store: no rank acts on what it writes there."""
 
 import datetime
+import hmac
 import os
 import socket
 import subprocess
@@ -92,6 +93,18 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_says_so(tmp_path):
     ):
         share_secret(store, tmp_path / "there", 1, 0.2)
     assert share_secret(store, tmp_path / "here", 1, 1) == (tmp_path / "here" / ".ranks").read_bytes()
+
+
+@pytest.mark.parametrize("there", [None, b"", b"guessed"])
+def test_no_rank_takes_a_secret_that_a_stranger_can_guess(tmp_path, there):
+    from dynamo_megatron.signed_store import share_secret
+
+    store = dist.HashStore()
+    store.set("coordination-0/proof", hmac.digest(there or b"", b"proof", "sha256").hex())
+    if there is not None:
+        (tmp_path / ".ranks").write_bytes(there)
+    with pytest.raises(TimeoutError):
+        share_secret(store, tmp_path, 1, 0.2)
 
 
 def test_a_secret_is_not_written_through_a_link(tmp_path):
