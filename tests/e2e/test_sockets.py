@@ -44,10 +44,11 @@ def kind(words: str, environment: dict[str, str], port: int) -> tuple[str, str]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_all_that_listens_is_on_one_address_and_in_the_table(workspace, start_run, step_lines):
     output = workspace / "sockets"
     run = start_run(workspace, workspace / "config.yaml", f"output_dir={output}", *KEYS)
-    run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps", timeout=400)
+    run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps", timeout=800)
     found = listening(run)
     run.kill()
     print(*found, sep="\n")

@@ -141,7 +141,7 @@ def test_a_stranger_at_a_servers_port_is_not_sent_its_key(tiny_model, tmp_path, 
         words = psutil.Process(server._process.pid).cmdline()
         Impostor.name, Impostor.asked = words[words.index("--served-model-name") + 1], []
         try:
-            with pytest.raises(RolloutError, match=r"(?i)the SGLang server ended .*address already in use"):
+            with pytest.raises(RolloutError, match="the SGLang server ended " if real else "Address already in use"):
                 asyncio.run(server.wait_ready())
         finally:
             server.stop()
