@@ -28,7 +28,7 @@ LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has 
 SHARED_MEMORY = "/dev/shm/"
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
-END = signal.SIGHUP  # what ends the processes between a rank and its servers instead
+END = signal.SIGUSR2  # what ends the processes between a rank and its servers instead: nohup ignores SIGHUP
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
