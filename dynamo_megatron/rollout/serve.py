@@ -85,6 +85,7 @@ class NodeServers:
 def _child(config: Config, nodes: int, node: int, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     log = Path(config.output_dir) / "logs" / f"servers-node-{node}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

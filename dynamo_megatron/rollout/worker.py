@@ -215,6 +215,7 @@ Given: TypeAlias = "tuple[Config, tuple[int, ...], Tokenizer | None]"
 def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.makedirs(os.path.dirname(log), exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
