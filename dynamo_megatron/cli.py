@@ -1,266 +1,31 @@
-"""The command line: what each of the commands (`command_options`) calls."""
+"""The command `dynamo-megatron`, from its first moment: the imports of the commands alone take a second."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
-
-from dynamo_megatron import shipped
-from dynamo_megatron.command_options import EXAMPLES, parser
-from dynamo_megatron.command_parser import unknown_command, unknown_options
-from dynamo_megatron.config_files import ConfigError, compose, describe
-from dynamo_megatron.launcher.local import stopped_early
-from dynamo_megatron.plain_text import printable, show, show_exception
-from dynamo_megatron.tracking.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    sys.excepthook = show_exception
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if (why := unknown_command(arguments, EXAMPLES)) is not None:
-        print(why, file=sys.stderr)
-        return 2
-    options, rest = parser().parse_known_args(arguments)  # configs and keys may stand on both sides of an option
-    if unknown := [word for word in rest if word.startswith("-") or not hasattr(options, "config")]:
-        print(unknown_options(unknown, options.subparser), file=sys.stderr)
-        return 2
+    before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     try:
-        return _COMMANDS[options.command](options, rest, arguments)
-    except ConfigError as error:
-        show(str(error))
-        return 2
+        from dynamo_megatron.commands import carry_out
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return carry_out(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-# What these import takes seconds (torch), which a typo in the config should not have to wait for.
-
-
-def _loading_packages() -> contextlib.closing[Progress]:
-    progress = Progress()
-    if os.environ.get("RANK", "0") == "0":
-        progress.phase("loading packages")
-    return contextlib.closing(progress)
-
-
-def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.launcher.slurm import adopt_rank
-
-    adopt_rank(os.environ)
-    config, origins = compose(*_files_and_keys(options.config + rest))
-    # There is nothing to save yet. A rank leaves SIGTERM as it is: launchers also send it because another rank has
-    # failed, and it has to end even a rank whose interpreter is busy in C code.
-    for number in (signal.SIGUSR1,) if "RANK" in os.environ else (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, partial(_end_start, Path(config.output_dir)))
-    with _loading_packages():
-        if options.command == "train":
-            from dynamo_megatron.train import TrainJob as Job
-        else:
-            from dynamo_megatron.sft import SFTJob as Job
-        from dynamo_megatron.layout_checks import default_ranks
-        from dynamo_megatron.run import run_rank
-
-    job = Job(config)
-    if "RANK" in os.environ and not options.print_config:
-        return run_rank(job)
-    ranks = options.ranks or default_ranks(config)
-    derived = job.check(ranks)
-    if options.print_config:
-        print(describe(config, origins, derived))
-        return 0
-    if (why := job.nothing_left()) is not None:
-        print(why)
-        return 0
-    for name, value in derived.items():
-        print(f"{name}: {value}", flush=True)
-    # In place of this process, which has imported torch for the checks: 0.2 GB for as long as the run takes.
-    launcher = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), config.output_dir]
-    os.execv(sys.executable, [*launcher, *arguments])
-
-
-def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{stopped_early(number, output_dir)}\n".encode())
-    os._exit(75)
-
-
-def _configs(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    if options.name is None:
-        print(shipped.listing())
-        return 0
-    if (path := shipped.path(options.name)) is None:
-        raise ConfigError(f"{options.name}: no such shipped config; `dynamo-megatron configs` lists them")
-    print(path.read_text(encoding="utf-8"), end="")
-    return 0
-
-
-def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.launcher.slurm import adopt_rank
-
-    adopt_rank(os.environ)
-    words = options.config + rest
-    if options.install:
-        from dynamo_megatron.preflight.install import report
-
-        unset = {"model": {"path": "unset"}, "data": {"source": "unset"}, "output_dir": "unset"}
-        return report(compose(*_files_and_keys(words), defaults=unset)[0].rollout.python)
-    if not words:
-        raise ConfigError("preflight: name a config, or --install")
-    config, _ = compose(*_files_and_keys(words))
-    from dynamo_megatron.layout_checks import default_ranks
-    from dynamo_megatron.preflight.command import preflight
-
-    return preflight(config, options.ranks or default_ranks(config), with_server=not options.no_server)
-
-
-def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    words = options.config + rest
-    if options.launcher == "local":
-        return main(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
-    if options.launcher == "slurm":
-        from dynamo_megatron.launcher.slurm import launch
-    elif options.launcher == "ray":
-        try:
-            from dynamo_megatron.launcher.ray import launch
-        except ModuleNotFoundError as error:
-            lacks = f"this interpreter has no {error.name}"
-            raise ConfigError(f"ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-    else:
-        try:
-            from dynamo_megatron.launcher.nemo import launch
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"nemo-run: this interpreter has no {error.name}; `make nemo` sets up .venv-nemo, whose "
-                "dynamo-megatron has it"
-            ) from None
-    return launch(options, *_files_and_keys(words))
-
-
-def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    config, _ = compose(*_files_and_keys(options.config + rest))
-    if not 0 <= options.node < options.nodes:
-        raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
-    from dynamo_megatron.rollout.serve import serve
-
-    try:
-        return serve(config, options.nodes, options.node)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    with _loading_packages():
-        from dynamo_megatron.evaluation.command import evaluate
-
-    return evaluate(*_files_and_keys(options.config + rest), options.model, options.out)
-
-
-def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.convert import hf2mcore, mcore2hf
-
-    try:
-        if options.direction == "hf2mcore":
-            hf2mcore(options.source, options.out, options.dtype)
-        else:
-            mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:
-        print(f"{options.out}: not written: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.out}: written from {options.source}")
-    return 0
-
-
-def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.inspection import in_a_line, inspect_command
-
-    try:
-        return inspect_command(options.path, options.diff)
-    except ValueError as error:
-        raise ConfigError(in_a_line(str(error))) from None
-
-
-def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.planning.command import plan
-
-    return plan(
-        *_files_and_keys(options.config + rest),
-        gpu=options.gpu,
-        gpus=options.gpus,
-        gpus_per_node=options.gpus_per_node,
-        response_tokens=options.response_tokens,
-        search=options.search,
-    )
-
-
-def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.tracking.comparison import write_comparison
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
-    from dynamo_megatron.tracking.report import write_report
-
-    out = options.out or options.run[0]
-    try:
-        text = write_report(options.run[0], out) if len(options.run) == 1 else write_comparison(options.run, out)
-        print(wrapped(printable(text), terminal_width(sys.stdout)))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return 0
-
-
-def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.tracking.samples import Choice, read_samples
-
-    choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        for text in read_samples(options.run, choice, as_json=options.json):
-            print(text)
-        sys.stdout.flush()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    except BrokenPipeError:  # the pager was left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.replay.command import write_replay
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
-
-    try:
-        text = write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out)
-        print(wrapped(printable(text), terminal_width(sys.stdout)))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return 0
-
-
-_COMMANDS = {
-    "train": _train,
-    "sft": _train,
-    "configs": _configs,
-    "preflight": _preflight,
-    "serve": _serve,
-    "eval": _eval,
-    "convert": _convert,
-    "inspect": _inspect,
-    "launch": _launch,
-    "plan": _plan,
-    "report": _report,
-    "samples": _samples,
-    "replay": _replay,
-}
-
-
-def _files_and_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    keys = [word for word in words if "=" in word and not os.path.exists(word)]
-    return [word for word in words if word not in keys], keys
+def _interrupted(_number: int, _frame: Any) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

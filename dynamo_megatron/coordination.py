@@ -2,7 +2,8 @@
 
 A rank enters a collective only when the data is there, because a collective that times out breaks its group for good
 and generation may take half an hour. Meanwhile it polls the store. A watchdog thread ends a rank that is stuck in a
-collective when another rank has failed, when rank 0 has stopped beating, or when the store is gone.
+collective when another rank has failed, when rank 0 has stopped beating, or when the store is gone. What the ranks say
+to each other is signed (signed_store.py): the store itself asks nobody who they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dynamo_megatron.listening import address_of, serve_store, store_address
+from dynamo_megatron.signed_store import SignedStore
+
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
@@ -35,15 +39,25 @@ class RemoteFailure(RuntimeError):
 
 
 def connect_store(timeout: float) -> dist.TCPStore:
-    """The job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it unless the launcher (torchrun) does."""
-    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ.get("MASTER_PORT", 29500)),
-        is_master=serves,
-        timeout=datetime.timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+    """The job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does. Raises
+    ValueError where rank 0's host cannot listen there."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+    try:
+        if not (address := store_address()):
+            print(
+                f"MASTER_ADDR: {host!r} is {address_of(host)} on this host, so that the ranks' store listens on all "
+                "interfaces; set it to the address that the other hosts use",
+                file=sys.stderr,
+                flush=True,
+            )
+        return serve_store(address, port, timeout)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
+            "host, and MASTER_PORT to a free port there"
+        ) from None
 
 
 class StopFlag:
@@ -80,27 +94,29 @@ class StopFlag:
 
 
 class Coordinator:
-    """This rank's end of the store. `heartbeat_timeout`: seconds without a beat of rank 0 until it counts as dead;
-    `step_timeout`: seconds that a step may take, from when `step` is set until it is again (None: any number)."""
+    """This rank's end of the store.
+
+    `secret`: what `share_secret` gave all ranks; `heartbeat_timeout`: seconds without a beat of rank 0 until it counts
+    as dead; `step_timeout`: seconds that a step may take, from when `step` is set until it is again (None: any number).
+    """
 
     def __init__(
         self,
         store: dist.TCPStore,
         rank: int,
         stop: StopFlag,
+        secret: bytes,
         heartbeat_timeout: float = 60.0,
         step_timeout: float | None = None,
     ):
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
         self._step_timeout = step_timeout
-        # torchrun's store outlives a restart of the ranks, whose keys must not be taken for today's.
-        prefix = f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = SignedStore(store, secret)
         self._step, self._step_began = 0, None
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
-        self._watch_store = dist.PrefixStore(prefix, watch)
+        self._watch_store = SignedStore(watch, secret)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     @property
@@ -115,15 +131,15 @@ class Coordinator:
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
         """Raises RemoteFailure if another rank has failed."""
-        if self._store.check([ABORT]):
-            raise RemoteFailure(self._store.get(ABORT).decode())
+        if (message := self._store.get(ABORT)) is not None:
+            raise RemoteFailure(message)
 
     def check_stop(self) -> None:
         """For rank 0, which decides for all: raises StopRequested if any rank was asked to stop, else as `check`."""
         self.check()
         self.stop.check()
-        if self._store.check([STOP]):
-            raise StopRequested(self._store.get(STOP).decode())
+        if (by := self._store.get(STOP)) is not None:
+            raise StopRequested(by)
 
     def from_rank_0(
         self, key: str, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf
@@ -152,14 +168,14 @@ class Coordinator:
     def wait(self, key: str, what: str, timeout: float) -> str:
         """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for."""
         deadline, pause = time.monotonic() + timeout, FIRST_POLL
-        while not self._store.check([key]):
+        while (said := self._store.get(key)) is None:
             self.check()
             self.pass_on_stop()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
             time.sleep(pause)
             pause = min(POLL_EVERY, 1.1 * pause)
-        return self._store.get(key).decode()
+        return said
 
     def pass_on_stop(self) -> None:
         """For the other ranks: rank 0 learns of it where this one was asked to stop."""
@@ -172,26 +188,26 @@ class Coordinator:
     def fail(self, message: str) -> str:
         """Tells all ranks of this one's failure; returns the message all report: that of the first to fail."""
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: there is no one to tell
-            return self._store.compare_set(ABORT, "", message).decode() or message
+            return self._store.set_first(ABORT, message)
         return message
 
     def close(self) -> None:
         self._closed.set()
 
     def _watch(self) -> None:
-        last, seen = b"", None  # rank 0 may take long until it beats for the first time
+        last, seen = 0, None  # rank 0 may take long until it beats for the first time
         beats = 0
         while not self._closed.wait(BEAT_EVERY / 2):
             try:
-                if self._watch_store.check([ABORT]):
-                    self._end(self._watch_store.get(ABORT).decode(), grace=3.0)
+                if (message := self._watch_store.get(ABORT)) is not None:
+                    self._end(message, grace=3.0)
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))
                     self._end_a_stalled_run()
-                elif self._watch_store.check([STALLED]):
+                elif self._watch_store.get(STALLED) is not None:
                     os._exit(75)
-                elif self._watch_store.check([HEARTBEAT]) and (beat := self._watch_store.get(HEARTBEAT)) != last:
+                elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # no earlier one, set by a stranger
                     last, seen = beat, time.monotonic()
             except RuntimeError:
                 self._end("rank 0 is gone (its store does not answer)", grace=2.0)

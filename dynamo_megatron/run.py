@@ -19,11 +19,12 @@ from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, S
 from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.plain_text import show, show_exception
+from dynamo_megatron.plain_text import printable, show, show_exception
 from dynamo_megatron.policy import backend
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.signed_store import forget_secret, share_secret
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
 
@@ -135,9 +136,12 @@ def run_rank(job: Job) -> int:
 
         check_config(Path(config.model.path), spec)
         job.show("joining ranks")
-        store = connect_store(config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
+        store, folder = connect_store(config.trainer.timeout), Path(config.output_dir)
+        secret = share_secret(store, folder, rank, config.trainer.timeout)
+        coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
+        if rank == 0:
+            forget_secret(folder)  # they all have it
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout.host)
         job.show("loading model")
@@ -182,7 +186,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
-    message = text if refused else f"{type(error).__name__}: {text}"
+    message = printable(text if refused else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)

@@ -53,6 +53,10 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
 
     processes: list[subprocess.Popen] = []
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # blocked by the process that this one has replaced
+    if received:
+        print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
+        return 130 if signal.SIGINT in received else 75
     threads = max(1, (os.cpu_count() or 1) // ranks)
     port = free_port()
     for rank in range(ranks):

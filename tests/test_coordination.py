@@ -7,12 +7,16 @@ import sys
 
 RANK = """
 import os, signal, time
+import sys
+from pathlib import Path
 from dynamo_megatron.coordination import Coordinator, StopFlag, StopRequested, connect_store
+from dynamo_megatron.signed_store import share_secret
 
 rank = int(os.environ["RANK"])
 stop = StopFlag()
 stop.catch_signals()
-coordinator = Coordinator(connect_store(60), rank, stop, step_timeout=4)
+store = connect_store(60)
+coordinator = Coordinator(store, rank, stop, share_secret(store, Path(sys.argv[1]), rank, 60), step_timeout=4)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGUSR1)
     print(coordinator.wait("stopped", "rank 0 to stop", 60))
@@ -30,14 +34,20 @@ for step in (6, 7):  # a new step has its own time
 """
 
 
-def test_any_ranks_signal_stops_the_run_and_a_step_has_its_time():
+def test_any_ranks_signal_stops_the_run_and_a_step_has_its_time(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", RANK],
-            env={**os.environ, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            [sys.executable, "-P", "-c", RANK, str(tmp_path)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

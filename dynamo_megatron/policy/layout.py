@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.listening import gloo_listens_on, ranks_address
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Layout:
 
 
 def join_ranks(config: Config, store: dist.Store) -> Layout:
-    """Creates the process group over `store` and Megatron's groups. Reads RANK, WORLD_SIZE and LOCAL_RANK."""
+    """Creates the process group over `store` and Megatron's groups. Reads the variables that launchers set."""
     p = config.parallel
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -71,23 +72,25 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
     if cuda:
         torch.cuda.set_device(local_rank)
     timeout = datetime.timedelta(seconds=config.trainer.timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore("process_group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-        context_parallel_size=p.cp,
-        expert_model_parallel_size=p.ep,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=True,
-        distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
-    )
+    with gloo_listens_on(ranks_address()):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.PrefixStore("process_group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=p.tp,
+            pipeline_model_parallel_size=p.pp,
+            virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+            context_parallel_size=p.cp,
+            expert_model_parallel_size=p.ep,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
+        )
+        host = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
         rank=rank,
@@ -100,5 +103,5 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_dp=parallel_state.get_expert_data_parallel_group(),
-        host=dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
+        host=host,
     )

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dynamo_megatron.coordination import connect_store
+from dynamo_megatron.listening import gloo_listens_on, ranks_address
+
 MEETING_TIMEOUT = 60.0  # seconds until all ranks have come
 NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # float32, of the tensor that is added
 
@@ -35,7 +38,14 @@ def main() -> None:
             raise RuntimeError(f"{report['device']} has no bfloat16; Ampere (sm_80) or later is needed")
         ones = torch.ones(1024, 1024, dtype=torch.bfloat16, device=device)
         assert float((ones @ ones)[0, 0]) == 1024, "a matrix product is wrong on this GPU"
-    dist.init_process_group(report["backend"], timeout=datetime.timedelta(seconds=MEETING_TIMEOUT))
+    with gloo_listens_on(ranks_address()):
+        dist.init_process_group(
+            report["backend"],
+            store=connect_store(MEETING_TIMEOUT),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=MEETING_TIMEOUT),
+        )
     tensor = torch.full((NUMBERS[device.type],), float(rank + 1), device=device)
     dist.all_reduce(tensor)  # the first one also builds the connections
     report |= {"sum": float(tensor[-1]), "expected": world_size * (world_size + 1) / 2}

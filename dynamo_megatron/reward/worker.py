@@ -26,6 +26,7 @@ def main(descriptor: int) -> None:
     for number in SIGNALS_LEFT_TO_THE_PARENT:
         # A handler, not SIG_IGN: programs that a reward function runs would inherit that.
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_THE_PARENT)  # or nothing could end those programs by one
     os.set_inheritable(descriptor, False)  # a forked grandchild must not keep the socket open
     connection = Connection(descriptor)
     try:

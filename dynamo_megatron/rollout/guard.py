@@ -27,6 +27,9 @@ KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's 
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
 SHARED_MEMORY = "/dev/shm/"
 
+ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
+END = signal.SIGUSR2  # what ends the processes between a rank and its servers instead: nohup ignores SIGHUP
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,10 +46,10 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 @contextlib.contextmanager
-def keeping_usr1() -> Iterator[None]:
-    """What is started here, and what that starts, never gets SIGUSR1: it is for the ranks, which it asks to save and
-    stop, and SLURM sends it to every process of a job."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+def keeping(*numbers: int) -> Iterator[None]:
+    """What is started here, and what that starts, never gets the signals `numbers`: for what asks the ranks to save and
+    stop, which takes servers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
-from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
+from dynamo_megatron.rollout.guard import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 STOP_GRACE = 20.0  # seconds
@@ -43,7 +43,7 @@ def _parts(config: Config, nodes: int, node: int) -> tuple[NodeSide, Supervisor]
 
 async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, END):
         loop.add_signal_handler(number, task.cancel)
     await side.join(config.trainer.timeout)
     keeping, telling = tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
@@ -69,12 +69,13 @@ class NodeServers:
         _parts(config, nodes, node)  # where it raises in the child, rank 0 waits for servers that never come
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
-        with keeping_usr1():
+        with keeping(*ASK_TO_STOP):
             self._process.start()
 
     def close(self) -> None:
         """Ends the servers."""
-        self._process.terminate()
+        if self._process.is_alive():
+            os.kill(self._process.pid, END)
         self._process.join(STOP_GRACE)
         if self._process.is_alive():
             self._process.kill()  # the servers' guards end them
@@ -83,7 +84,8 @@ class NodeServers:
 
 def _child(config: Config, nodes: int, node: int, parent: int) -> None:
     os.setsid()
-    die_with_parent(signal.SIGTERM, parent)
+    die_with_parent(END, parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     log = Path(config.output_dir) / "logs" / f"servers-node-{node}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

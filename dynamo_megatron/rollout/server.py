@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.listening import GLOO_INTERFACE, interface_of
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -33,6 +34,8 @@ FOREIGN_VARIABLES = re.compile(
     r"(TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?RANK|(GROUP_|ROLE_|LOCAL_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|SGLANG_RETURN_ORIGINAL_LOGPROB)"
 )
+# With these there are several groups of ranks, or ranks on other hosts: they meet as SGLang has them do.
+SEVERAL_GROUPS = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr", "--nccl-port")
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
@@ -160,7 +163,7 @@ class SGLangServer:
             client = SGLangClient(session, self.endpoint, self._config, [])
             while time.monotonic() < deadline:
                 self.check()
-                if await client.healthy(timeout=30.0):
+                if self._listens() and await client.healthy(timeout=30.0):
                     break
                 await asyncio.sleep(POLL_EVERY)
             else:
@@ -197,6 +200,16 @@ class SGLangServer:
             return
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise RolloutError(f"the SGLang server ended ({cause}): {self._last_words()}; see {self.log}")
+
+    def _listens(self) -> bool:
+        """Whether it is the server's own process that listens at its port. Until then another user's may, who is not
+        to be sent the key: port and name stand in a command line that `ps` shows to all."""
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                for connection in process.net_connections("inet"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr == (self._host, self._port):
+                        return True
+        return False
 
     def stop(self) -> None:
         """Ends the server and all its processes at once, and clears away what they leave."""
@@ -242,6 +255,11 @@ class SGLangServer:
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
         environment["TMPDIR"] = str(self._folder)
+        if not any(argument.startswith(SEVERAL_GROUPS) for argument in self._config.server_args):
+            # Its ranks meet in a file: torch's store at a port would listen on every interface, and ask nobody.
+            environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder}/ranks")
+        if (interface := interface_of(self._host)) is not None:
+            environment.setdefault(GLOO_INTERFACE, interface)
         if takes_turns(self._config):
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
         if on_cpu:
@@ -249,6 +267,7 @@ class SGLangServer:
             environment["PYTHONPATH"] = os.pathsep.join([str(CPU_STAND_INS), *([inherited] if inherited else [])])
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = "1"
+            environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}  # name its shared memory
             if self._slots * self._config.tp > 1:  # SGLang's default is a NUMA node for each rank of a server
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(self._cores()))
         return environment

@@ -29,7 +29,7 @@ from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
+from dynamo_megatron.rollout.guard import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 from dynamo_megatron.rollout.shipping import receive, send
 
@@ -68,7 +68,7 @@ class RolloutWorker:
         given = (self._config, self._eos_token_ids, self._decoder)
         arguments = (child_end, given, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
-        with keeping_usr1():
+        with keeping(*ASK_TO_STOP):
             self._process.start()
         child_end.close()
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
@@ -215,7 +215,8 @@ Given: TypeAlias = "tuple[Config, tuple[int, ...], Tokenizer | None]"
 
 def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     os.setsid()
-    die_with_parent(signal.SIGTERM, parent)
+    die_with_parent(END, parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.makedirs(os.path.dirname(log), exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -247,7 +248,7 @@ async def _serve(
         else:
             inbox.put_nowait(message)
 
-    loop.add_signal_handler(signal.SIGTERM, leave)
+    loop.add_signal_handler(END, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
         generator = Generator(config, eos_token_ids, stack, decoder)

@@ -80,6 +80,14 @@ class Cluster:
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
+    def resume(self, node: str) -> None:
+        """Brings a node back; one that has come back by itself SLURM refuses to."""
+        command = ["scontrol", "update", f"nodename={node}", "state=RESUME"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 or "State=DOWN" not in self.tool("scontrol", "show", "node", "-o", node), (
+            done.stderr
+        )
+
     def launch(self, folder: Path, *words: object, environment: dict[str, str]) -> str:
         """`dynamo-megatron launch slurm WORDS` in the folder; the job's id."""
         done = subprocess.run(

@@ -140,7 +140,7 @@ def test_a_node_that_goes_down(cluster, launched, rows, same_weights):
     try:
         cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
     finally:
-        cluster.tool("scontrol", "update", "nodename=n1", "state=RESUME")
+        cluster.resume("n1")
     cluster.wait(job, output)
     assert "resumed from" in rank_log(output, job, 0)
     same_weights(output)

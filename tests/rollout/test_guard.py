@@ -1,5 +1,6 @@
 """What a guarded command leaves behind: nothing, however it ends."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_megatron.rollout.guard import LOOK_EVERY, POLL_EVERY
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.records import Prompt
+from dynamo_megatron.reward import RewardPool
+from dynamo_megatron.rollout.guard import ASK_TO_STOP, LOOK_EVERY, POLL_EVERY, keeping
 
 COMMAND = """
 import multiprocessing, pathlib, sys, tempfile, time
@@ -61,3 +65,24 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
     assert guard.wait(15) == -signal.SIGKILL
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert left == [] and not [path for path in mapped if os.path.exists(path)] and not folder.exists()
+
+
+RUNS_A_PROGRAM = """
+import subprocess
+def ends_by_sigterm(prompt, response):
+    return float(subprocess.run(["timeout", "1", "sleep", "60"]).returncode)
+"""
+
+
+def test_a_program_of_a_reward_function_can_be_ended_by_sigterm(tmp_path, monkeypatch):
+    """Though the workers come from a process that has it blocked, as the rollout process has."""
+    (tmp_path / "runs_a_program.py").write_text(RUNS_A_PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool(RewardConfig(functions=["runs_a_program:ends_by_sigterm"], workers=1, deadline=30))
+    with keeping(*ASK_TO_STOP):
+        pool.start()
+        try:
+            score = asyncio.run(pool.score(Prompt("p", text="?", answer="1"), "response"))
+        finally:
+            pool.close()
+    assert score.reward == 124  # what `timeout` returns after its signal

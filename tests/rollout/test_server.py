@@ -1,10 +1,14 @@
 import asyncio
+import http.server
+import json
 import os
 import socket
 import stat
 import sys
+import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -97,12 +101,61 @@ def test_a_server_that_falls_in_its_first_request_is_a_start_that_failed(tmp_pat
         server.stop()
 
 
+COMES_LATE = """#!{python}
+import socket, sys, time
+word = lambda name: sys.argv[sys.argv.index(name) + 1]
+time.sleep(3)
+socket.create_server((word("--host"), int(word("--port"))))
+"""
+
+
+class Impostor(http.server.BaseHTTPRequestHandler):
+    """Answers as the server would, with the name that stands in its command line."""
+
+    name, asked = "", []
+
+    def do_GET(self):
+        self.asked.append((self.path, self.headers["Authorization"]))
+        body = json.dumps({"served_model_name": self.name}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_stranger_at_a_servers_port_is_not_sent_its_key(tiny_model, tmp_path, real):
+    """It listens there before the server does, which then cannot."""
+    late = tmp_path / "late"
+    late.write_text(COMES_LATE.format(python=sys.executable))
+    late.chmod(0o755)
+    config = RolloutConfig(python=None if real else str(late), start_timeout=400)
+    server = SGLangServer(config, ModelConfig(path=str(tiny_model), dtype="float32"), tmp_path / "sglang.log")
+    place = urlsplit(server.endpoint.url)
+    with http.server.ThreadingHTTPServer((place.hostname, place.port), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever, daemon=True).start()
+        server.start()
+        words = psutil.Process(server._process.pid).cmdline()
+        Impostor.name, Impostor.asked = words[words.index("--served-model-name") + 1], []
+        try:
+            with pytest.raises(RolloutError, match="the SGLang server ended " if real else "Address already in use"):
+                asyncio.run(server.wait_ready())
+        finally:
+            server.stop()
+            impostor.shutdown()
+    assert Impostor.asked == []
+
+
 def test_nobody_else_can_use_or_reach_a_server(sglang_server):
     log, key = sglang_server.log, sglang_server.endpoint.api_key
     assert stat.S_IMODE(log.stat().st_mode) == 0o600 and len(key) == 64
     family = psutil.Process(sglang_server._process.pid).children(recursive=True)
     assert len(family) >= 3 and all(key not in " ".join(p.cmdline()) for p in family)
-    assert {c.laddr.ip for c in family[0].net_connections("tcp") if c.status == "LISTEN"} == {"127.0.0.1"}
+    listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == "LISTEN"]
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_a_server_freezes_its_heap_after_its_first_request(sglang_server):

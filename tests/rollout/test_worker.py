@@ -195,6 +195,18 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
     assert worker.generate(6, PROMPTS[:1], [1]).counts["requested"] == 1
 
 
+def test_signals_that_ask_the_ranks_to_stop_end_nothing_here(worker):
+    """SLURM sends them to every process of a job: to save, the ranks need their servers."""
+    family = [worker._process, *descendants(worker._process.pid)]
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for process in family:
+            os.kill(process.pid, number)
+    time.sleep(2)
+    assert len(alive(family[1:])) == len(family) - 1
+    result = worker.generate(70, PROMPTS[:2], [2, 2])
+    assert sum(use.retries for use in result.uses.values()) == 0 and len(result.batch.rollout_ids) == 4
+
+
 def test_a_refused_request_does_not_lose_the_others(worker):
     long = Prompt("long", text="?", tokens=[20] * 3000)
     result = worker.generate(7, [long, PROMPTS[1]], [1, 2])

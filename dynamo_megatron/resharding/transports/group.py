@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
+from dynamo_megatron.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.resharding.server_api import TRANSFER_TIMEOUT, ServerError, call, request
 from dynamo_megatron.resharding.threads import Call
 from dynamo_megatron.resharding.transports.base import Streamed
@@ -50,8 +50,8 @@ class GroupTransport(Streamed):
         for left in self._left.pop(endpoint.name, []):
             _ask_to_leave(endpoint, left)
         name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
-        size, address = 1 + endpoint.tp, _address_towards(endpoint.url)
-        store = _serve_store(address, size)
+        size, address = 1 + endpoint.tp, address_towards(urlsplit(endpoint.url).hostname)
+        store = serve_store(address, 0, JOIN_TIMEOUT)
         payload = {
             "master_address": address,
             "master_port": store.port,
@@ -62,7 +62,7 @@ class GroupTransport(Streamed):
         }
         self._left[endpoint.name] = [name]  # until we have our end
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
-        ours = Call(self._join, store, name, size)
+        ours = Call(self._join, store, address, name, size)
         while not ours.wait(POLL_EVERY):
             if theirs.failed():
                 theirs.result()  # our end gives up by itself, after JOIN_TIMEOUT
@@ -128,43 +128,29 @@ class GroupTransport(Streamed):
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _join(self, store: dist.TCPStore, name: str, size: int) -> dist.ProcessGroup:
+    def _join(self, store: dist.TCPStore, address: str, name: str, size: int) -> dist.ProcessGroup:
         """As sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the same."""
         # With gloo the members meet here, with NCCL in the first broadcast.
         timeout = GROUP_TIMEOUT if self._backend == "nccl" else JOIN_TIMEOUT
         before = os.environ.get(ERROR_HANDLING)
         os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
         try:
-            group, _ = _new_process_group_helper(
-                size,
-                0,
-                [],
-                dist.Backend(self._backend),
-                dist.PrefixStore(name, store),
-                group_name=name,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
+            with gloo_listens_on(address):
+                group, _ = _new_process_group_helper(
+                    size,
+                    0,
+                    [],
+                    dist.Backend(self._backend),
+                    dist.PrefixStore(name, store),
+                    group_name=name,
+                    timeout=datetime.timedelta(seconds=timeout),
+                )
         finally:
             del os.environ[ERROR_HANDLING]
             if before is not None:
                 os.environ[ERROR_HANDLING] = before
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
-
-
-def _serve_store(address: str, size: int) -> dist.TCPStore:
-    """Where a group's members meet; it listens on `address` alone."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        size,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _ask_to_leave(endpoint: Endpoint, name: str) -> None:
@@ -175,13 +161,3 @@ def _ask_to_leave(endpoint: Endpoint, name: str) -> None:
 def _leave(group: dist.ProcessGroup) -> None:
     group.abort()  # else it would wait for what is under way
     dist.destroy_process_group(group)
-
-
-def _address_towards(url: str) -> str:
-    """This host's address on the way to a server."""
-    parts = urlsplit(url)
-    host, port = parts.hostname, parts.port or 80
-    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # sends nothing
-        return probe.getsockname()[0]

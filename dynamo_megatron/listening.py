@@ -1,0 +1,96 @@
+"""On which address this package's processes listen: torch's stores, and gloo, which opens a socket for each group.
+
+torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen on
+the one address that those who are to connect have been told (docs/security.md: what listens, and who may connect).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+import torch.distributed as dist
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
+    """Serves a store on `address`, an IP address of this host ("": on all of them), at `port` (0: a free one). Raises
+    OSError where that cannot be listened to."""
+    listener = socket.create_server((address, port), family=_family(address))
+    return dist.TCPStore(
+        address or "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def address_of(host: str) -> str:
+    """The IP address, IPv4 if there is one, that a name means on this host. Raises OSError for an unknown one."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to another one. Raises OSError for an unknown one."""
+    there = address_of(host)
+    with socket.socket(_family(there), socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def store_address() -> str:
+    """The address of this host that MASTER_ADDR means; "" where it is a name that means loopback here, and there are
+    ranks on other hosts, to whom it means another one. Raises OSError for an unknown name."""
+    host, ranks = os.environ["MASTER_ADDR"], os.environ["WORLD_SIZE"]
+    address = address_of(host)
+    elsewhere = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+    return "" if elsewhere and address != host and is_loopback(address) else address
+
+
+def ranks_address() -> str:
+    """This host's address on the way to rank 0; "" as `store_address`."""
+    address = store_address()
+    return address and address_towards(address)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has an IP address; None where there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family == _family(address) and (
+                entry.address == address or (is_loopback(entry.address) and is_loopback(address))  # all of 127.0.0.0/8
+            ):
+                return name
+    return None
+
+
+@contextlib.contextmanager
+def gloo_listens_on(address: str) -> Iterator[None]:
+    """Groups of gloo that are created here listen on the interface of `address`, an IP address of this host ("":
+    where gloo itself will), unless the user has named one (GLOO_SOCKET_IFNAME)."""
+    interface = interface_of(address) if address else None
+    if interface is None or GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[GLOO_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_INTERFACE]
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

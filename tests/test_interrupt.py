@@ -1,0 +1,52 @@
+"""Ctrl-C while a command is still importing: one line and exit code 130, never Python's traceback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Sends SIGINT to the process whose command line has the word, when it imports the module.
+INTERRUPTS = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["MODULE"] and os.environ["WORD"] in open("/proc/self/cmdline").read():
+            os.environ["MODULE"] = ""
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [
+        ("pydantic", "train"),
+        ("dynamo_megatron.config_files", "report"),
+        ("torch", "train"),
+        ("dynamo_megatron.tracking.report", "report"),
+        ("dynamo_megatron.launcher.command", "dynamo_megatron.launcher.local"),
+    ],
+)
+def test_an_interrupt_while_packages_are_loaded_is_one_line(tiny_model, tmp_path, module, word):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    (tmp_path / "problems.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n' * 4)
+    train = [f"model.path={tiny_model}", "data.source=problems.jsonl", "rollout.max_new_tokens=16", "output_dir=run"]
+    train += ["data.batch_prompts=2", "model.dtype=float32"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "dynamo_megatron.cli",
+            *(["report", "run"] if word == "report" else ["train", *train]),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "MODULE": module, "WORD": word},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert last.startswith(("interrupted", "stopped by SIGINT while it started")), done.stderr

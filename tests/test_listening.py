@@ -1,0 +1,82 @@
+"""Strangers at the ranks' store: where it listens, and what becomes of what they write."""
+
+import datetime
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from dynamo_megatron.coordination import connect_store
+from dynamo_megatron.listening import address_of, gloo_listens_on, interface_of, serve_store
+
+
+def listening() -> set[str]:
+    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1")])
+def test_the_ranks_store_listens_on_one_address(rank_0, host, address):
+    rank_0.setenv("MASTER_ADDR", host)
+    before = listening()
+    store = connect_store(10)
+    assert listening() - before <= {address} and address in listening()
+    store.set("a", "b")
+    other = dist.TCPStore(host, store.port, is_master=False, timeout=datetime.timedelta(seconds=10))
+    assert other.get("a") == b"b"
+
+
+def test_a_name_that_is_loopback_here_and_not_elsewhere_is_said(rank_0, capfd):
+    rank_0.setenv("MASTER_ADDR", "localhost")
+    rank_0.setenv("LOCAL_WORLD_SIZE", "1")
+    assert connect_store(10).host and "0.0.0.0" in listening()
+    assert "MASTER_ADDR: 'localhost' is 127.0.0.1 on this host" in capfd.readouterr().err
+
+
+def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
+    rank_0.setenv("MASTER_ADDR", "198.51.100.7")  # of RFC 5737: nobody's
+    with pytest.raises(ValueError, match=r"MASTER_ADDR: rank 0 cannot listen at 198\.51\.100\.7:0 "):
+        connect_store(10)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rank_0.setenv("MASTER_ADDR", "127.0.0.1")
+        rank_0.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match="Address already in use"):
+            connect_store(10)
+
+
+GROUP = """
+import datetime, os, psutil, torch, torch.distributed as dist
+from dynamo_megatron.listening import gloo_listens_on
+with gloo_listens_on("127.0.0.1"):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"})
+"""
+
+
+def test_gloo_listens_on_the_interface_towards_the_others():
+    said = subprocess.run([sys.executable, "-P", "-c", GROUP], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "{'127.0.0.1'}\n"
+    assert interface_of("127.0.0.2") == interface_of("127.0.0.1") and interface_of("198.51.100.7") is None
+
+
+def test_an_interface_that_the_user_names_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with gloo_listens_on("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_a_store_of_a_transport_listens_on_one_address():
+    before = listening()
+    store = serve_store(address_of("localhost"), 0, timeout=10)
+    assert store.port and listening() - before <= {"127.0.0.1"}
