@@ -1,7 +1,10 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
-# make test       what CI runs; make test-all: every check at full count (PEERS=skip: but for the one with verl and TRL)
+# make test       what CI runs
+# make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
+#                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
+# tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
@@ -22,7 +25,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all lint gpu-check nemo peers clean
+.PHONY: setup demo demo-figures compare test test-all test-durations lint gpu-check nemo peers clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -92,11 +95,11 @@ test: $(INSTALLED)
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@.venv/bin/python -P -m pytest -m "not full"
 
-test-all: $(INSTALLED) $(MODEL)/config.json
+test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
-	@.venv/bin/python -P -m pytest
+	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

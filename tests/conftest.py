@@ -24,6 +24,7 @@ if os.environ.get("KERNEL_TESTS_DEVICE", "cpu") == "cpu":
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 
+pytest_plugins = ["shards"]  # tests/sharding
 ROOT = Path(__file__).parents[1]
 
 

@@ -1,7 +1,9 @@
 """A wheel, an editable install and pytest from the root import the same dynamo_megatron.kernels."""
 
+import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,9 +26,41 @@ def test_the_editable_install_and_pytest_import_the_trees_kernels():
 
 
 def test_no_file_imports_a_top_level_kernels():
-    for file in ROOT.glob("*/**/*.py"):
-        if not {".venv", ".venv-nemo"} & set(file.parts) and file != Path(__file__):
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".venv")]
+    for file in [file for folder in folders for file in folder.rglob("*.py")]:
+        if file != Path(__file__):
             assert "\nimport kernels" not in file.read_text(encoding="utf-8"), file
+
+
+IMPORTED = """
+import sys
+from dynamo_megatron import cli
+cli.main(sys.argv[1:])
+files = {name.partition(".")[0]: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+print(*(name for name, file in files.items() if "site-packages" in file))
+"""
+
+
+def package(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-")
+
+
+def test_the_interpreter_of_launch_nemo_has_what_the_command_imports(tmp_path):
+    """Up to nemo-run itself, which the trainer's interpreter lacks."""
+    (tmp_path / "config.yaml").write_text("{model: {path: model}, data: {source: data}, output_dir: run}")
+    words = ("launch", "nemo", "config.yaml", "--venv", ".venv", "--tasks", "convert,train,eval")
+    command = [sys.executable, "-P", "-c", IMPORTED, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "`make nemo` sets up .venv-nemo" in done.stderr, done.stderr
+    lines = (ROOT / "requirements" / "nemo.txt").read_text().splitlines()
+    installed = [package(line) for line in lines if not line.startswith("#")]
+    for name in installed:  # it grows by what each package needs, as far as this interpreter has them
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            needs = {package(need) for need in metadata.requires(name) or () if "extra ==" not in need}
+            installed += needs - set(installed)
+    owners = {name: {package(owner) for owner in owners} for name, owners in metadata.packages_distributions().items()}
+    missing = {name for name in done.stdout.split() if name in owners and not owners[name] & {*installed}}
+    assert not missing, f"requirements/nemo.txt lacks {missing}"
 
 
 @pytest.mark.full

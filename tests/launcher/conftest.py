@@ -26,7 +26,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "sacct")
-PACKAGES = "slurm-wlm slurm-wlm-basic-plugins munge slurmdbd mariadb-server shellcheck"
+PACKAGES = Path(__file__).parents[2] / "tools" / "debian_packages.sh"
 STEPS = 16
 ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
 
@@ -34,9 +34,7 @@ ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
 def _install_on_ci() -> None:
     """A CI machine is thrown away afterwards; on a user's nothing is ever installed."""
     if os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {"check": False, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": 300}
-        subprocess.run(["apt-get", "update"], **quiet)
-        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES.split()], **quiet)
+        subprocess.run([PACKAGES], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600)
 
 
 def _free_ports(count: int) -> int:
@@ -137,7 +135,7 @@ def _cluster(accounting: bool):
         _install_on_ci()
     for program in programs:
         if not shutil.which(program, path=path):
-            pytest.skip(f"{program} is not installed (Debian, Ubuntu: apt-get install {PACKAGES})")
+            pytest.skip(f"{program} is not installed (Debian, Ubuntu: tools/{PACKAGES.name} as root)")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie in it
     try:
         cluster = Cluster(folder, accounting)

@@ -55,14 +55,15 @@ def test_every_value_survives_bash():
     ]
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck (tools/debian_packages.sh)")
 def test_shellcheck(tmp_path):
     jobs = [JobOptions(), JobOptions(nodes=2, rollout_nodes=2, ranks_per_node=8, sbatch=("--qos=a b",)), CONTAINER]
     files = [tmp_path / f"{number}.sh" for number in range(len(jobs))]
     for job, file in zip(jobs, files, strict=True):
         file.write_text(script(job, *NASTY))
-    cluster = Path(__file__).with_name("slurm_cluster.sh")
-    done = subprocess.run(["shellcheck", *files, cluster], capture_output=True, text=True)
+    here = Path(__file__)
+    scripts = [*files, here.with_name("slurm_cluster.sh"), here.parents[2] / "tools" / "debian_packages.sh"]
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

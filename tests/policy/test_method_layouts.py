@@ -24,6 +24,9 @@ CORRECTIONS = {
 }
 OTHERS = {"sequence_mean": {"modulation": {"expectation": "sequence_mean", "tau": 0.5}}}  # whole sequences: not with CP
 LAYOUTS = ("1", "TP2", "DP2", "CP2")
+# A ratio of a response, a factor of the gradient, has the rounding of the sum of its logprobs: as TP2 3e-5 nats in the
+# second pass, where the gradient norm differs by up to 1.3e-5. In the first update it differs by 1e-6.
+OF_RESPONSES = ("rloo", "truncate_sequence", "mask_sequence")
 
 pytestmark = pytest.mark.full
 
@@ -68,8 +71,10 @@ def runs(tmp_path_factory) -> Path:
 def test_the_update_does_not_depend_on_the_partition(runs, name, layout):
     found = guard.gaps(runs / name, runs / f"{name}-{layout}")
     print(name, layout, found)
-    if name == "rloo":  # the ratio of a response has the rounding of all its tokens, and the gradient has the ratio
-        assert found.pop("loss") < 1e-4 and found.pop("grad_norm") < 2e-5
+    if name in OF_RESPONSES:
+        assert found.pop("grad_norm") < 2e-5
+    if name == "rloo":  # its loss has that factor, too
+        assert found.pop("loss") < 1e-4
     assert not guard.beyond(Row("qwen2", layout), found), found
 
 

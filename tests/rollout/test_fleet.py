@@ -139,7 +139,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     assert any(note.startswith("step 1: server-1 left the rotation: ") for note in result.notes), result.notes
     print("generated in", time.monotonic() - started)
     # Restarted, it serves the folder's weights, which are the policy's until the first push.
-    wait_until(lambda: len(processes_of("server-1")) >= 3, 60, "server-1's restart")
+    wait_until(lambda: len(processes_of("server-1")) >= 3, 200, "server-1's restart")
     assert not set(pids) & {p.pid for p in processes_of("server-1")}
     assert segments and not any(os.path.exists(segment) for segment in segments)
     wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
