@@ -98,10 +98,9 @@ def flush(endpoint: Endpoint) -> None:
 
 
 def set_version(endpoint: Endpoint, version: int) -> None:
-    """Tells the server its weight version and hears it back. The fleet has dropped cached prefixes when it stopped the
-    server's traffic; those of other users' requests since then are dropped here."""
-    if endpoint.shared:
-        flush(endpoint)
+    """Tells the server its weight version and hears it back. Drops what was cached since the fleet stopped the server's
+    traffic: /health, which needs no key, generates from token 0 with whatever weights are there."""
+    flush(endpoint)
     payload = {"new_version": str(version), "abort_all_requests": False}
     call(endpoint, "/update_weight_version", payload, CONTROL_TIMEOUT)
     check_version(endpoint, version)

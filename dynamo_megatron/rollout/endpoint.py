@@ -19,7 +19,6 @@ class Endpoint:
     url: str
     tp: int
     api_key: str = field(repr=False)  # sent as "Authorization: Bearer KEY"; "": the server asks for none
-    shared: bool = False  # others than this run may send it requests, at any time
 
 
 def own_words(reply: Any) -> str:

@@ -12,7 +12,7 @@ from alterations import alter
 
 from dynamo_megatron.resharding import server_api
 from dynamo_megatron.resharding.proof import Expected, compare, mismatch, server_device
-from dynamo_megatron.resharding.server_api import ServerError, call, check_version
+from dynamo_megatron.resharding.server_api import ServerError, call, check_version, set_version
 from dynamo_megatron.rollout.endpoint import Endpoint
 
 
@@ -76,6 +76,16 @@ def test_checksums_of_another_kind(odd, ranks):
 def test_another_rank_than_there_are():
     one = {"checksums": {}, "parallelism_info": [{"tp_rank": 1}]}
     assert compare(Expected([{}], {}, [], []), [one]) == "1 ranks report where 1 are expected"
+
+
+def test_a_push_ends_with_nothing_cached_from_before(odd):
+    endpoint, heads = odd('{"weight_version": "3"}')
+    set_version(endpoint, 3)
+    assert [head[0].split("?")[0].split(" HTTP")[0] for head in heads] == [
+        "POST /flush_cache",
+        "POST /update_weight_version",
+        "GET /model_info",
+    ]
 
 
 def test_keys_go_to_the_server_alone(odd, monkeypatch):
