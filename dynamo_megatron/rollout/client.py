@@ -170,7 +170,7 @@ class SGLangClient:
         await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
         status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
         if status != 200:
-            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {own_words(reply)}")
+            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {status} {own_words(reply)}")
 
     async def _abort(self, rid: str) -> None:
         """Ends a request that nobody waits for any more."""
