@@ -25,6 +25,10 @@ class ServerLost(Exception):
     """The server did not take a request, or its connection broke: another one may answer it."""
 
 
+class ConnectionLost(ServerLost):
+    """There was no reply, or none to its end."""
+
+
 @dataclass(frozen=True)
 class Response:
     """A response of R tokens. `logprobs`: float [R], natural log of softmax(z/T) at the sampling temperature.
@@ -138,8 +142,10 @@ class SGLangClient:
         try:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
                 status, reply = await self._batches.generate(request)
-        except (aiohttp.ClientError, ValueError) as error:  # first: no connection in time is a TimeoutError, too
-            raise ServerLost(f"the rollout server {self.url} does not answer: {own_words(error)}") from error
+        except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
+            raise ConnectionLost(f"the rollout server {self.url} does not answer: {own_words(error)}") from error
+        except ValueError as error:
+            raise ServerLost(f"the rollout server {self.url} answers with nonsense: {own_words(error)}") from error
         except TimeoutError:
             await self._abort(request.id)
             return Response(
@@ -153,9 +159,9 @@ class SGLangClient:
         try:
             return self._response(request, reply["meta_info"])
         except MALFORMED as error:
-            raise ServerLost(
-                f"the rollout server {self.url} answers with nonsense: {own_words(repr(error))}"
-            ) from error
+            what = str(error) if isinstance(error, ValueError) else repr(error)
+            why = f"answers with nonsense: {own_words(what)}; does it serve model.path?"
+            raise ServerLost(f"the rollout server {self.url} {why}") from error
 
     async def freeze_gc(self) -> None:
         """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.

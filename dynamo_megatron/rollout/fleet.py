@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.announcements import Announced
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.client import ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
@@ -29,6 +30,8 @@ from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
+CONNECTIONS = REFUSALS // 2  # refusals that connections lost in one moment count for, however many they are
+MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 
 
@@ -55,6 +58,7 @@ class Member:
     gone: asyncio.Future
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
+    lost: float = -math.inf  # monotonic seconds: the last moment that connections were lost in
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
 
     @property
@@ -263,16 +267,20 @@ class Fleet:
             member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
         return True
 
-    async def doubt(self, member: Member, error: str) -> None:
+    async def doubt(self, member: Member, error: ServerLost) -> None:
         """A request was lost there: is the server, too?"""
-        self.refused(member.name, error)
+        if not isinstance(error, ConnectionLost):
+            self.refused(member.name, str(error))
+        elif time.monotonic() - member.lost >= MOMENT:
+            member.lost = time.monotonic()
+            self.refused(member.name, str(error), CONNECTIONS)
         if not member.gone.done() and not await self._answers(member, Silence()):
-            self.condemn(member, error)
+            self.condemn(member, str(error))
 
-    def refused(self, name: str, error: str) -> None:
-        """The server did not take a request that another one takes."""
+    def refused(self, name: str, error: str, count: int = 1) -> None:
+        """The server did not take a request that another one takes; it counts as `count`."""
         if (member := self._members.get(name)) is not None:
-            member.refusals += 1
+            member.refusals += count
             if member.refusals >= REFUSALS:
                 self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
 

@@ -133,7 +133,7 @@ class Sampling:
             request.lost.append(member.name)
             self.uses[member.name].retries += 1
             if not member.gone.done():
-                await self._fleet.doubt(member, str(error))
+                await self._fleet.doubt(member, error)
             if len(request.lost) < ATTEMPTS:
                 self._pending.appendleft(request)
                 return

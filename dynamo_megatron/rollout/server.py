@@ -20,9 +20,10 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
@@ -215,7 +216,7 @@ class SGLangServer:
             text = log.read().decode(errors="replace")
         errors = [match.group().strip() for match in ERROR_LINE.finditer(text)]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return (errors or lines or ["its log is empty"])[-1]
+        return on_one_line((errors or lines or ["its log is empty"])[-1], LONGEST)
 
     def _command(self, on_cpu: bool) -> list[str]:
         config = self._config
