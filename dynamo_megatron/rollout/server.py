@@ -28,6 +28,7 @@ from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
+LAST_WORDS = 1 << 20  # bytes of its log in which a server that ended may have said why
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -212,7 +213,7 @@ class SGLangServer:
 
     def _last_words(self) -> str:
         with self.log.open("rb") as log:
-            log.seek(self._log_start)
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LAST_WORDS))
             text = log.read().decode(errors="replace")
         errors = [match.group().strip() for match in ERROR_LINE.finditer(text)]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
