@@ -102,9 +102,9 @@ class SGLangClient:
         except RolloutError:
             return False
 
-    async def kv_cache_share(self) -> float:
-        """Share of the server's KV cache in use. Raises RolloutError."""
-        status, reply = await self._control("GET", "/v1/loads?include=core", CONTROL_TIMEOUT)
+    async def kv_cache_share(self, timeout: float) -> float:
+        """Share of the server's KV cache in use, asked for `timeout` seconds. Raises RolloutError."""
+        status, reply = await self._control("GET", "/v1/loads?include=core", timeout)
         try:
             share = max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
             if not 0 <= share <= 1:

@@ -246,26 +246,21 @@ class Fleet:
             await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
             if await self._answers(member, silence):
                 silence.heard()
+                with contextlib.suppress(RolloutError):
+                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share(HEALTH_EVERY))
             elif silence.look() >= limit:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
     async def _answers(self, member: Member, silence: Silence) -> bool:
         """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
         limit = self._config.rollout.health_timeout
-        asked = asyncio.create_task(self._ask_health(member))
+        asked = asyncio.create_task(member.client.healthy(None))
         try:
             while not asked.done() and (left := limit - silence.look()) > 0:
                 await asyncio.wait({asked}, timeout=min(HEALTH_EVERY, left))
             return asked.done() and asked.result()
         finally:
             asked.cancel()
-
-    async def _ask_health(self, member: Member) -> bool:
-        if not await member.client.healthy(None):
-            return False
-        with contextlib.suppress(RolloutError):
-            member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
-        return True
 
     async def doubt(self, member: Member, error: ServerLost) -> None:
         """A request was lost there: is the server, too?"""

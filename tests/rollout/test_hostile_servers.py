@@ -31,7 +31,7 @@ def run(server: Server, work):
 def test_a_redirect_takes_no_prompt_and_no_key_elsewhere(status):
     async def work(asked):
         found = []
-        for ask in (lambda: asked.generate("r", [1]), asked.model_info, asked.rest, asked.kv_cache_share):
+        for ask in (lambda: asked.generate("r", [1]), asked.model_info, asked.rest, lambda: asked.kv_cache_share(30)):
             with pytest.raises((ServerLost, RolloutError)) as error:
                 await ask()
             found.append(str(error.value))
@@ -88,7 +88,7 @@ def test_a_body_is_read_up_to_what_an_honest_one_can_have(body):
 
     async def work(asked):
         said = []
-        for ask in (lambda: asked.generate("r", [1]), asked.model_info, asked.kv_cache_share):
+        for ask in (lambda: asked.generate("r", [1]), asked.model_info, lambda: asked.kv_cache_share(30)):
             with pytest.raises((ServerLost, RolloutError)) as error:
                 await ask()
             said.append(str(error.value))
@@ -139,7 +139,7 @@ def test_words_of_a_server_are_one_plain_line(status, shape):
 
     async def work(asked):
         said = []
-        for ask in (lambda: asked.generate("r", [1]), asked.rest, asked.kv_cache_share):
+        for ask in (lambda: asked.generate("r", [1]), asked.rest, lambda: asked.kv_cache_share(30)):
             try:
                 made = await ask()
                 said += [made.error] if made is not None else []
@@ -197,7 +197,7 @@ def test_a_load_that_is_no_share_is_none(share):
             return web.Response(text=f'{{"loads": [{{"token_usage": {share}}}]}}', content_type="application/json")
 
     with pytest.raises(RolloutError, match="does not tell its load"):
-        run(Loaded(), lambda asked: asked.kv_cache_share())
+        run(Loaded(), lambda asked: asked.kv_cache_share(30))
 
 
 def test_own_words_of_anything():

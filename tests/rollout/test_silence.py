@@ -5,7 +5,7 @@ import threading
 import time
 
 from aiohttp import web
-from stand_ins import VOCABULARY, Server, external, listening
+from stand_ins import VOCABULARY, Server, external, fleet_of, listening
 
 from dynamo_megatron.rollout import fleet, silence
 from dynamo_megatron.rollout.client import open_session
@@ -85,3 +85,18 @@ def test_servers_are_not_condemned_for_what_held_this_process(monkeypatch):
     server = SlowlyHealthy()
     with Elsewhere(server) as url:
         asyncio.run(work(url))
+
+
+def test_a_server_that_does_not_tell_its_load_stays(monkeypatch):
+    monkeypatch.setattr(fleet, "HEALTH_EVERY", 0.3)
+
+    class Unspoken(Server):
+        async def load(self, request: web.Request) -> web.Response:
+            await asyncio.sleep(60)
+
+    async def work():
+        async with fleet_of(Unspoken(), health_timeout=2.0) as (servers, _), servers.watched():
+            await asyncio.sleep(5)
+            assert set(servers.serving()) == {"server-0"} and servers.notes == []
+
+    asyncio.run(work())
