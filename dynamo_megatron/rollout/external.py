@@ -46,7 +46,7 @@ class External:
         rollout = self._config.rollout
         async with open_session() as session:
             while True:
-                endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key, shared=True)
+                endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key)
                 try:
                     client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -19,15 +20,18 @@ import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.announcements import Announced
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.client import ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
+CONNECTIONS = REFUSALS // 2  # refusals that connections lost in one moment count for, however many they are
+MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 
 
@@ -54,6 +58,7 @@ class Member:
     gone: asyncio.Future
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
+    lost: float = -math.inf  # monotonic seconds: the last moment that connections were lost in
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
 
     @property
@@ -64,8 +69,9 @@ class Member:
 class Fleet:
     """`on_change` is called when a server comes or goes. Use `open` within `session`'s life, and cancel nothing."""
 
-    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int]):
-        self._config, self._session, self._eos_token_ids = config, session, eos_token_ids
+    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
+        self._config, self._session = config, session
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._members: dict[str, Member] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out, of those that were up or tried to be
         self._final: set[str] = set()  # names of those that will not come again
@@ -101,7 +107,8 @@ class Fleet:
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._members:
             self._leave(endpoint.name, "it was restarted")
-        client = SGLangClient(self._session, endpoint, self._config.rollout, self._eos_token_ids)
+        rollout = self._config.rollout
+        client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         version = 0 if self.version is None else None
         gone = asyncio.get_running_loop().create_future()
         self._members[endpoint.name] = Member(endpoint, client, self._sources[endpoint.name], version, gone)
@@ -234,27 +241,41 @@ class Fleet:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _watch_one(self, member: Member) -> None:
-        limit = self._config.rollout.health_timeout
-        heard = time.monotonic()
+        limit, silence = self._config.rollout.health_timeout, Silence()
         while not member.gone.done():
             await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
-            if await member.client.healthy(max(0.1, heard + limit - time.monotonic())):
-                heard = time.monotonic()
+            if await self._answers(member, silence):
+                silence.heard()
                 with contextlib.suppress(RolloutError):
-                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
-            elif time.monotonic() - heard >= limit:
+                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share(HEALTH_EVERY))
+            elif silence.look() >= limit:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
-    async def doubt(self, member: Member, error: str) -> None:
-        """A request was lost there: is the server, too?"""
-        self.refused(member.name, error)
-        if not member.gone.done() and not await member.client.healthy(self._config.rollout.health_timeout):
-            self.condemn(member, error)
+    async def _answers(self, member: Member, silence: Silence) -> bool:
+        """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
+        limit = self._config.rollout.health_timeout
+        asked = asyncio.create_task(member.client.healthy(None))
+        try:
+            while not asked.done() and (left := limit - silence.look()) > 0:
+                await asyncio.wait({asked}, timeout=min(HEALTH_EVERY, left))
+            return asked.done() and asked.result()
+        finally:
+            asked.cancel()
 
-    def refused(self, name: str, error: str) -> None:
-        """The server did not take a request that another one takes."""
+    async def doubt(self, member: Member, error: ServerLost) -> None:
+        """A request was lost there: is the server, too?"""
+        if not isinstance(error, ConnectionLost):
+            self.refused(member.name, str(error))
+        elif time.monotonic() - member.lost >= MOMENT:
+            member.lost = time.monotonic()
+            self.refused(member.name, str(error), CONNECTIONS)
+        if not member.gone.done() and not await self._answers(member, Silence()):
+            self.condemn(member, str(error))
+
+    def refused(self, name: str, error: str, count: int = 1) -> None:
+        """The server did not take a request that another one takes; it counts as `count`."""
         if (member := self._members.get(name)) is not None:
-            member.refusals += 1
+            member.refusals += count
             if member.refusals >= REFUSALS:
                 self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
 

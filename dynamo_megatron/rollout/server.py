@@ -21,13 +21,15 @@ import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.listening import GLOO_INTERFACE, interface_of
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
+LAST_WORDS = 1 << 20  # bytes of its log in which a server that ended may have said why
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -224,11 +226,11 @@ class SGLangServer:
 
     def _last_words(self) -> str:
         with self.log.open("rb") as log:
-            log.seek(self._log_start)
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LAST_WORDS))
             text = log.read().decode(errors="replace")
         errors = [match.group().strip() for match in ERROR_LINE.finditer(text)]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return (errors or lines or ["its log is empty"])[-1]
+        return on_one_line((errors or lines or ["its log is empty"])[-1], LONGEST)
 
     def _command(self, on_cpu: bool) -> list[str]:
         config = self._config

@@ -11,6 +11,7 @@ from stand_ins import Server, listening, reply
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.resharding.server_api import call, rest, set_version
 from dynamo_megatron.rollout import client
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -180,7 +181,7 @@ def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch)
 
 
 def test_an_older_sglang_says_its_weight_version_once():
-    meta = reply("r")["meta_info"]
+    meta = reply("r;")["meta_info"]
     del meta["weight_versions"]
 
     async def work():
@@ -189,6 +190,24 @@ def test_an_older_sglang_says_its_weight_version_once():
             return await SGLangClient(session, Endpoint("old", 1, url, 1, ""), RolloutConfig(), []).generate("r", [1])
 
     assert asyncio.run(work()).weight_versions == [(4, 0, 3)]
+
+
+def test_what_a_stranger_without_a_key_has_cached_is_dropped_by_a_push(sglang_server):
+    """Token 0, which /health generates from: some models' prompts all begin with it."""
+    endpoint = sglang_server.endpoint
+
+    def cached() -> int:
+        prompt = {"input_ids": [0, *PROMPT], "sampling_params": {"max_new_tokens": 1}}
+        return call(endpoint, "/generate", prompt, 60)["meta_info"]["cached_tokens"]
+
+    rest(endpoint)
+    seen = []
+    for end in (lambda: None, lambda: set_version(endpoint, 0)):
+        call(dataclasses.replace(endpoint, api_key=""), "/health_generate", None, 60)
+        end()
+        seen.append(cached())
+        rest(endpoint)
+    assert seen == [1, 0]
 
 
 def test_a_server_answers_nobody_without_its_key(sglang_server):

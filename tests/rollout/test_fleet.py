@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import Prompt
@@ -95,7 +97,7 @@ def fleet(tiny_model, tmp_path_factory):
     config = configuration(
         tiny_model, folder, servers=2, python=str(python), max_new_tokens=300, timeout=120.0, health_timeout=4.0
     )
-    worker = RolloutWorker(config, [END])
+    worker = RolloutWorker(config, [END], VOCABULARY)
     worker.start()
     try:
         worker.wait_ready()
@@ -160,6 +162,22 @@ def test_a_frozen_server_is_replaced(fleet):
 
 
 @pytest.mark.full
+def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
+    """For longer than rollout.health_timeout."""
+    worker, _ = fleet
+    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
+    before = [p.pid for name in ("server-0", "server-1") for p in processes_of(name)]
+
+    def hold_up():
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        threading.Timer(12, os.kill, (worker._process.pid, signal.SIGCONT)).start()
+
+    result = worker.generate(14, PROMPTS, [16] * 4, on_count=once(hold_up))
+    assert closed(result, 64)["failed"] == 0 and not any("left the rotation" in n for n in result.notes), result.notes
+    assert [p.pid for name in ("server-0", "server-1") for p in processes_of(name)] == before
+
+
+@pytest.mark.full
 def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
     worker, _ = fleet
     endpoints = {e.name: e for e in worker.begin_push(3)}
@@ -204,7 +222,7 @@ def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_dead
     options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
     for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
         config = configuration(tiny_model, tmp_path / str(share), **options, step_deadline=5.0, min_share=share)
-        other = RolloutWorker(config, [])  # no end token of ours; the model's own still ends a response
+        other = RolloutWorker(config, [], VOCABULARY)  # no end token of ours; the model's own still ends a response
         other.start()
         try:
             other.wait_ready()

@@ -5,8 +5,9 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import Server, external, fleet_of, listening, reply
+from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
 
+from dynamo_megatron.rollout import fleet as fleet_module
 from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.fleet import Fleet
@@ -61,25 +62,86 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("status", [503, 401, 500, "closed", "not json", "a page", *NONSENSE], ids=str)
-def test_a_server_that_serves_nobody_costs_no_rollout(status):
-    async def close(rid):
-        raise ConnectionResetError
+def one_token(token, logprob=-1.0) -> dict:
+    return {"output_token_logprobs": [[-1.0, 7, None], [logprob, token, None], [-1.0, 7, None]]}
 
+
+def one_span(**said) -> dict:
+    return {"weight_versions": [{"version": "0", "start": 0, "end": 3} | said]}
+
+
+# Of the reply that the server otherwise sends, these keys.
+GARBAGE = {
+    "an id beyond the vocabulary": one_token(10_000_000),
+    "a negative id": one_token(-1),
+    "2 ** 40": one_token(2**40),
+    "an id of 40 digits": one_token(int("9" * 40)),
+    "an id in text": one_token("7"),
+    "no id": one_token(None),
+    "a fraction": one_token(7.5),
+    "a true id": one_token(True),
+    "a logprob above 0": one_token(7, 0.5),
+    "nan": one_token(7, float("nan")),
+    "a version of 40 digits": one_span(version="9" * 40),
+    "a version of another kind": one_span(version=0),
+    "a gap": one_span(start=1),
+    "too long a span": one_span(end=2**40),
+    "nothing": {"output_token_logprobs": [], "completion_tokens": 0, "weight_versions": []},
+    "too much": {
+        "output_token_logprobs": [[-1.0, 7, None]] * 7,
+        "completion_tokens": 7,
+        "weight_versions": [{"version": "0", "start": 0, "end": 7}],
+    },
+    "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
+    "another's response": {"id": "another;"},
+}
+
+
+@pytest.mark.parametrize("status", [503, 401, 500, "not json", "a page", *NONSENSE, *GARBAGE], ids=str)
+def test_a_server_that_serves_nobody_costs_no_rollout(status):
     def misbehave(rid, number):
-        if status == "closed":
-            return close(rid)
         if status == "a page":
             return web.Response(text="<html>", content_type="text/html")
+        if status in GARBAGE:
+            return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | GARBAGE[status]})
         if status in NONSENSE:
             return web.json_response(NONSENSE[status])
         if status == "not json":
             return web.Response(text="{", content_type="application/json")
         return web.json_response({"error": {"message": "no"}}, status=status)
 
-    outcomes, sampling, fleet = sample(Server(misbehave), Server(), requests=80)
+    servers = Server(misbehave), Server()
+    outcomes, sampling, fleet = sample(*servers, requests=80, max_new_tokens=6, health_timeout=20.0)
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
     assert sampling.uses["server-0"].retries > 0
+    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
+
+
+class Closing(Server):
+    """Closes the connections of its first `count` requests."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.left = count
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if isinstance((await request.json())["rid"], str) and self.left:
+            self.left -= 1
+            await asyncio.sleep(0.01)
+            request.transport.close()
+        return await super().generate(request)
+
+
+def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
+    outcomes, sampling, fleet = sample(Closing(40), health_timeout=20.0)
+    assert not any(r.error for r, _ in outcomes.values()) and sampling.uses["server-0"].retries == 40
+    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
+
+
+def test_a_server_that_closes_every_connection_leaves_and_costs_no_rollout(monkeypatch):
+    monkeypatch.setattr(fleet_module, "MOMENT", 0.005)
+    outcomes, _, fleet = sample(Closing(1000), Server(), requests=80, concurrency=8, health_timeout=20.0)
+    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
@@ -131,8 +193,17 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     def refuse(rid, number):
         return web.json_response({}, status=503)
 
-    with pytest.raises(PushNeeded, match=r"no server has the weights of step 0: server-0: it took none of 16"):
-        sample(Server(refuse), pushed=True)
+    def garbage(rid, number):
+        return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | one_token(10_000_000)})
+
+    why = "no server has the weights of step 0: server-0: it took none of 16 requests in a row; the last: "
+    with pytest.raises(PushNeeded, match=why):
+        sample(Server(refuse), pushed=True, health_timeout=20.0)
+    nonsense = (
+        r".* answers with nonsense: token id 10000000 is not in the vocabulary \(0 to 127\); does it serve model.path"
+    )
+    with pytest.raises(PushNeeded, match=why + nonsense):
+        sample(Server(garbage), pushed=True, health_timeout=20.0)
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
@@ -141,7 +212,7 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
 def test_servers_that_are_not_there_are_named():
     async def work():
         async with open_session() as session:
-            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [])
+            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
             try:
                 await fleet.wait_started()
@@ -160,7 +231,7 @@ def test_somebody_elses_server_may_come_up_late(monkeypatch):
         async with listening(Server()) as url:
             port = int(url.rpartition(":")[2])
         async with open_session() as session:
-            fleet = Fleet(external([url]), session, [])
+            fleet = Fleet(external([url]), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
             starting = asyncio.create_task(fleet.wait_started())
             await asyncio.sleep(1.0)  # six failures
