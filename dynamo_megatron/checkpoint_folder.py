@@ -1,8 +1,9 @@
 """The checkpoint folders of a run on disk: which are complete is found by what they hold, never by a pointer.
 
-`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`, which lists all
-of them with their sizes and checksums and says what model, layout and step they are of. A checkpoint is written under a
-hidden name; its data is on disk before the manifest is, and the manifest before the folder takes its name.
+`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json` with the arrays of that state in
+`state.safetensors`, and `manifest.json`, which lists all of them with their sizes and checksums and says what model,
+layout and step they are of. A checkpoint is written under a hidden name; its data is on disk before the manifest is,
+and the manifest before the folder takes its name.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
 from dynamo_megatron.checksums import file_checksum, file_checksums
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.whole_files import replacing, sync_to_disk
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
-STATE_FILE = "state.json"
+STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
 MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
 
 
@@ -162,9 +168,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Rank 0's state of a checkpoint. Raises ValueError where it cannot be read."""
-    return _read_json(folder / STATE_FILE)
+def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Rank 0's state of a checkpoint: plain data, and arrays among the values of its parts. Raises OSError."""
+    kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
+    arrays = {f"{p}.{k}": v for p, part in state.items() for k, v in part.items() if isinstance(v, np.ndarray)}
+    with replacing(folder / STATE_FILE) as file:
+        file.write(json.dumps(kept).encode())
+    if arrays:
+        with replacing(folder / ARRAYS_FILE) as file:
+            file.write(safetensors.numpy.save(arrays))
+
+
+def read_state(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
+    cannot be read."""
+    state, file = _read_json(folder / STATE_FILE), folder / ARRAYS_FILE
+    if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
+        raise ValueError(f"{folder / STATE_FILE}: not the state of a run")
+    try:
+        arrays = safetensors.numpy.load_file(file) if file.is_file() else {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    for name, array in arrays.items():
+        part, _, key = name.partition(".")
+        state.setdefault(part, {})[key] = array
+    return state
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
@@ -220,5 +248,5 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {on_one_line(str(error), 200)}") from None

@@ -132,7 +132,7 @@ class OutputDir:
     def stream_state(self) -> dict[str, Any] | None:
         """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
         last = latest_checkpoint(self.path / "checkpoints")
-        return read_state(last[1])["stream"] if last is not None else None
+        return read_state(last[1]).get("stream") if last is not None else None
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
