@@ -241,9 +241,9 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
 
 
 # What RolloutAllocator({"half_life": 3}) came to after two steps, as checkpoints held it when its numbers were lists.
-RECORDED = """{"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"], "trials": [3.0,
-3.5874010519681994, 1.0], "successes": [1.0, 1.7937005259840997, 0.0], "reward_mean": [0.6, 0.5836259998963337, 0.0], "reward_squares":
-[0.42000000000000004, 0.6617624630231497, 0.0]}}"""
+RECORDED = """{"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"],
+"trials": [3.0, 3.5874010519681994, 1.0], "successes": [1.0, 1.7937005259840997, 0.0],
+"reward_mean": [0.6, 0.5836259998963337, 0.0], "reward_squares": [0.42000000000000004, 0.6617624630231497, 0.0]}}"""
 
 
 def test_a_state_of_lists_in_an_older_checkpoint_is_that_of_arrays_in_a_new_one(tmp_path):

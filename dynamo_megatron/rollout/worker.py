@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
+from dynamo_megatron.log_files import log_to
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -216,10 +217,7 @@ def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    log_to(Path(log))
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 
