@@ -15,7 +15,7 @@ from dynamo_megatron.plain_text import on_one_line
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
 CHECKED_BYTES = 4 << 20  # at the end of a file: where a kill, a full disk or a power cut leaves its marks
-BLOCK = 1 << 20  # bytes
+BLOCK = 1 << 16  # bytes
 
 
 class StepLog:
