@@ -1,14 +1,14 @@
 """The checkpoint folders of a run on disk: which are complete is found by what they hold, never by a pointer.
 
-`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`, which lists all
-of them with their sizes and checksums and says what model, layout and step they are of. A checkpoint is written under a
-hidden name; its data is on disk before the manifest is, and the manifest before the folder takes its name.
+`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json` with the arrays of that state in
+`state.safetensors`, and `manifest.json`, which lists all of them with their sizes and checksums and says what model,
+layout and step they are of. A checkpoint is written under a hidden name; its data is on disk before the manifest is,
+and the manifest before the folder takes its name.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,13 +16,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
 from dynamo_megatron import plain_json
 from dynamo_megatron.checksums import file_checksum, file_checksums
+from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.whole_files import replacing, sync_to_disk
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
-STATE_FILE = "state.json"
-LARGEST_STATE = 8 << 30  # bytes; a million prompts take 54 MB
+STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
+LARGEST_STATE = 8 << 30  # bytes; a million prompts of a run from before there were arrays take 54 MB
 MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
 
 
@@ -139,20 +145,17 @@ def write_manifest(
     if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's late
         raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
     sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
-    with open(folder / MANIFEST_FILE, "w", encoding="utf-8") as file:
-        json.dump({**contents, "files": files, "checksums": sums}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
+    with replacing(folder / MANIFEST_FILE, sync=True) as file:
+        file.write(json.dumps({**contents, "files": files, "checksums": sums}, indent=1).encode())
 
 
 def sync_folder(folder: Path) -> dict[str, int]:
     """Waits until the files of a folder are on disk; returns their sizes, bytes."""
     files = {}
     for file in sorted(folder.iterdir()):
-        _sync(file)
+        sync_to_disk(file)
         files[file.name] = file.stat().st_size
-    _sync(folder)
+    sync_to_disk(folder)
     return files
 
 
@@ -170,13 +173,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Rank 0's state of a checkpoint. Raises ValueError where it cannot be read."""
-    file = folder / STATE_FILE
+def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Rank 0's state of a checkpoint: plain data, and arrays among the values of its parts. Raises OSError."""
+    kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
+    arrays = {f"{p}.{k}": v for p, part in state.items() for k, v in part.items() if isinstance(v, np.ndarray)}
+    with replacing(folder / STATE_FILE) as file:
+        file.write(json.dumps(kept).encode())
+    if arrays:
+        with replacing(folder / ARRAYS_FILE) as file:
+            file.write(safetensors.numpy.save(arrays))
+
+
+def read_state(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
+    cannot be read."""
+    file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
     try:
-        return json.loads(plain_json.read_bytes(file, LARGEST_STATE))  # not `read`: statistics may be NaN
+        state = json.loads(plain_json.read_bytes(file, LARGEST_STATE))  # not `plain_json.read`: statistics may be NaN
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{file}: {on_one_line(str(error), 200)}") from None
+    if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
+        raise ValueError(f"{file}: not the state of a run")
+    try:
+        arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{arrays_file}: {error}") from None
+    for name, array in arrays.items():
+        part, _, key = name.partition(".")
+        state.setdefault(part, {})[key] = array
+    return state
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
@@ -206,7 +233,7 @@ def publish(
     folder = aside.with_name(f"step-{step:06d}")
     damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
     aside.rename(folder)
-    _sync(folder.parent)
+    sync_to_disk(folder.parent)
     if damaged is not None:
         shutil.rmtree(damaged, ignore_errors=True)
     for _, old in complete_checkpoints(folder.parent)[:-keep_last]:
@@ -225,11 +252,3 @@ def _hide(folder: Path) -> Path:
 def _named_step(folder: Path) -> int | None:
     found = re.fullmatch(r"step-(\d{6,})", folder.name)
     return int(found[1]) if found else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

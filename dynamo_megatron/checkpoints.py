@@ -16,13 +16,15 @@ from dynamo_megatron.resharding.folder import export_huggingface
 
 
 class HasState(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and arrays, none of which change later. Called at every step."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where `state` is not one of its own."""
 
 
 class Checkpoints:
-    """The policy together with `parts`, rank 0's own state (plain data). `parts` and `say` are rank 0's alone.
+    """The policy together with `parts`, rank 0's own state. `parts` and `say` are rank 0's alone.
 
     All methods but `take_waited` are collective over all ranks; those that save raise OSError where the disk is full,
     with `checkpoint.async` possibly at a later call than the one that began the save.
@@ -54,6 +56,8 @@ class Checkpoints:
                     self._say(f"{folder}: {UNVERIFIED}")
                 state = read_state(folder)
                 for name, part in self._parts.items():
+                    if name not in state:
+                        raise ValueError(f"{folder}: its state has no {name}: it is of another command, or altered")
                     part.load_state_dict(state[name])
                 self._say(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s")
             self._saved = step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 import os
 import reprlib
 import typing
@@ -20,6 +21,10 @@ from dynamo_megatron import shipped
 from dynamo_megatron.config import Config
 from dynamo_megatron.credentials import in_urls
 from dynamo_megatron.peer_keys import PREFIX, last_part, whole_name
+from dynamo_megatron.plain_text import on_one_line
+
+MOST_VALUES = 100_000  # in a config
+LONGEST_INTEGER = 1024  # bits: Python turns longer ones neither into a float nor, from some length on, into text
 
 
 class ConfigError(ValueError):
@@ -40,7 +45,7 @@ def compose(
     for file in files:
         with merged.collected():
             path, name = _locate(file)
-            merged.add(_read(path, name), (), name)
+            merged.add(read_yaml(path, name), (), name)
     for override in overrides:
         with merged.collected():
             merged.add(_nested(override), (), "the command line")
@@ -54,7 +59,7 @@ def compose(
         lines = list(_lines(error, merged.origins, set() if unread else merged.meant, missing=not unread))
         faults += lines or ([] if faults else [str(error)])
     if faults:
-        raise ConfigError("\n".join(dict.fromkeys(faults)))
+        raise ConfigError("\n".join(dict.fromkeys(map(on_one_line, faults))))
     return config, merged.origins
 
 
@@ -133,7 +138,8 @@ def _nearest_file(word: str) -> str:
     return "; `dynamo-megatron configs` lists those; a single key is set with key=value"
 
 
-def _read(path: Path, name: str) -> dict[str, Any]:
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """The mapping that a file holds; empty for an empty file. Raises ConfigError that calls the file `name`."""
     try:
         content = _parse(path.read_text(encoding="utf-8"), name)
     except UnicodeDecodeError as error:
@@ -161,7 +167,26 @@ def _nested(override: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would keep the last."""
+    """Refuses a key that stands twice in a mapping, of which YAML would keep the last, and aliases that multiply.
+    Raises yaml.YAMLError alone, where PyYAML lets Python's own errors through (2026-99-99, 5,000 digits)."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            why = f"its aliases stand for more than {MOST_VALUES} values"
+            raise yaml.constructor.ConstructorError(problem=why, problem_mark=node.start_mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            valid = not isinstance(value, int) or value.bit_length() <= LONGEST_INTEGER
+        except (ValueError, KeyError, AttributeError):
+            valid = False
+        if not valid:
+            why = f"{reprlib.repr(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(problem=why, problem_mark=node.start_mark)
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}
@@ -175,14 +200,25 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _values(node: yaml.Node, seen: dict[int, float]) -> float:
+    """Number of keys and values in a node with every alias written out; infinite where one is part of itself."""
+    if id(node) not in seen:
+        seen[id(node)] = math.inf
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        seen[id(node)] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_values(part, seen) for part in inner))
+    return seen[id(node)]
+
+
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{on_one_line(what, 200)}: not YAML (too many levels of brackets or indentation)") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and "=" not in what else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{what}{line}: not YAML ({problem})") from None
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{on_one_line(what, 200)}{line}: not YAML ({on_one_line(problem, 200)})") from None
 
 
 def _fields(kind: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import yaml
+from pydantic import ValidationError
 
 from dynamo_megatron import plain_json
 from dynamo_megatron.checkpoint_folder import (
@@ -24,7 +24,7 @@ from dynamo_megatron.checkpoint_folder import (
     write_manifest,
 )
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config_files import ConfigError, read_yaml
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, companion_files
 from dynamo_megatron.models.mapping import huggingface_shapes
@@ -65,13 +65,11 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
 def run_config(checkpoint: Path) -> Config:
     """The config of the run that a checkpoint is in. Raises ConfigError."""
     file = checkpoint.parents[1] / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}")
     try:
-        return Config.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except RecursionError:
-        raise ConfigError(f"{file}: not the config of a run: nested too deep") from None
-    except OSError:
-        raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}") from None
-    except (yaml.YAMLError, ValueError) as error:  # pydantic's among them
+        return Config.model_validate(read_yaml(file, str(file)))
+    except ValidationError as error:
         raise ConfigError(f"{file}: not the config of a run: {on_one_line(str(error), 500)}") from None
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, identity, to_plain
+from dynamo_megatron.config_files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
-from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
+from dynamo_megatron.whole_files import replacing
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
@@ -40,12 +42,13 @@ class OutputDir:
         last = latest_checkpoint(self.path / "checkpoints")
         if last is None:
             return None
-        step, trainer = last[0], self._config.trainer
-        metrics, evaluations = (
-            [row for row in read_rows(self.path / f"{name}.jsonl") if row["step"] <= step]
-            for name in ("metrics", "evaluations")
-        )
-        why = StopRule(trainer.stop_when).replay([*metrics, *evaluations]) if trainer.stop_when else None
+        step, trainer, why = last[0], self._config.trainer, None
+        try:
+            evaluations = list(self._rows("evaluations", step))
+            if trainer.stop_when is not None and trainer.stop_when.metric is not None:
+                why = StopRule(trainer.stop_when).replay(self._rows("metrics", step), evaluations)
+        except ValueError as error:
+            raise ConfigError(f"output_dir: {error}") from None
         if step < trainer.steps and why is None:
             return None
         if self._config.eval.every and all(e["step"] != step for e in evaluations):
@@ -55,6 +58,10 @@ class OutputDir:
         if step >= trainer.steps:
             return f"{self.path}: already at step {step} of {trainer.steps}"
         return f"{self.path}: already finished at step {step}: {why}"
+
+    def _rows(self, name: str, last: int) -> Iterator[dict[str, Any]]:
+        rows = read_rows(self.path / f"{name}.jsonl", "step")
+        return itertools.takewhile(lambda row: row["step"] <= last, rows)
 
     def _exported(self, step: int, evaluations: list[dict[str, Any]]) -> bool:
         match self._config.checkpoint.export_hf:
@@ -70,7 +77,7 @@ class OutputDir:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
         try:
             folder = NewFolder(self.path)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
@@ -89,7 +96,8 @@ class OutputDir:
             self._claimed.discard(why)
 
     def check(self) -> None:
-        """Raises ConfigError where the folder holds results that are not this run's, or files that are no run's."""
+        """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, or files
+        of this run that are broken where it would go on."""
         refuse_foreign(self.path)
         if not has_results(self.path):
             return
@@ -103,6 +111,12 @@ class OutputDir:
             unsaved = latest_checkpoint(self.path / "checkpoints") is None
             hint = "it has no checkpoint: delete it, or name another folder" if unsaved else "name another folder"
             raise ConfigError(f"output_dir: {self.path} holds a run with another {', '.join(differ)}; {hint}")
+        last = latest_checkpoint(self.path / "checkpoints")
+        for name in STEP_LOGS:
+            try:
+                kept_bytes(self.path / name, last[0] if last is not None else 0)
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"output_dir: {error}") from None
 
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""
@@ -112,12 +126,13 @@ class OutputDir:
                 f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
                 f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
             )
-        file.write_text(text, encoding="utf-8")
+        with replacing(file) as whole:
+            whole.write(text.encode())
 
     def stream_state(self) -> dict[str, Any] | None:
         """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
         last = latest_checkpoint(self.path / "checkpoints")
-        return read_state(last[1])["stream"] if last is not None else None
+        return read_state(last[1]).get("stream") if last is not None else None
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
@@ -127,13 +142,15 @@ class OutputDir:
             for rollouts in self.path.glob("rollouts/step-*.jsonl"):
                 if int(rollouts.stem.removeprefix("step-")) > step + 1:
                     rollouts.unlink()
-        aside = self._file.with_suffix(".tmp")
-        aside.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-        aside.rename(self._file)
+        with replacing(self._file) as file:
+            file.write(yaml.safe_dump(plain, sort_keys=False).encode())
 
     def _saved(self) -> dict[str, Any]:
-        """config.yaml; keys that came to the config since then have their defaults."""
-        plain = yaml.safe_load(self._file.read_text(encoding="utf-8"))
+        """config.yaml; keys that came to the config since then have their defaults. Raises ConfigError."""
+        try:
+            plain = read_yaml(self._file, str(self._file))
+        except ConfigError as error:
+            raise ConfigError(f"output_dir: {error}; restore it from a copy, or name another folder") from None
         try:
             return to_plain(Config.model_validate(plain))
         except ValidationError:  # a key is gone since then: it is named among those that differ
@@ -146,11 +163,16 @@ def every_export(output: Path, step: int) -> Path:
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step whose weights an exported folder has; None where there is none."""
+    """The step whose weights an exported folder has; None where there is none. Raises ConfigError."""
     file = folder / EXPORT_FILE
-    return json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
 
 
 def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
     """The step of the best evaluation, the first of equals, by pass@k of the first `eval.k`."""
-    return max(evaluations, key=lambda e: e[f"eval/pass@{config.eval.k[0]}"])["step"]
+    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

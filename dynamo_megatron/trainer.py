@@ -51,7 +51,8 @@ class Trainer:
         self.turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
         pusher = WeightPusher(policy, rollout, coordinator)
         self.serving = Serving(pusher, coordinator, self.layout.host, say, self.turns)
-        self.checkpoints = Checkpoints(policy, config, {"stream": stream, "allocator": allocator}, say)
+        parts = {"stream": stream, "allocator": allocator.history} if allocator is not None else {}
+        self.checkpoints = Checkpoints(policy, config, parts, say)
         self.start = self.checkpoints.resume()
 
     def run(self) -> None:

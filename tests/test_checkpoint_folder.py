@@ -7,8 +7,10 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.checkpoint_folder import (
     after_a_stop,
     choose_checkpoint,
@@ -17,8 +19,10 @@ from dynamo_megatron.checkpoint_folder import (
     latest_checkpoint,
     publish,
     read_manifest,
+    read_state,
     unfinished_folder,
     verify,
+    write_state,
 )
 from dynamo_megatron.checksums import file_checksum
 
@@ -232,4 +236,49 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     monkeypatch.setattr(os, "rename", noted_rename)
     save(tmp_path / "checkpoints", 3)
     aside = ".step-000003.unfinished"
-    assert done == [*sorted(FILES), aside, "manifest.json", aside, f"{aside} -> step-000003", "checkpoints"]
+    manifest = [".manifest.json.tmp", ".manifest.json.tmp -> manifest.json", aside]
+    assert done == [*sorted(FILES), aside, *manifest, f"{aside} -> step-000003", "checkpoints"]
+
+
+# What RolloutAllocator({"half_life": 3}) came to after two steps, as checkpoints held it when its numbers were lists.
+RECORDED = """{"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"],
+"trials": [3.0, 3.5874010519681994, 1.0], "successes": [1.0, 1.7937005259840997, 0.0],
+"reward_mean": [0.6, 0.5836259998963337, 0.0], "reward_squares": [0.42000000000000004, 0.6617624630231497, 0.0]}}"""
+
+
+def test_a_state_of_lists_in_an_older_checkpoint_is_that_of_arrays_in_a_new_one(tmp_path):
+    (tmp_path / "state.json").write_text(RECORDED)
+    old, counts = RolloutAllocator({"half_life": 3}), []
+    for folder in (tmp_path, tmp_path / "new"):
+        allocator = RolloutAllocator({"half_life": 3})
+        allocator.history.load_state_dict(read_state(folder)["allocator"])
+        assert allocator.state_dict() == json.loads(RECORDED)["allocator"]
+        allocator.observe(["a", "d"], [0.1, 0.2], [0, 1], 3)
+        counts.append((allocator.allocate(["a", "b", "c", "d"], 40, step=4).tolist(), allocator.state_dict()))
+        if folder == tmp_path:
+            (tmp_path / "new").mkdir()
+            old.load_state_dict(json.loads(RECORDED)["allocator"])
+            write_state(tmp_path / "new", {"stream": {"position": 3}, "allocator": old.history.state_dict()})
+    assert counts[0] == counts[1]
+    kept = json.loads((tmp_path / "new" / "state.json").read_text())
+    assert kept == {"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"]}}
+    assert read_state(tmp_path / "new")["stream"] == {"position": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("state.json", b"[]", "state.json: not the state of a run"),
+        ("state.json", b'{"stream": 1}', "state.json: not the state of a run"),
+        ("state.json", b"[" * 100_000, "state.json: .*recursion"),
+        ("state.json", b'{"stream": {"position": ' + b"9" * 5000 + b"}}", "state.json: Exceeds the limit"),
+        ("state.safetensors", b"x", "state.safetensors: .*header"),
+        ("state.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "state.safetensors: .*header"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_by_name(tmp_path, name, data, says):
+    write_state(tmp_path, {"stream": {}, "allocator": {"trials": np.ones(2)}})
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=says) as refused:
+        read_state(tmp_path)
+    assert "\n" not in str(refused.value)

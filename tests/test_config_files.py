@@ -1,6 +1,7 @@
 """What is wrong with configs: every fault in one answer, a line each that names file, key and the way out."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,32 @@ def test_a_key_goes_to_services_of_one_host():
     ]
     assert refused("reward.api_key_env=K")[0].endswith("services of one host, and functions has none")
     assert compose([], ["reward.functions=[math,http://a/x,http://a/y]", "reward.api_key_env=K"], NEEDED)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data: {source: s\n", r":2: not YAML \(expected ',' or '}', .*\)"),
+        ("data: " + "[" * 2000, r": not YAML \(too many levels of brackets or indentation\)"),
+        (BOMB, r":1: not YAML \(its aliases stand for more than 100000 values\)"),
+        ("seed: 1\ndata: &a {b: *a}\n", r":1: not YAML \(its aliases .*\)"),
+        ("data:\n  source: s\nseed: 1\nseed: 2\n", r":4: not YAML \(the key seed stands twice, first on line 3\)"),
+        ("data: {source: s}\nseed: " + "9" * 6000, r":2: not YAML \('99*\.\.\.9*' is not a valid int\)"),
+        ("data: {source: s}\nseed: 0x" + "f" * 6000, r":2: not YAML \('0xf*\.\.\.f*' is not a valid int\)"),
+        ("seed: 2026-99-99\n", r":1: not YAML \('2026-99-99' is not a valid timestamp\)"),
+        ("seed: !!bool x\n", r":1: not YAML \('x' is not a valid bool\)"),
+        ("seed: !!timestamp x\n", r":1: not YAML \('x' is not a valid timestamp\)"),
+        ("seed: !!python/object:os.system x\n", r":1: not YAML \(could not determine a constructor .*\)"),
+        ("a: \0", r": not YAML \(unacceptable character #x0000: .*\)"),
+        ('data: {source: s}\n"a\\e[31mb": 1\n', ": unknown key a b; .*"),
+    ],
+)
+def test_a_file_that_no_parser_should_be_given_is_one_line(tmp_path, text, says):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        compose([str(file)], ["model.path=m", "output_dir=o"])
+    assert re.fullmatch(re.escape(str(file)) + says, str(refused.value)), refused.value

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 from dynamo_megatron.checkpoint_folder import write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.output_dir import OutputDir, best_step, exported_step
 
 
 def settings(folder: Path, **sections) -> Config:
@@ -103,7 +104,7 @@ def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
     output = OutputDir(settings(tmp_path))
     output.keep_chat_template("first")
     output.keep_chat_template("second")  # nothing came of the first
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     output.keep_chat_template("second")
     with pytest.raises(ConfigError, match=r"^data\.chat_template: .* is not what the run in .* began with"):
         output.keep_chat_template("third")
@@ -111,7 +112,7 @@ def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
 
 
 def test_the_seed_of_a_run_may_not_change(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     OutputDir(settings(tmp_path, seed=3)).take_over(0)
     OutputDir(settings(tmp_path, seed=3, data={"source": "s", "shuffle_seed": 3})).check()
     for other, key in (
@@ -123,7 +124,7 @@ def test_the_seed_of_a_run_may_not_change(tmp_path):
 
 
 def test_a_run_from_before_there_was_a_seed_resumes(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     OutputDir(settings(tmp_path)).take_over(0)
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     del saved["seed"]
@@ -209,3 +210,52 @@ def test_a_refused_start_keeps_a_log_that_its_message_names_and_what_is_not_a_st
         before = sorted(fill(folder, more).iterdir())
         output.discard(why.format(folder))
         assert sorted(folder.iterdir()) == before
+
+
+METRICS = '{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 0.5}\n'
+DRAWN = '{"step": 1, "prompt_id": "a", "n": 8}\n{"step": 2, "prompt_id": "a", "n": 8}\n'
+MEND = "restore the file from a copy, or delete this line of it"
+ANOTHER = "restore it from a copy, or name another folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("metrics.jsonl", METRICS + "{]\n", f":3: not JSON (Expecting property name .*); {MEND}"),
+        ("metrics.jsonl", METRICS + '{"reward/mean": 0.5}\n', f":3: no 'step'; {MEND}"),
+        ("metrics.jsonl", '{"step": "1"}\n' + METRICS, f":1: 'step' is not a whole number; {MEND}"),
+        ("metrics.jsonl", METRICS + "[" * 100_000 + "\n", f":3: not JSON (.*recursion.*); {MEND}"),
+        ("metrics.jsonl", METRICS + '{"step": ' + "9" * 6000 + "}\n", f":3: not JSON (Exceeds the limit.*); {MEND}"),
+        ("allocation.jsonl", DRAWN + "\0" * 20 + "\n", f":3: not JSON (.*); {MEND}"),
+        ("allocation.jsonl", "[1]\n" + DRAWN, f":1: a list, not an object; {MEND}"),
+        ("evaluations.jsonl", "\n", f":1: not JSON (.*); {MEND}"),
+        ("config.yaml", "model: {path: m\n", f":2: not YAML (.*); {ANOTHER}"),
+        ("config.yaml", "- model\n", f": a config is a mapping of sections, this is a list; {ANOTHER}"),
+        ("config.yaml", "model: " + "[" * 5000, f": not YAML (too many levels of brackets or indentation); {ANOTHER}"),
+        ("config.yaml", "\xff", f": not UTF-8 text (.*); {ANOTHER}"),
+    ],
+)
+def test_a_broken_file_of_a_run_is_one_line_before_anything_starts(tmp_path, name, text, says):
+    config = settings(tmp_path)
+    OutputDir(config).take_over(0)
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    (tmp_path / "allocation.jsonl").write_text(DRAWN)
+    OutputDir(config).check()
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    for refuses in (OutputDir(config).finished, OutputDir(config).claim):
+        with pytest.raises(ConfigError) as refused:
+            refuses()
+        expected = re.escape(says).replace(r"\.\*", ".*")
+        assert re.fullmatch(f"output_dir: {re.escape(str(tmp_path / name))}{expected}", str(refused.value)), refused
+
+
+def test_an_export_that_names_no_step_is_refused_with_its_file(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "export.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"hf/export\.json: names no step; delete .*hf, and the run exports"):
+        exported_step(tmp_path / "hf")
+
+
+def test_the_best_step_is_found_where_eval_k_has_changed(tmp_path):
+    config = settings(tmp_path, eval={"data": "d", "every": 2, "samples": 2, "k": [2]})
+    assert best_step([{"step": 0, "eval/pass@1": 0.9}, {"step": 2, "eval/pass@2": 0.0}], config) == 2

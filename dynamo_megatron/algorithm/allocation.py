@@ -11,7 +11,7 @@ import numpy as np
 from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
 from dynamo_megatron.algorithm.allocators.neyman import neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
-from dynamo_megatron.algorithm.history import History
+from dynamo_megatron.algorithm.history import COLUMNS, History
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
 
@@ -62,7 +62,7 @@ class RolloutAllocator:
         self.last: Allocation | None = None
         self._allocator = load_allocator(self.config.kind)(self.config)
         self._strata = strata
-        self._history = History(strata)
+        self.history = History(strata)
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
         """Rollouts of each prompt, int64 [N], aligned with `prompt_ids`, in which a prompt may occur twice.
@@ -73,10 +73,10 @@ class RolloutAllocator:
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
-        prompts = self._history.of(ids)
+        prompts = self.history.of(ids)
         variance, counts = np.zeros(0), np.zeros(0, np.int64)
         if ids:
-            variance = self._allocator.variance(prompts, self._history.pool())
+            variance = self._allocator.variance(prompts, self.history.pool())
             self._check_variance(ids, variance)
             counts = self._allocator.counts(prompts, variance, budget, low, high)
             self._check_counts(ids, counts, budget, low, high)
@@ -115,12 +115,13 @@ class RolloutAllocator:
         Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
         """
         keep = 0.5 ** (1 / self.config.half_life) if self._allocator.forgets else 1.0
-        self._history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
+        self.history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares."""
-        return self._history.state_dict()
+        state = self.history.state_dict()
+        return {"prompt_ids": list(state["prompt_ids"]), **{name: state[name].tolist() for name in COLUMNS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what was seen. Raises ValueError naming the prompt whose statistics contradict each other."""
-        self._history.load_state_dict(state)
+        self.history.load_state_dict(state)

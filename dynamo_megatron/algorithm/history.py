@@ -101,33 +101,50 @@ class History:
         with np.errstate(over="ignore", invalid="ignore"):
             updated = _merged(self._numbers[:, columns], _visit(index, reward, success.astype(np.float64)), keep)
         _check(list(visited), updated)
+        numbers = self._numbers.copy()  # earlier states keep theirs
         if new := sorted(i for i in visited if i not in self._column):
             self._column |= {i: n for n, i in enumerate(new, self._numbers.shape[1])}
             self._ids = self._ids + new
             self._strata = np.concatenate([self._strata, self._strata_of(new)])
-            self._numbers = np.concatenate([self._numbers, np.zeros((len(COLUMNS), len(new)))], axis=1)
+            numbers = np.concatenate([self._numbers, np.zeros((len(COLUMNS), len(new)))], axis=1)
             columns = np.fromiter((self._column[i] for i in visited), np.int64, len(visited))
-        self._numbers[:, columns] = updated
+        numbers[:, columns] = updated
+        self._numbers = numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: `prompt_ids` and, aligned with it, a list of numbers for each of COLUMNS."""
-        numbers = zip(COLUMNS, self._numbers[:, 1:].tolist(), strict=True)
-        return {"prompt_ids": list(self._ids), **dict(numbers)}
+        """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS.
+
+        Nothing is copied, and nothing of it changes later: a call at every step of a million prompts costs nothing."""
+        return {"prompt_ids": self._ids, **dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what was seen. Raises ValueError naming the prompt whose statistics contradict each other."""
+        """Replaces what was seen; the columns may also be lists. Raises ValueError naming the prompt whose statistics
+        contradict each other."""
         if missing := [name for name in ("prompt_ids", *COLUMNS) if name not in state]:
             raise ValueError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
-        ids = list(state["prompt_ids"])
-        if len(set(ids)) != len(ids) or any(len(state[name]) != len(ids) for name in COLUMNS):
-            raise ValueError("state: needs every prompt once and a number of it in each of " + ", ".join(COLUMNS))
-        for name in COLUMNS:
-            for prompt_id, number in zip(ids, state[name], strict=True):
-                if not isinstance(number, int | float):
-                    raise ValueError(f"prompt {prompt_id!r}: {name} is {number!r}, not a number")
-        numbers = np.array([state[name] for name in COLUMNS], np.float64).reshape(len(COLUMNS), len(ids))
+        ids, columns = state["prompt_ids"], [state[name] for name in COLUMNS]
+        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
+            raise ValueError("state: prompt_ids is not a list of texts")
+        if len(set(ids)) != len(ids):
+            raise ValueError("state: a prompt stands twice in prompt_ids")
+        for name, column in zip(COLUMNS, columns, strict=True):
+            _check_column(ids, name, column)
+        numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
         _check(ids, numbers)
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
+
+
+def _check_column(prompt_ids: Sequence[str], name: str, column: list | np.ndarray) -> None:
+    if isinstance(column, np.ndarray):
+        fits = column.dtype == np.float64 and column.shape == (len(prompt_ids),)
+    else:
+        fits = isinstance(column, list) and len(column) == len(prompt_ids)
+    if not fits:
+        raise ValueError(f"state: {name} has not one number of each of the {len(prompt_ids)} prompts")
+    if isinstance(column, list):
+        for prompt_id, number in zip(prompt_ids, column, strict=True):
+            if not isinstance(number, int | float):
+                raise ValueError(f"prompt {prompt_id!r}: {name} is {number!r}, not a number")
 
 
 def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:

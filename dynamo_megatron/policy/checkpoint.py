@@ -11,7 +11,6 @@ function of its own seed and position.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -40,7 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint_folder import STATE_FILE, check_model, fault, publish, unfinished_folder
+from dynamo_megatron.checkpoint_folder import check_model, fault, publish, unfinished_folder, write_state
 from dynamo_megatron.checksums import ChecksumWriter
 from dynamo_megatron.policy.checked_loading import CheckedCommon, CheckedParts
 from dynamo_megatron.policy.loading import verify_bytes
@@ -127,7 +126,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way: begun on all ranks, written by each for itself, to be completed on all ranks."""
 
-    def __init__(self, policy: Policy, folder: Path, step: int, state: str, writer: _Writer, background: bool):
+    def __init__(self, policy: Policy, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         self._contents = _contents(policy)
@@ -167,7 +166,7 @@ class Save:
         errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(parts) if error is not None]
         try:
             if not errors:
-                (self._folder / STATE_FILE).write_text(self._state, encoding="utf-8")
+                write_state(self._folder, self._state)
                 checksums = {name: checksum for _, of_rank, _ in parts for name, checksum in of_rank.items()}
                 self._writer.write_metadata([results for results, *_ in parts])
                 publish(self._folder, self.step, self._contents, checksums, keep_last, say)
@@ -179,8 +178,8 @@ class Save:
 
 
 def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, background: bool) -> Save:
-    """Begins to save step `step` under `root`; collective over all ranks. `state` (plain data) is rank 0's, None
-    elsewhere. The weights and `state` may change as soon as this returns. Raises OSError where the disk is full."""
+    """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
+    elsewhere. The weights may change as soon as this returns; `state` may not. Raises OSError if the disk is full."""
     layout, folder = policy.layout, None
     try:
         box = [unfinished_folder(root, step) if layout.rank == 0 else None]
@@ -197,7 +196,7 @@ def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, bac
         if layout.rank == 0 and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_not_saved(root, step, why)) from None
-    return Save(policy, folder, step, json.dumps(state), writer, background)
+    return Save(policy, folder, step, state, writer, background)
 
 
 def _file_error(error: BaseException) -> str | None:

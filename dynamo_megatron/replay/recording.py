@@ -69,7 +69,7 @@ def read_run(folder: Path) -> Recording:
     allocation was torn by a kill is left out. Raises ValueError for what is missing or broken.
     """
     config, notes = read_config(folder), []
-    rows = read_rows(folder / "allocation.jsonl")
+    rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")
     if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import Prompt, Rollout, plain_data
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths

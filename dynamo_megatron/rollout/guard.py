@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from dynamo_megatron.log_files import bound_log
+
 POLL_EVERY = 0.5  # seconds
 KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
@@ -60,7 +62,7 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it.
+    SIGUSR1 is passed on to it. Where stdout is a log, which the command shares, its size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_death)
@@ -72,6 +74,7 @@ def main(folder: str, command: list[str]) -> int:
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:
         if time.monotonic() > look:
             segments |= shared_memory_of(members(process.pid))
+            bound_log(1)
             look = time.monotonic() + LOOK_EVERY
     segments |= shared_memory_of(members(process.pid))
     with contextlib.suppress(ProcessLookupError):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
+from dynamo_megatron.log_files import log_to
 from dynamo_megatron.plain_text import on_one_line, print_printable
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
@@ -221,10 +222,7 @@ def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
     die_with_parent(END, parent)
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    log_to(Path(log))
     print_printable()
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_megatron.checkpoint_folder import latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import best_step, every_export, exported_step
-from dynamo_megatron.tracking.metrics import StepLog, read_rows
+from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.trackers import Tracker, open_trackers
@@ -51,12 +51,12 @@ class Journal:
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines of later steps are dropped."""
-        names = ("metrics", "allocation", "evaluations")
-        self._logs = {name: StepLog(self._folder / f"{name}.jsonl", keep_to=start) for name in names}
+        self._logs = {name.removesuffix(".jsonl"): StepLog(self._folder / name, keep_to=start) for name in STEP_LOGS}
         self._trackers = open_trackers(self._config, start)
-        self._evaluations = read_rows(self._folder / "evaluations.jsonl")
+        self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
-            self._why = self._rule.replay([*read_rows(self._folder / "metrics.jsonl"), *self._evaluations])
+            metrics = read_rows(self._folder / "metrics.jsonl", "step")
+            self._why = self._rule.replay(metrics, self._evaluations)
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""

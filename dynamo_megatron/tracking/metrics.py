@@ -1,23 +1,32 @@
-"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and fields in a line."""
+"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and fields in a line.
+
+A file of a run of 10,000 steps may have half a gigabyte, so that a resume reads some of its lines alone.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from dynamo_megatron.plain_text import on_one_line
+
+STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
+CHECKED_BYTES = 4 << 20  # at the end of a file: where a kill, a full disk or a power cut leaves its marks
+BLOCK = 1 << 16  # bytes
 
 
 class StepLog:
-    """Append-only JSON lines, each with a `step`. Lines past `keep_to` (and a torn last one) are dropped at opening."""
+    """Append-only JSON lines, each with a `step`, in the order of the steps. Lines past `keep_to` (and a torn last one)
+    are dropped at opening. Raises ValueError as `kept_bytes`, OSError."""
 
     def __init__(self, path: Path, keep_to: int):
-        if path.is_file():
-            kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= keep_to]
-            aside = path.with_suffix(".tmp")
-            aside.write_text("".join(kept), encoding="utf-8")
-            aside.rename(path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        kept = kept_bytes(path, keep_to)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        os.ftruncate(descriptor, kept)
+        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -27,20 +36,97 @@ class StepLog:
         self._file.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none without a file. A last line without a newline was torn by a kill.
+def kept_bytes(path: Path, keep_to: int) -> int:
+    """The offset in a file of JSON lines, whose steps ascend, where the lines of `keep_to` and earlier steps end.
 
-    Raises ValueError (path:line) for any other line that is broken.
-    """
+    0 without a file. Found by bisection. Checks the lines that it reads, and all in the last CHECKED_BYTES: raises
+    ValueError (path:line) for a broken one."""
     if not path.is_file():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-    return rows
+        return 0
+    with path.open("rb") as file:
+        low, high = 0, _last_newline(file) + 1
+        start = _next_line(file, max(0, high - CHECKED_BYTES))
+        while start < high:
+            start += _read_step(path, file, start)[1]
+        while low < high:
+            start = _next_line(file, (low + high) // 2)
+            if start >= high:
+                start = low
+            step, length = _read_step(path, file, start)
+            if step <= keep_to:
+                low = start + length
+            else:
+                high = start
+    return low
+
+
+def _last_newline(file: BinaryIO) -> int:
+    """Its offset; -1: there is none."""
+    start = file.seek(0, os.SEEK_END)
+    newline = -1
+    while start > 0 and newline < 0:
+        end, start = start, max(0, start - BLOCK)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+    return start + newline if newline >= 0 else -1
+
+
+def _next_line(file: BinaryIO, offset: int) -> int:
+    """Where the first line begins that does so at `offset` or later."""
+    if offset == 0:
+        return 0
+    file.seek(offset - 1)
+    file.readline()
+    return file.tell()
+
+
+def _read_step(path: Path, file: BinaryIO, start: int) -> tuple[int, int]:
+    """(step, bytes) of the line that begins at `start`. Raises ValueError (path:line)."""
+    file.seek(start)
+    line = file.readline()
+    try:
+        return _object(line, ("step",))["step"], len(line)
+    except ValueError as error:
+        file.seek(0)
+        before = sum(file.read(min(BLOCK, start - at)).count(b"\n") for at in range(0, start, BLOCK))
+        raise _broken(path, 1 + before, error) from None
+
+
+def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, one at a time; none without a file. A last line without a newline was torn
+    by a kill.
+
+    Raises ValueError (path:line) for any other line that is not an object with these `keys`, of which `step` is a whole
+    number."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = _object(line, keys)
+            except ValueError as error:
+                raise _broken(path, number, error) from None
+            yield row
+
+
+def _object(line: bytes, keys: Sequence[str]) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({on_one_line(str(error), 200)})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not an object")
+    if missing := [key for key in keys if key not in row]:
+        raise ValueError(f"no {missing[0]!r}")
+    if "step" in keys and type(row["step"]) is not int:
+        raise ValueError("'step' is not a whole number")
+    return row
+
+
+def _broken(path: Path, number: int, why: ValueError) -> ValueError:
+    return ValueError(f"{path}:{number}: {why}; restore the file from a copy, or delete this line of it")
 
 
 def fit_fields(fields: Sequence[str], width: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from dynamo_megatron.config_files import read_yaml
 from dynamo_megatron.evaluation.results import summary_k
 from dynamo_megatron.records import NOT_TRAINED
 from dynamo_megatron.rollout.result import position_of
@@ -62,7 +63,7 @@ class Revisits:
 def read_run(folder: Path) -> RunRecord:
     """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
     config = read_config(folder)
-    metrics = read_rows(folder / "metrics.jsonl")
+    metrics = list(read_rows(folder / "metrics.jsonl", "step"))
     if not metrics:
         raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
     if "reward/mean" not in metrics[-1]:
@@ -71,16 +72,20 @@ def read_run(folder: Path) -> RunRecord:
         folder,
         config,
         metrics,
-        read_rows(folder / "evaluations.jsonl"),
+        list(read_rows(folder / "evaluations.jsonl", "step")),
     )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's config.yaml. Raises ValueError where there is none."""
+    """A run's config.yaml. Raises ValueError where there is none, or it is not one."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = read_yaml(path, str(path))
+    for section in ("model", "data", "rollout", "algorithm", "trainer"):
+        if not isinstance(config.get(section), dict):
+            raise ValueError(f"{path}: not the config of a run: it has no section {section}; restore it from a copy")
+    return config
 
 
 def read_revisits(folder: Path) -> Revisits | None:
@@ -88,28 +93,31 @@ def read_revisits(folder: Path) -> Revisits | None:
 
     Raises ValueError (path:line) for a line that is broken.
     """
-    rows = read_rows(folder / "allocation.jsonl")
-    files = {step: step_file(folder, step) for step in sorted({row["step"] for row in rows})}
-    if not rows or not all(path.is_file() for path in files.values()):
-        return None
+    rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
-    rates, given = [], []
+    rates, given = array("d"), array("q")  # of millions of visits
+    visited = asked = 0
     for step, group in groupby(rows, key=lambda row: row["step"]):
+        if not (path := step_file(folder, step)).is_file():
+            return None
         visits = list(group)
+        visited, asked = visited + len(visits), asked + sum(visit["n"] for visit in visits)
         for visit in visits:
             name = visit["prompt_id"]
             if trials[name]:
                 rates.append(successes[name] / trials[name])
                 given.append(visit["n"])
-        for rollout in read_rollouts(files[step]):
+        for rollout in read_rollouts(path):
             # What lies beyond the prompts drawn was left by a killed run that went another way.
             if rollout.status not in NOT_TRAINED and position_of(rollout.group_id) < len(visits):
                 trials[rollout.prompt_id] += 1
                 successes[rollout.prompt_id] += rollout.success
+    if not visited:
+        return None
     return Revisits(
         success_rates=np.array(rates, np.float64),
         rollouts=np.array(given, np.int64),
-        first_visits=len(rows) - len(given),
-        uniform=float(np.mean([row["n"] for row in rows])),
+        first_visits=visited - len(given),
+        uniform=asked / visited,
     )

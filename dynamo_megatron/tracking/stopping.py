@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -44,10 +45,11 @@ class StopRule:
             self._best, self._best_step = average, self._step
         return self._reason()
 
-    def replay(self, rows: Iterable[Mapping[str, float]]) -> str | None:
-        """Takes all rows of a run so far; what those of its last step give as the reason to end, or None."""
+    def replay(self, *logs: Iterable[Mapping[str, float]]) -> str | None:
+        """Takes all rows of a run so far, from logs that ascend by step; what those of its last step give as the reason
+        to end, or None."""
         why, last = None, None
-        for metrics in sorted(rows, key=lambda m: m["step"]):
+        for metrics in heapq.merge(*logs, key=lambda m: m["step"]):
             if metrics["step"] != last:
                 why, last = None, metrics["step"]
             why = self.observe(metrics) or why

@@ -313,12 +313,30 @@ def test_a_contradictory_state_names_the_prompt_and_changes_nothing(bad):
     assert allocator.state_dict() == before
 
 
-@pytest.mark.parametrize("change", [{"trials": [2]}, {"prompt_ids": ["a", "a"]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"trials": x} for x in ([2], 2, None, np.ones(3), np.ones(2, np.float32), np.ones((2, 1)), np.array(1.0))),
+        *({"prompt_ids": x} for x in (["a", "a"], ["a", 1], ["a", ["b"]], "ab", None)),
+    ],
+)
 def test_a_state_that_does_not_fit_together_is_refused(change):
     allocator = RolloutAllocator({})
     observe(allocator, {"a": (1, 4), "b": (2, 4)})
     with pytest.raises(ValueError, match="state"):
         allocator.load_state_dict({**allocator.state_dict(), **change})
+
+
+def test_a_state_costs_no_copy_and_is_not_changed_by_later_steps():
+    """A checkpoint may be asked for in the middle of the next step, of which the allocator has observed rollouts."""
+    allocator = RolloutAllocator({})
+    observe(allocator, {"a": (1, 4), "b": (2, 4)})
+    state, plain = allocator.history.state_dict(), allocator.state_dict()
+    assert all(np.shares_memory(state[name], allocator.history.state_dict()[name]) for name in COLUMNS)
+    assert state["prompt_ids"] is allocator.history.state_dict()["prompt_ids"]
+    observe(allocator, {"a": (3, 4)}, step=2)
+    observe(allocator, {"a": (3, 4), "c": (1, 4)}, step=3)
+    assert {name: list(state[name]) for name in plain} == plain != allocator.state_dict()
 
 
 def test_a_state_of_something_else_is_refused():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dynamo_megatron.checkpoint_folder import read_state
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.replay.what_if import first_difference, replay
@@ -25,7 +26,9 @@ def outcome(output: Path, exported: Path | None = None) -> tuple[dict, dict[str,
             weights.update({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118
     assert weights, f"{output} exported none"
     last = sorted((output / "checkpoints").glob("step-*"))[-1]
-    return plain, weights, json.loads((last / "state.json").read_text())
+    state = read_state(last)
+    state["allocator"] = {k: v if k == "prompt_ids" else v.tolist() for k, v in state["allocator"].items()}
+    return plain, weights, state
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def damage(policy: Policy, root: Path) -> dict[str, str]:
     for what, limit in (("common.pt", 1000), ("data", 100_000), ("state.json", 8_000_000)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
         try:
-            begin_save(policy, root, 4, {"of": "x" * 9_000_000}, background=False).complete(1, 60, print)
+            begin_save(policy, root, 4, {"stream": {"of": "x" * 9_000_000}}, background=False).complete(1, 60, print)
         except OSError as error:
             said[what] = str(error)
         finally:
@@ -149,7 +149,7 @@ def run(case: dict, number: int, store: dist.Store) -> None:
     else:
         for step in (1, 2, 3):
             train(policy, step)
-        state = {"of": "rank 0"} if layout.rank == 0 else None
+        state = {"stream": {"of": "rank 0"}} if layout.rank == 0 else None
         begin_save(policy, out / "sync", 3, state, background=False).complete(1, 60, print)
         trained = hold_writing()
         save = begin_save(policy, out / "async", 3, state, background=True)

@@ -84,7 +84,7 @@ def test_a_replayed_rule_gives_the_reason_of_the_last_step_alone():
     config = StopConfig(metric="reward/mean", above=0.5)
     assert StopRule(config).replay(rows) is None
     assert StopRule(config).replay(rows[:2]) == "reward/mean is 0.9, at or above 0.5"
-    both = [*rows[:2], {"step": 2, "eval/pass@1": 0.1}]  # the evaluation's row comes after the step's
-    assert StopRule(config).replay(both) == "reward/mean is 0.9, at or above 0.5"
+    both = rows[:2], [{"step": 2, "eval/pass@1": 0.1}]  # the evaluation's row comes after the step's
+    assert StopRule(config).replay(*both) == "reward/mean is 0.9, at or above 0.5"
     waiting = StopRule(StopConfig(metric="reward/mean", patience=2))
     assert waiting.replay([*rows, {"step": 4, "reward/mean": 0.3}]) is not None

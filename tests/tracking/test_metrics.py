@@ -1,0 +1,83 @@
+"""The files of a run that grow with every step, and what a resume reads of them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.tracking.metrics import CHECKED_BYTES, StepLog, kept_bytes, read_rows
+
+
+def write(path: Path, steps: int, lines: int = 1, size: int = 0) -> list[str]:
+    rows = [
+        json.dumps({"step": s, "prompt_id": f"p{i}", "x": "x" * size})
+        for s in range(1, steps + 1)
+        for i in range(lines)
+    ]
+    path.write_text("".join(row + "\n" for row in rows))
+    return rows
+
+
+def bytes_read() -> int:
+    """By system calls of this process."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7, "prom'])
+@pytest.mark.parametrize("lines", [1, 3])
+def test_lines_of_later_steps_and_a_torn_one_are_cut_off(tmp_path, lines, torn):
+    path = tmp_path / "allocation.jsonl"
+    for keep_to in range(9):
+        rows = write(path, 6, lines)
+        with path.open("a") as file:
+            file.write(torn)
+        StepLog(path, keep_to=keep_to).close()
+        assert path.read_text() == "".join(row + "\n" for row in rows[: lines * keep_to])
+    log = StepLog(path, keep_to=6)
+    log.write([{"step": 7}])
+    log.close()
+    assert path.read_text().endswith('}\n{"step": 7}\n')
+
+
+def test_a_file_that_is_empty_or_has_no_whole_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert kept_bytes(path, 5) == 0
+    for text in ("", '{"step": 1'):
+        path.write_text(text)
+        StepLog(path, keep_to=5).close()
+        assert path.read_text() == ""
+
+
+def test_a_resume_reads_the_end_of_a_large_file_and_rewrites_nothing(tmp_path):
+    """50 MB, of which the last step goes."""
+    path = tmp_path / "allocation.jsonl"
+    rows = write(path, 1000, 100, 500)
+    size, inode = path.stat().st_size, path.stat().st_ino
+    assert size > 10 * CHECKED_BYTES
+    before = bytes_read()
+    StepLog(path, keep_to=999).close()
+    read = bytes_read() - before
+    assert 0 < read < CHECKED_BYTES + 2_200_000
+    assert path.stat().st_ino == inode
+    assert path.stat().st_size == size - sum(len(row) + 1 for row in rows[-100:])
+    assert os.listdir(tmp_path) == ["allocation.jsonl"]
+
+
+def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").write_text("untouched")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(OSError, match="symbolic links"):
+        StepLog(tmp_path / "metrics.jsonl", keep_to=0)
+
+
+def test_rows_come_one_at_a_time_and_a_broken_one_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 2)
+    with path.open("a") as file:
+        file.write('{"reward": 1}\n{"step": 4}\n')
+    rows = read_rows(path, "step")
+    assert [next(rows)["step"], next(rows)["step"]] == [1, 2]
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:3: no 'step'; restore the file"):
+        next(rows)
+    assert len(list(read_rows(path))) == 4
