@@ -8,7 +8,6 @@ hidden name; its data is on disk before the manifest is, and the manifest before
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamo_megatron.checksums import file_checksum, file_checksums
+from dynamo_megatron.whole_files import replacing, sync_to_disk
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
@@ -137,20 +137,17 @@ def write_manifest(
     if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's late
         raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
     sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
-    with open(folder / MANIFEST_FILE, "w", encoding="utf-8") as file:
-        json.dump({**contents, "files": files, "checksums": sums}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
+    with replacing(folder / MANIFEST_FILE, sync=True) as file:
+        file.write(json.dumps({**contents, "files": files, "checksums": sums}, indent=1).encode())
 
 
 def sync_folder(folder: Path) -> dict[str, int]:
     """Waits until the files of a folder are on disk; returns their sizes, bytes."""
     files = {}
     for file in sorted(folder.iterdir()):
-        _sync(file)
+        sync_to_disk(file)
         files[file.name] = file.stat().st_size
-    _sync(folder)
+    sync_to_disk(folder)
     return files
 
 
@@ -197,7 +194,7 @@ def publish(
     folder = aside.with_name(f"step-{step:06d}")
     damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
     aside.rename(folder)
-    _sync(folder.parent)
+    sync_to_disk(folder.parent)
     if damaged is not None:
         shutil.rmtree(damaged, ignore_errors=True)
     for _, old in complete_checkpoints(folder.parent)[:-keep_last]:
@@ -216,14 +213,6 @@ def _hide(folder: Path) -> Path:
 def _named_step(folder: Path) -> int | None:
     found = re.fullmatch(r"step-(\d{6,})", folder.name)
     return int(found[1]) if found else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_json(file: Path) -> Any:

@@ -19,6 +19,7 @@ from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_F
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
+from dynamo_megatron.whole_files import replacing
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
@@ -70,7 +71,7 @@ class OutputDir:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
         try:
             folder = NewFolder(self.path)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
@@ -112,7 +113,8 @@ class OutputDir:
                 f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
                 f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
             )
-        file.write_text(text, encoding="utf-8")
+        with replacing(file) as whole:
+            whole.write(text.encode())
 
     def stream_state(self) -> dict[str, Any] | None:
         """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
@@ -127,9 +129,8 @@ class OutputDir:
             for rollouts in self.path.glob("rollouts/step-*.jsonl"):
                 if int(rollouts.stem.removeprefix("step-")) > step + 1:
                     rollouts.unlink()
-        aside = self._file.with_suffix(".tmp")
-        aside.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-        aside.rename(self._file)
+        with replacing(self._file) as file:
+            file.write(yaml.safe_dump(plain, sort_keys=False).encode())
 
     def _saved(self) -> dict[str, Any]:
         """config.yaml; keys that came to the config since then have their defaults."""

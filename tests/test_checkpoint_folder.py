@@ -232,4 +232,5 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     monkeypatch.setattr(os, "rename", noted_rename)
     save(tmp_path / "checkpoints", 3)
     aside = ".step-000003.unfinished"
-    assert done == [*sorted(FILES), aside, "manifest.json", aside, f"{aside} -> step-000003", "checkpoints"]
+    manifest = [".manifest.json.tmp", ".manifest.json.tmp -> manifest.json", aside]
+    assert done == [*sorted(FILES), aside, *manifest, f"{aside} -> step-000003", "checkpoints"]

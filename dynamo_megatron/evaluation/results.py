@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_bootstrap, pass_at_k
+from dynamo_megatron.whole_files import replacing
 
 
 @dataclass
@@ -66,12 +67,8 @@ def results_file(folder: Path, step: int) -> Path:
 def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
     """One line a problem. The file appears when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    try:
-        aside.write_text("".join(result.to_json() + "\n" for result in results), encoding="utf-8")
-        aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.writelines(f"{result.to_json()}\n".encode() for result in results)
 
 
 def read_results(path: Path) -> list[ProblemResult]:

@@ -46,6 +46,7 @@ from dynamo_megatron.checksums import ChecksumWriter
 from dynamo_megatron.models.torch_dist import TorchDistReader
 from dynamo_megatron.policy.loading import verify_bytes
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.whole_files import replacing
 
 EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
 TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
@@ -168,7 +169,8 @@ class Save:
         errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(parts) if error is not None]
         try:
             if not errors:
-                (self._folder / STATE_FILE).write_text(self._state, encoding="utf-8")
+                with replacing(self._folder / STATE_FILE) as file:
+                    file.write(self._state.encode())
                 checksums = {name: checksum for _, of_rank, _ in parts for name, checksum in of_rank.items()}
                 self._writer.write_metadata([results for results, *_ in parts])
                 publish(self._folder, self.step, self._contents, checksums, keep_last, say)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.supervisor import Listener, Supervisor
+from dynamo_megatron.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until the other side counts as gone
@@ -175,12 +176,9 @@ class _Watched:
 
 def _write(path: Path, said: dict[str, Any]) -> None:
     """Whole or not at all, where the disk does not take it; readable to its owner only: it may hold an API key."""
-    aside = path.with_suffix(".tmp")
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(said, file)
-        aside.replace(path)
+        with replacing(path, mode=0o600) as file:
+            file.write(json.dumps(said).encode())
     except OSError as error:
         print(f"{path}: cannot be written now: {error.strerror}", flush=True)  # to the log of the process
 

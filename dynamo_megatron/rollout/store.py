@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.whole_files import replacing
 
 BLOCK = 1 << 20  # bytes
 
@@ -102,11 +103,9 @@ class RolloutStore:
         names = set(rollout_ids)
         self.close()
         path = step_file(self._folder, step)
-        aside = path.with_suffix(".tmp")
         try:
-            with path.open("rb") as file, aside.open("wb") as kept:
+            with path.open("rb") as file, replacing(path) as kept:
                 kept.writelines(line for line in file if line.endswith(b"\n") and _id_of(line) not in names)
-            aside.replace(path)
         except OSError as error:
             raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, to_plain
+from dynamo_megatron.whole_files import replacing
 
 
 class Tracker(Protocol):
@@ -58,7 +59,8 @@ class WandbTracker:
             allow_val_change=True,
             settings=wandb.Settings(console="off"),  # it would record every rewriting of the progress line
         )
-        kept_id.write_text(self._run.id, encoding="utf-8")
+        with replacing(kept_id) as file:
+            file.write(self._run.id.encode())
 
     def write(self, metrics: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])

@@ -1,0 +1,41 @@
+"""Files that are written aside and take their name when they are whole, in folders that others may write to too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, in binary mode, that takes the name `path` when the block ends; if the block raises, an older
+    file of that name stays. One process at a time may write a `path`.
+
+    `mode`: its permissions, less the umask. `sync`: it is on disk when this returns, so that a power cut does not lose
+    it. Raises OSError. A link that somebody has put in the place of one of the two files is not followed."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)  # left by a kill
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(descriptor)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if sync:
+        sync_to_disk(path.parent)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
