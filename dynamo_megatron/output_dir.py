@@ -16,6 +16,7 @@ from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
+from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
@@ -126,8 +127,8 @@ class OutputDir:
         that other settings will not give again, and are dropped if such settings have changed."""
         plain = to_plain(self._config)
         if self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
-            for rollouts in self.path.glob("rollouts/step-*.jsonl"):
-                if int(rollouts.stem.removeprefix("step-")) > step + 1:
+            for later, rollouts in step_files(self.path).items():
+                if later > step + 1:
                     rollouts.unlink()
         with replacing(self._file) as file:
             file.write(yaml.safe_dump(plain, sort_keys=False).encode())
