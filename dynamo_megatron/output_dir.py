@@ -16,7 +16,7 @@ from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, to_plain
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
-from dynamo_megatron.rollout.store import step_files
+from dynamo_megatron.rollout.store import check_rollouts, step_files
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.tracking.stopping import StopRule
@@ -69,7 +69,8 @@ class OutputDir:
         return True
 
     def claim(self) -> None:
-        """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
+        """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or rollouts to
+        go on from that cannot be read."""
         try:
             folder = NewFolder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -82,6 +83,11 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
+        last = latest_checkpoint(self.path / "checkpoints")
+        try:
+            check_rollouts(self.path, last[0] if last is not None else 0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if has_results(self.path):
             print(f"{self.path}: the run there goes on", flush=True)
 

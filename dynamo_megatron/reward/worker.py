@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from dynamo_megatron.log_streams import never_fail
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
 from dynamo_megatron.user_code import failure
@@ -32,6 +33,7 @@ def _die_with(parent: int) -> None:
 
 def main(descriptor: int, parent: int) -> None:
     _die_with(parent)
+    never_fail()
     for number in SIGNALS_LEFT_TO_THE_PARENT:
         # A handler, not SIG_IGN: programs that a reward function runs would inherit that.
         signal.signal(number, lambda *_: None)

@@ -8,8 +8,10 @@ import dataclasses
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
@@ -31,6 +33,7 @@ from dynamo_megatron.rollout.result import (
     position_of,
     rollout_id,
 )
+from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore
@@ -73,6 +76,7 @@ class Generator:
         decoder: Tokenizer | None = None,
     ):
         self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
+        self._disk = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
@@ -84,7 +88,9 @@ class Generator:
     async def open(self) -> None:
         config = self._config
         self._store = RolloutStore(config.output_dir)
+        self._retention = Retention(Path(config.output_dir), config.rollout.keep_last)
         self._stack.callback(self._store.close)
+        self._stack.callback(self._disk.shutdown)  # before that: a line may be on its way
         session = await self._stack.enter_async_context(open_session())
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
@@ -129,8 +135,10 @@ class Generator:
             self._fleet.lost(endpoint, why)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
+        removed = []
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
+            removed = await self._on_disk(self._retention.trim, step)
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
@@ -140,12 +148,13 @@ class Generator:
         call, self._cut = self._cut, None
         if call is None or (call.wanted, call.version) != (wanted, version):
             positions = range(first, first + len(prompts))
-            rollouts, notes = await asyncio.to_thread(self._reusable, step, wanted, positions)
+            rollouts, notes = await self._on_disk(self._reusable, step, wanted, positions)
             call = _Call(wanted, version, rollouts, notes)
             await asyncio.to_thread(
                 call.arena.grow, sum(r.batch.nbytes for r in rollouts.values() if r.batch is not None)
             )
         rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
+        notes += [f"step {step}: {note}" for note in removed]
         self.done = len(rollouts)
 
         async def take(request: Request, response: Response, server: str) -> None:
@@ -155,7 +164,7 @@ class Generator:
                 call.answered[request.name] = server
                 self._lengths.observe(request.prompt_id, len(response.tokens))
             rollout = await self._score(step, request.name, wanted[request.name], response, server)
-            self._store.append(rollout)
+            await self._on_disk(self._store.append, rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
                 call.arena.grow(accounted.batch.nbytes)
@@ -215,6 +224,10 @@ class Generator:
             concatenate=call.arena.concatenate,
         )
 
+    async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
+        """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
+
     def _count(self, uses: dict[str, ServerUse]) -> None:
         for server, use in uses.items():
             self._uses.setdefault(server, ServerUse()).add(use)
@@ -233,7 +246,7 @@ class Generator:
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
         """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
-        await asyncio.to_thread(self._store.reject, step, rollout_ids)
+        await self._on_disk(self._store.reject, step, rollout_ids)
         answered = self._answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})

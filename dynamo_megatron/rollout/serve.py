@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.log_streams import log_to
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1
@@ -84,9 +85,5 @@ class NodeServers:
 def _child(config: Config, nodes: int, node: int, parent: int) -> None:
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
-    log = Path(config.output_dir) / "logs" / f"servers-node-{node}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    log_to(Path(config.output_dir) / "logs" / f"servers-node-{node}.log")
     sys.exit(serve(config, nodes, node))

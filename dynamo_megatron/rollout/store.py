@@ -62,6 +62,20 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
     return groups
 
 
+def check_rollouts(folder: Path, step: int) -> None:
+    """Reads the rollouts that a run finds when it goes on after `step`. Raises ValueError: as `read_rollouts`, and what
+    to do."""
+    for later, path in step_files(folder).items():
+        if later > step:
+            try:
+                for _ in read_lines(path):
+                    pass
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
+                ) from None
+
+
 class RolloutStore:
     """Appends to and reads `output_dir/rollouts/step-NNNNNN.jsonl.zst`. One process writes, one thread at a time."""
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
+from dynamo_megatron.log_streams import log_to
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -65,7 +66,7 @@ class RolloutWorker:
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
         given = (self._config, self._eos_token_ids, self._decoder)
-        arguments = (child_end, given, str(self.log), os.getpid())
+        arguments = (child_end, given, self.log, os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         with keeping_usr1():
             self._process.start()
@@ -212,14 +213,11 @@ class RolloutWorker:
 Given: TypeAlias = "tuple[Config, tuple[int, ...], Tokenizer | None]"
 
 
-def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
+def _child(connection: Connection, given: Given, log: Path, parent: int) -> None:
     os.setsid()
     die_with_parent(signal.SIGTERM, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    log_to(log)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 
