@@ -106,13 +106,21 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """The files of POSIX shared memory that these processes map; of another user's, none."""
-    segments = set()
+    """The files of POSIX shared memory that these processes map; of another user's, none.
+
+    By inode: a semaphore is made under one name, which stands among the maps of the process that made it, and gets
+    another one at once."""
+    mapped = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            segments |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
-    return {segment for segment in segments if not segment.endswith(" (deleted)")}
+            mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
+    found = set()
+    for entry in os.scandir(SHARED_MEMORY) if mapped else ():
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            if entry.stat(follow_symlinks=False).st_ino in mapped:
+                found.add(entry.path)
+    return found
 
 
 if __name__ == "__main__":

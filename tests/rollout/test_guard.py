@@ -20,7 +20,7 @@ lock = multiprocessing.get_context("spawn").Lock()
 if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,))
     child.start()
-    pathlib.Path(sys.argv[1]).write_text(f"{segment.name} {child.pid}")
+    pathlib.Path(sys.argv[1]).write_text(f"{segment.name} {lock._semlock.name.strip('/')} {child.pid}")
     time.sleep(100)
 """
 
@@ -39,7 +39,7 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
     while not (said.exists() and said.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    name, child = said.read_text().split()
+    name, lock, child = said.read_text().split()
     family = psutil.Process(guard.pid).children(recursive=True)
     mapped = {
         line.split()[-1]
@@ -48,6 +48,10 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
         if "/dev/shm/" in line and not line.endswith("(deleted)")
     }
     assert int(child) in [p.pid for p in family] and f"/dev/shm/{name}" in mapped
+    # Of a semaphore the process that made it maps a first name, which is gone.
+    semaphore = f"/dev/shm/sem.{lock}"
+    assert os.path.exists(semaphore) and semaphore not in mapped
+    mapped.add(semaphore)
     process = psutil.Process(guard.pid).children()[0]
     if end == "SIGTERM":
         guard.terminate()

@@ -13,7 +13,7 @@ from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.store import RolloutStore, step_file, step_files
+from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files
 
 
 def rollout(step: int, index: int = 0) -> Rollout:
@@ -110,7 +110,7 @@ def test_a_broken_file_that_the_run_would_go_on_from_is_refused_before_anything_
     assert said.startswith(place) and "\n" not in said
     assert said.endswith("; move this file out of rollouts/ and start again: step 5 is then sampled anew")
     file.rename(tmp_path / file.name)
-    OutputDir(config(tmp_path)).claim()
+    check_rollouts(tmp_path, 4)
 
 
 def test_a_broken_file_of_a_step_that_is_over_is_not_in_the_way(tmp_path):
