@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+CHUNK = 1 << 16  # bytes
+
 
 class _Lossy(io.FileIO):
     def write(self, data) -> int:
@@ -14,6 +16,13 @@ class _Lossy(io.FileIO):
             return super().write(data)
         except OSError:  # a full disk, a quota, a file system that is gone: none may end what is being logged
             return len(data)
+
+
+def copy_output(pipe: int) -> None:
+    """Writes to standard output what comes through `pipe`, until all who write to it have ended."""
+    output = _Lossy(1, "wb", closefd=False)
+    while data := os.read(pipe, CHUNK):
+        output.write(data)
 
 
 def log_to(path: Path) -> None:

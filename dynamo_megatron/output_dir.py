@@ -87,7 +87,7 @@ class OutputDir:
         try:
             check_rollouts(self.path, last[0] if last is not None else 0)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(f"output_dir: {error}") from None
         if has_results(self.path):
             print(f"{self.path}: the run there goes on", flush=True)
 

@@ -65,3 +65,49 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
     assert guard.wait(15) == -signal.SIGKILL
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert left == [] and not [path for path in mapped if os.path.exists(path)] and not folder.exists()
+
+
+PRINTING = """
+import pathlib, sys, time
+for i in range(10 ** 6):
+    print(f"line {i} " + 2000 * "x", flush=True)
+    pathlib.Path(sys.argv[1]).write_text(str(i))
+    time.sleep(0.01)
+"""
+
+
+def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path):
+    folder, said, disk = tmp_path / "folder", tmp_path / "said", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        (disk / "ballast").write_bytes(bytes(1 << 15))
+        (tmp_path / "command.py").write_text(PRINTING)
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder)]
+        with (disk / "log").open("ab") as log:
+            guard = subprocess.Popen(
+                [*command, sys.executable, "-P", str(tmp_path / "command.py"), str(said)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for_line(said, 100)  # 200 kB
+        assert guard.poll() is None and (disk / "log").stat().st_size < 1 << 16
+        (disk / "ballast").unlink()
+        now = int(said.read_text())
+        wait_for_line(said, now + 5)
+        guard.stdin.close()
+        assert guard.wait(15) == -signal.SIGKILL
+        lines = (disk / "log").read_text().splitlines()
+        assert lines[0].startswith("line 0 ") and any(line.startswith(f"line {now + 1} ") for line in lines)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def wait_for_line(said: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (said.exists() and (text := said.read_text()) and int(text) >= number):
+        assert time.monotonic() < deadline, f"waited 60 s for line {number}"
+        time.sleep(0.05)

@@ -100,10 +100,10 @@ def test_a_broken_file_that_the_run_would_go_on_from_is_refused_before_anything_
     whole = file.read_bytes()
     if damage == "flipped bits":
         file.write_bytes(whole[:-20] + bytes(x ^ 255 for x in whole[-20:]) + whole)
-        place = f"{file}: damaged "
+        place = f"output_dir: {file}: damaged "
     else:
         file.write_bytes(whole + compressed(b'{"rollout_id": "000005-0000-001", "tok\n') + whole)
-        place = f"{file}:2: "
+        place = f"output_dir: {file}:2: "
     with pytest.raises(ConfigError) as error:
         OutputDir(config(tmp_path)).claim()
     said = str(error.value)
