@@ -6,6 +6,7 @@ cuts it off. Files that end in .jsonl are plain lines, as runs wrote them before
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import zstandard
 
 LEVEL = 1  # level 3 compresses token ids and logprobs no better, and takes twice the time
-CHUNK = 1 << 17  # bytes
+CHUNK, LONGEST_LINE = 1 << 20, 1 << 28  # bytes
 LONGEST_HEADER = 18  # bytes
 BLOCK_HEADER, CHECKSUM = 3, 4  # bytes
 RUN_LENGTH = 1  # type of a block of one repeated byte
@@ -34,14 +35,15 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
         rest = b""
         for start, end in whole_frames(file.fileno(), path):
             file.seek(start)
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            for chunk in iter(lambda end=end: file.read(min(CHUNK, end - file.tell())), b""):
-                try:
-                    text = rest + frame.decompress(chunk)
-                except zstandard.ZstdError as error:
-                    raise ValueError(f"{path}: damaged between byte {start} and {end}: {error}") from None
-                *lines, rest = text.split(b"\n")
-                yield from (line + b"\n" for line in lines)
+            frame = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(file.read(end - start)))
+            try:
+                while text := frame.read(CHUNK):
+                    *lines, rest = (rest + text).split(b"\n")
+                    yield from (line + b"\n" for line in lines)
+                    if len(rest) > LONGEST_LINE:  # a few bytes can stand for any number of zeros
+                        raise zstandard.ZstdError(f"a line of more than {LONGEST_LINE} bytes")
+            except zstandard.ZstdError as error:
+                raise ValueError(f"{path}: damaged between byte {start} and {end}: {error}") from None
 
 
 def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -39,15 +40,21 @@ class Retention:
             why = f"rollout.keep_last is {self._keep_last}"
         else:
             gone, why = self._beyond_share(step, removable, files)
-        for old in gone:
-            files[old].unlink(missing_ok=True)
+        try:
+            for old in gone:
+                files[old].unlink(missing_ok=True)
+        except OSError as error:  # no reason to end a run
+            why += f"; but {files[old]} cannot be removed: {error.strerror}"
         if not gone or self._noted:
             return []
         self._noted = True
         return [f"the oldest rollouts are removed from now on, first of step {gone[0]}: {why}"]
 
     def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
-        self._sizes = {s: self._sizes.get(s) or f.stat().st_size for s, f in files.items() if s < step}
+        for over in [s for s in files if s < step and s not in self._sizes]:
+            with contextlib.suppress(FileNotFoundError):  # a user may move files meanwhile
+                self._sizes[over] = files[over].stat().st_size
+        self._sizes = {s: size for s, size in self._sizes.items() if s in files}
         used = sum(self._sizes.values())
         room = used + shutil.disk_usage(self._folder).free
         why = (
@@ -59,5 +66,5 @@ class Retention:
             if used <= SHARE * room:
                 break
             gone.append(old)
-            used -= self._sizes[old]
+            used -= self._sizes.get(old, 0)
         return gone, why

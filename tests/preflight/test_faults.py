@@ -236,6 +236,13 @@ def test_rollouts_that_will_fill_the_disk_are_noted(base, check):
     assert level == "note" and "in 1000000000000 steps; 50% of what is free holds " in text and "the oldest go" in text
 
 
+def test_the_steps_that_stay_are_part_of_the_room_needed(base, check):
+    (level, text), *more = check("disk", "rollout.keep_last=7")
+    assert level == "ok" and "the rollouts of 8 steps" in text and not more
+    _, (level, text) = check("disk", "trainer.steps=10")
+    assert level == "ok" and "all are kept, they may take 50% of what is free" in text
+
+
 def test_a_folder_that_cannot_be_written(base, failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
     said = failure("disk", f"output_dir={base / 'model'}")

@@ -58,6 +58,16 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     assert 10 in step_files(tmp_path)
 
 
+def test_what_cannot_be_removed_ends_no_run(tmp_path):
+    make_run(tmp_path, 4, 4)
+    step_file(tmp_path, 1).unlink()
+    step_file(tmp_path, 1).mkdir()
+    retention = Retention(tmp_path, 1)
+    (note,) = retention.trim(5)
+    assert note.endswith(f"; but {step_file(tmp_path, 1)} cannot be removed: Is a directory")
+    assert retention.trim(5) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     folder = tmp_path / "small"
@@ -146,6 +156,6 @@ def test_a_start_opens_no_file_of_the_ten_thousand_steps_before(tmp_path):
         os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
     RolloutStore(tmp_path).append(rollout(10_001))
     OutputDir(config(tmp_path)).take_over(10_000)
-    done = subprocess.run([sys.executable, "-P", "-c", OPENED, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", OPENED, tmp_path], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["1", "['step-010001.jsonl.zst']"]

@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 
 from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout import line_files
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file, step_files
@@ -143,6 +144,20 @@ def test_a_kill_between_the_compressed_file_and_the_end_of_the_plain_one(tmp_pat
     RolloutStore(tmp_path).append(rollouts[2])
     assert RolloutStore(tmp_path).finished(3) == [*left, rollouts[2]]
     assert os.listdir(tmp_path / "rollouts") == ["step-000003.jsonl.zst"]
+
+
+def test_a_few_bytes_that_stand_for_gigabytes_are_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_files, "LONGEST_LINE", 1 << 24)
+    RolloutStore(tmp_path)
+    path = step_file(tmp_path, 3)
+    path.write_bytes(compressed(bytes(1 << 28)))  # 9 kB
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"damaged between byte 0 and .*: a line of more than 16777216 bytes"):
+            read_rollouts(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_step_of_many_gigabytes_needs_the_memory_of_a_line(tmp_path):
