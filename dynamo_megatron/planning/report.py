@@ -140,10 +140,10 @@ def _rollouts(plan: Plan) -> str:
     step = stored_step(config.rollout_budget, plan.work.response)
     kept = config.rollout.keep_last
     stay = (
-        f"all {config.trainer.steps} steps are {_gib(step * config.trainer.steps)}, kept while they take less than "
+        f"all {config.trainer.steps} steps are {_gib(step * config.trainer.steps)} GiB, kept while they take less than "
         f"{SHARE:.0%} of the disk's room, then the newest; rollout.keep_last keeps a number of steps"
         if kept is None
-        else f"{kept} steps and the one being made are kept, {_gib(step * (kept + 1))}"
+        else f"{kept} steps and the one being made are kept, {_gib(step * (kept + 1))} GiB"
     )
     return f"rollouts on disk: {_gib(step)} GiB a step; {stay}"
 
