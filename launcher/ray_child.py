@@ -45,6 +45,8 @@ class Child:
     def poll(self) -> tuple[int | None, str]:
         """(exit code or None, what the child has written since the last call)."""
         code = self._process.poll()
+        if os.fstat(self._log.fileno()).st_size < self._read:  # the guard has moved what was there to NAME.1
+            self._read = 0
         self._log.seek(self._read)
         text = self._log.read()
         if code is None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.log_streams import never_fail
+from dynamo_megatron.log_files import never_fail
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
 from dynamo_megatron.user_code import failure

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dynamo_megatron.log_streams import copy_output
+from dynamo_megatron.log_files import bound_log, copy_output
 
 POLL_EVERY = 0.5  # seconds
 KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
@@ -61,7 +61,8 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it. Its output goes to this process's through a pipe: it never hears that a disk is full.
+    SIGUSR1 is passed on to it. Its output comes through a pipe, so that it never hears of a full disk, and where stdout
+    is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
@@ -82,6 +83,7 @@ def main(folder: str, command: list[str]) -> int:
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:
         if time.monotonic() > look:
             segments |= shared_memory_of(members(process.pid))
+            bound_log(1)
             look = time.monotonic() + LOOK_EVERY
     segments |= shared_memory_of(members(process.pid))
     with contextlib.suppress(ProcessLookupError):

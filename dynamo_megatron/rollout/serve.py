@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.log_streams import log_to
+from dynamo_megatron.log_files import log_to
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.guard import die_with_parent, keeping_usr1

@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.log_files import mark, open_log, text_since
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -109,7 +110,7 @@ class SGLangServer:
         self.log = Path(log)
         self._config, self._model, self._slot, self._slots = config, model, slot, slots
         self._process: subprocess.Popen | None = None
-        self._log_start = 0
+        self._log_start = (0, 0)
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else 0
@@ -128,15 +129,14 @@ class SGLangServer:
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         on_cpu = not cuda_available()
         # What it leaves in its temporary folder goes with that; it is mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
         secret = self._folder / "server.yaml"
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
+        self._log_start = mark(self.log)
+        descriptor = open_log(self.log, 0o600)
         try:
             guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(self._folder)]
             self._process = subprocess.Popen(
@@ -210,9 +210,7 @@ class SGLangServer:
         self._process = None
 
     def _last_words(self) -> str:
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode(errors="replace")
+        text = text_since(self.log, self._log_start)
         errors = [match.group().strip() for match in ERROR_LINE.finditer(text)]
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return (errors or lines or ["its log is empty"])[-1]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.log_streams import log_to
+from dynamo_megatron.log_files import log_to
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
