@@ -1,6 +1,7 @@
 """What a guarded command leaves behind: nothing, however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,19 +96,19 @@ def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path):
             )
         wait_for_line(said, 100)  # 200 kB
         assert guard.poll() is None and (disk / "log").stat().st_size < 1 << 16
+        full = int(said.read_text())
         (disk / "ballast").unlink()
-        now = int(said.read_text())
-        wait_for_line(said, now + 5)
+        wait_for_line(said, full + 20)
         guard.stdin.close()
         assert guard.wait(15) == -signal.SIGKILL
-        lines = (disk / "log").read_text().splitlines()
-        assert lines[0].startswith("line 0 ") and any(line.startswith(f"line {now + 1} ") for line in lines)
+        numbers = [int(number) for number in re.findall(r"line (\d+) ", (disk / "log").read_text())]
+        assert numbers[0] == 0 and max(numbers) > full
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
 def wait_for_line(said: Path, number: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (said.exists() and (text := said.read_text()) and int(text) >= number):
-        assert time.monotonic() < deadline, f"waited 60 s for line {number}"
+        assert time.monotonic() < deadline, f"waited 300 s for line {number}"
         time.sleep(0.05)
