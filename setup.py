@@ -36,6 +36,7 @@ setup(
         "tqdm",
         "transformers>=4.57",
         "xxhash",
+        "zstandard",
         "aiohttp",
         "math-verify==0.9.0",
         "matplotlib",

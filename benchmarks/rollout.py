@@ -34,6 +34,7 @@ from dynamo_megatron.rollout.client import ANY_TOKEN, Response, open_session
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.server import CPU_STAND_INS, SGLangServer
+from dynamo_megatron.rollout.store import step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
@@ -274,7 +275,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
             worker.close()
             server.terminate()
         result.check_accounts(16 * len(prompts))
-        recorded = (Path(config.output_dir) / "rollouts" / "step-000001.jsonl").stat().st_size
+        recorded = step_file(config.output_dir, 1).stat().st_size
     return {
         "machine": found,
         "rollouts": len(result.batch.rollout_ids),

@@ -370,6 +370,8 @@ class Config(Section):
             yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every"
+        if self.rollout.keep_last is not None and self.checkpoint.every is None:
+            yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
     def policy_loss(self) -> PolicyLossConfig:
         a = self.algorithm

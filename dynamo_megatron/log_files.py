@@ -1,23 +1,28 @@
 """Logs of processes that run for weeks: appended to by all that inherit the descriptor, and of bounded size.
 
 A process that holds a log open cannot be told to open another one. So what a long log holds is copied to NAME.1, in the
-place of what was there, and the log is cut to nothing under its writers, who all append.
+place of what was there, and the log is cut to nothing under its writers, who all append. What the disk does not take
+is lost, and the work that it is about goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shutil
 import stat
+import sys
 import threading
 from pathlib import Path
 
+from dynamo_megatron.plain_text import PrintableStream
 from dynamo_megatron.whole_files import replacing
 
 LOG_BYTES = 32 << 20  # from which a log is moved to NAME.1, which keeps that much of its end
 CHECK_EVERY = 10.0  # seconds
+CHUNK = 1 << 16  # bytes
 TAIL_BYTES = 1 << 20  # of a log that are searched for what ended its process
 
 
@@ -32,6 +37,7 @@ def log_to(path: Path) -> None:
     descriptor = open_log(path, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    never_fail()
 
     def keep_bounded() -> None:
         stop = threading.Event()  # never set
@@ -39,6 +45,29 @@ def log_to(path: Path) -> None:
             bound_log(descriptor)
 
     threading.Thread(target=keep_bounded, name="log", daemon=True).start()
+
+
+class _Lossy(io.FileIO):
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # a full disk, a quota, a file system that is gone: none may end what is being logged
+            return len(data)
+
+
+def never_fail() -> None:
+    """What this process prints (tracebacks and warnings too) is printable, and raises nothing where its log cannot be
+    written."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
+        setattr(sys, name, PrintableStream(raw, "utf-8", errors="backslashreplace", line_buffering=True))
+
+
+def copy_output(pipe: int) -> None:
+    """Writes to stdout what comes through `pipe`, until all who write to it have ended."""
+    output = _Lossy(1, "wb", closefd=False)
+    while data := os.read(pipe, CHUNK):
+        output.write(data)
 
 
 def bound_log(descriptor: int) -> None:

@@ -17,6 +17,7 @@ from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
+from dynamo_megatron.rollout.store import check_rollouts, step_files
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
@@ -74,7 +75,8 @@ class OutputDir:
         return True
 
     def claim(self) -> None:
-        """Locks the folder for this process. Raises ConfigError: not writable, another process at work."""
+        """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or rollouts to
+        go on from that cannot be read."""
         try:
             folder = NewFolder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -87,6 +89,11 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
+        last = latest_checkpoint(self.path / "checkpoints")
+        try:
+            check_rollouts(self.path, last[0] if last is not None else 0)
+        except ValueError as error:
+            raise ConfigError(f"output_dir: {error}") from None
         if has_results(self.path):
             print(f"{self.path}: the run there goes on", flush=True)
 
@@ -139,8 +146,8 @@ class OutputDir:
         that other settings will not give again, and are dropped if such settings have changed."""
         plain = to_plain(self._config)
         if self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
-            for rollouts in self.path.glob("rollouts/step-*.jsonl"):
-                if int(rollouts.stem.removeprefix("step-")) > step + 1:
+            for later, rollouts in step_files(self.path).items():
+                if later > step + 1:
                     rollouts.unlink()
         with replacing(self._file) as file:
             file.write(yaml.safe_dump(plain, sort_keys=False).encode())

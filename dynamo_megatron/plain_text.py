@@ -46,14 +46,6 @@ class PrintableStream(io.TextIOWrapper):
         return len(text)
 
 
-def print_printable() -> None:
-    """From here on stdout and stderr of this process are PrintableStreams."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        settings = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": True}
-        setattr(sys, name, PrintableStream(stream.detach(), **settings))
-
-
 def _drives(c: str) -> bool:
     return unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in BIDI_CONTROLS
 

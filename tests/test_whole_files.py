@@ -22,7 +22,7 @@ def discard(folder: Path) -> None:
     store = RolloutStore(folder)
     file = step_file(folder, 1)
     if not file.exists():
-        file.write_text("")
+        file.write_bytes(b"")
     store.discard(1, ["000001-0000-000"])
 
 
@@ -30,7 +30,7 @@ WRITERS = {
     "config.yaml": lambda folder: OutputDir(config(folder)).take_over(0),
     "chat_template.jinja": lambda folder: OutputDir(config(folder)).keep_chat_template("{{ messages }}"),
     "eval/step-000001.jsonl": lambda folder: write_results(folder / "eval" / "step-000001.jsonl", []),
-    "rollouts/step-000001.jsonl": discard,
+    "rollouts/step-000001.jsonl.zst": discard,
     "servers/node.json": lambda folder: announcements._write(folder / "servers" / "node.json", {"api_key": "k"}),
     MANIFEST_FILE: lambda folder: write_manifest(folder, {"step": 1}),
 }

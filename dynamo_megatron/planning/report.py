@@ -9,6 +9,7 @@ from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory
+from dynamo_megatron.rollout.retention import SHARE, stored_step
 
 
 def layout(config: Config, dp: int) -> str:
@@ -100,6 +101,7 @@ def _rest(plan: Plan) -> list[str]:
         + f"), {_gib(host.load)} to load a checkpoint; {_host_verdict(plan)}",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
+        _rollouts(plan),
         "",
         "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
@@ -131,6 +133,19 @@ def _rest(plan: Plan) -> list[str]:
         f"ranks of stage {fullest.stage}: {_gib(plan.peak)} GiB, most of it {_largest(fullest, item)}"
     )
     return lines
+
+
+def _rollouts(plan: Plan) -> str:
+    config = plan.config
+    step = stored_step(config.rollout_budget, plan.work.response)
+    kept = config.rollout.keep_last
+    stay = (
+        f"all {config.trainer.steps} steps are {_gib(step * config.trainer.steps)} GiB, kept while they take less than "
+        f"{SHARE:.0%} of the disk's room, then the newest; rollout.keep_last keeps a number of steps"
+        if kept is None
+        else f"{kept} steps and the one being made are kept, {_gib(step * (kept + 1))} GiB"
+    )
+    return f"rollouts on disk: {_gib(step)} GiB a step; {stay}"
 
 
 def _host_verdict(plan: Plan) -> str:

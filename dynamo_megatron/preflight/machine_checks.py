@@ -28,12 +28,12 @@ from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
 from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.fleet import training_nodes
+from dynamo_megatron.rollout.retention import SHARE, stored_step
 from dynamo_megatron.rollout.server import listening_address
 from dynamo_megatron.run_folder import refuse_foreign
 
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
 SLOW_CHECKPOINT = 600.0  # seconds
-ROLLOUT_TOKEN = 33  # bytes of a response's token in rollouts/: its id 7, logprob 22, text 4, as JSON
 ASK_TIMEOUT = 60.0  # seconds for an interpreter to start and tell its versions, from a busy network file system
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
 
@@ -68,17 +68,20 @@ def check_ports(config: Config) -> None:
 
 def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
     """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, the
-    weights being pushed, and of the rollouts, whose lengths nobody knows, one step's at their longest."""
+    weights being pushed, and of the rollouts, whose lengths nobody knows, the steps that stay at their longest: one,
+    or `rollout.keep_last` and the one that is being made."""
     weights = formulas.weight_bytes(spec, config.model.dtype)
     exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
     if config.checkpoint.export_hf == "every":
         exports = -(-config.trainer.steps // (config.checkpoint.every or config.trainer.steps))
     checkpoints = config.checkpoint.keep_last + 1
+    steps = 1 + (config.rollout.keep_last or 0)
+    step = stored_step(config.rollout_budget, config.rollout.max_new_tokens)
     return {
         f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
         f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
         "the weights pushed": weights,
-        "a step's rollouts": config.rollout_budget * config.rollout.max_new_tokens * ROLLOUT_TOKEN,
+        f"the rollouts of {steps} step{'s' * (steps != 1)}": int(steps * step),
     }
 
 
@@ -124,13 +127,22 @@ def disk(subject: Subject) -> Iterator[Finding]:
     yield ok(f"{told}; this node writes {_size(speed)}/s, a checkpoint would take it {seconds:.1f} s")
     if seconds > SLOW_CHECKPOINT:
         yield note("checkpoints are slow here: name a faster disk in output_dir, or set checkpoint.async: true")
-    needed = room_needed(config, subject.spec)
-    rollouts = config.trainer.steps * needed.pop("a step's rollouts") // 2
+    if config.rollout.keep_last is not None:
+        return
     stat = os.statvfs(folder)
-    if rollouts + sum(needed.values()) > stat.f_bavail * stat.f_frsize:
+    room = SHARE * stat.f_bavail * stat.f_frsize
+    step = stored_step(config.rollout_budget, config.rollout.max_new_tokens / 2)
+    steps = config.trainer.steps
+    told = (
+        f"rollouts: {_size(step)} a step of responses half as long as rollout.max_new_tokens, {_size(steps * step)} in "
+        f"{steps} steps"
+    )
+    if steps * step <= room:
+        yield ok(f"{told}; all are kept, they may take {SHARE:.0%} of what is free")
+    else:
         yield note(
-            f"rollouts are kept: {config.trainer.steps} steps of responses half as long as rollout.max_new_tokens "
-            f"would be {_size(rollouts)}, more than is free beside the checkpoints; move rollouts/ away in time"
+            f"{told}; {SHARE:.0%} of what is free holds {room // step:.0f} steps, then the oldest go: name a larger "
+            "disk, or say with rollout.keep_last how many to keep"
         )
 
 

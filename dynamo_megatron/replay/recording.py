@@ -90,7 +90,10 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
     step = rows[0]["step"]
     path = step_file(source, step)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl")
+        raise ValueError(
+            f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl, and the run may "
+            "have removed the oldest (rollout.keep_last)"
+        )
     groups, drawn = read_groups(path), Counter()
     for _, part in groupby(rows, key=lambda row: row.get("round", 0)):
         dispatches, observed = list(part), []

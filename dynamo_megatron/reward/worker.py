@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.plain_text import print_printable
+from dynamo_megatron.log_files import never_fail
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
 from dynamo_megatron.user_code import failure
@@ -22,7 +22,7 @@ SIGNALS_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(descriptor: int) -> None:
-    print_printable()  # the user's function may print responses
+    never_fail()  # the user's function may print responses
     for number in SIGNALS_LEFT_TO_THE_PARENT:
         # A handler, not SIG_IGN: programs that a reward function runs would inherit that.
         signal.signal(number, lambda *_: None)

@@ -8,8 +8,10 @@ import dataclasses
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
@@ -30,6 +32,7 @@ from dynamo_megatron.rollout.result import (
     group_id,
     rollout_id,
 )
+from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import UNSCORED, Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
@@ -77,6 +80,7 @@ class Generator:
     ):
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self._disk = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
@@ -89,7 +93,9 @@ class Generator:
     async def open(self) -> None:
         config = self._config
         self._store = RolloutStore(config.output_dir)
+        self._retention = Retention(Path(config.output_dir), config.rollout.keep_last)
         self._stack.callback(self._store.close)
+        self._stack.callback(self._disk.shutdown)  # before that: a line may be on its way
         session = await self._stack.enter_async_context(open_session())
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
@@ -134,8 +140,10 @@ class Generator:
             self._fleet.lost(endpoint, why)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
+        removed = []
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
+            removed = await self._on_disk(self._retention.trim, step)
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
@@ -145,12 +153,13 @@ class Generator:
         call, self._cut = self._cut, None
         if call is None or (call.wanted, call.version) != (wanted, version):
             positions = range(first, first + len(prompts))
-            reuse = await asyncio.to_thread(self._reusable, step, wanted, positions)
+            reuse = await self._on_disk(self._reusable, step, wanted, positions)
             said = [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
             call = _Call(wanted, version, reuse.kept, said, len(reuse.discarded))
             reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
             await asyncio.to_thread(call.arena.grow, reused)
         rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
+        notes += [f"step {step}: {note}" for note in removed]
         self.done = len(rollouts)
 
         async def take(request: Request, response: Response, server: str) -> None:
@@ -162,7 +171,7 @@ class Generator:
             rollout, failure = await self._score(step, request.name, wanted[request.name], response, server)
             if failure:
                 call.unscored.append(failure)
-            self._store.append(rollout)
+            await self._on_disk(self._store.append, rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
                 call.arena.grow(accounted.batch.nbytes)
@@ -224,6 +233,10 @@ class Generator:
             concatenate=call.arena.concatenate,
         )
 
+    async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
+        """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
+
     def _count(self, uses: dict[str, ServerUse]) -> None:
         for server, use in uses.items():
             self._uses.setdefault(server, ServerUse()).add(use)
@@ -252,7 +265,7 @@ class Generator:
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
         """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
-        await asyncio.to_thread(self._store.reject, step, rollout_ids)
+        await self._on_disk(self._store.reject, step, rollout_ids)
         answered = self._answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})

@@ -18,14 +18,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dynamo_megatron.log_files import bound_log
+from dynamo_megatron.log_files import bound_log, copy_output
 
 POLL_EVERY = 0.5  # seconds
 KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
+COPIED_WITHIN = 1.0  # seconds for the last words to get to the log; who left the group may hold the pipe open
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
 SHARED_MEMORY = "/dev/shm/"
 
@@ -62,10 +64,20 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it. Where stdout is a log, which the command shares, its size stays bounded.
+    SIGUSR1 is passed on to it. Its output comes through a pipe, so that it never hears of a full disk, and where stdout
+    is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_death)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=on_death,
+    )
+    copying = threading.Thread(target=copy_output, args=(process.stdout.fileno(),), daemon=True)
+    copying.start()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
@@ -84,6 +96,7 @@ def main(folder: str, command: list[str]) -> int:
     # A killed process keeps its port and its memory until it has ended.
     while (left := members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    copying.join(COPIED_WITHIN)
     others = [pid for pid in processes() if pid not in left]
     for segment in segments - shared_memory_of(others):
         Path(segment).unlink(missing_ok=True)
@@ -112,13 +125,21 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """The files of POSIX shared memory that these processes map; of another user's, none."""
-    segments = set()
+    """The files of POSIX shared memory that these processes map; of another user's, none.
+
+    By inode: a semaphore is made under one name, which stands among the maps of the process that made it, and gets
+    another one at once."""
+    mapped = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            segments |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
-    return {segment for segment in segments if not segment.endswith(" (deleted)")}
+            mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
+    found = set()
+    for entry in os.scandir(SHARED_MEMORY) if mapped else ():
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            if entry.stat(follow_symlinks=False).st_ino in mapped:
+                found.add(entry.path)
+    return found
 
 
 if __name__ == "__main__":

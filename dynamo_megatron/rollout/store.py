@@ -1,45 +1,54 @@
-"""Rollouts on disk: one JSON line each, written as it finishes, so that a killed run keeps what it has generated."""
+"""Rollouts on disk: a compressed line each, written as it finishes, so that a killed run keeps what it generated."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.whole_files import replacing
 
-BLOCK = 1 << 20  # bytes
+STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
-    """`folder`: a run's output folder."""
-    return Path(folder) / "rollouts" / f"step-{step:06d}.jsonl"
+    """`folder`: a run's output folder. Runs from before rollouts were compressed have plain lines: .jsonl."""
+    path = Path(folder) / "rollouts" / f"step-{step:06d}.jsonl.zst"
+    plain = path.with_suffix("")
+    return plain if plain.exists() and not path.exists() else path
+
+
+def step_files(folder: str | os.PathLike) -> dict[int, Path]:
+    """step -> its file, by step. No file is opened."""
+    rollouts = Path(folder) / "rollouts"
+    names = sorted(os.listdir(rollouts)) if rollouts.is_dir() else []
+    found = {int(match[1]): rollouts / name for name in names if (match := STEP_FILE.fullmatch(name))}
+    return dict(sorted(found.items()))  # of .jsonl and .jsonl.zst, the later name
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file in the order of their first line; of two lines with one rollout_id the later one counts.
 
-    A last line without a newline was torn by a kill and is left out. Raises ValueError (path:line) for any other line
-    that is not a rollout.
+    A last line that a kill has torn is left out. Raises ValueError (path:line) for any other line that is not a
+    rollout, and where bytes are damaged.
     """
     return list({rollout.rollout_id: rollout for rollout in read_lines(path)}.values())
 
 
 def read_lines(path: Path) -> Iterator[Rollout]:
     """The rollout of each line, one in memory at a time. Raises ValueError as `read_rollouts`."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                rollout = Rollout.from_json(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-            yield rollout
+    for number, line in enumerate(read_raw_lines(path), 1):
+        try:
+            rollout = Rollout.from_json(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+        yield rollout
 
 
 def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
@@ -53,8 +62,22 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
     return groups
 
 
+def check_rollouts(folder: Path, step: int) -> None:
+    """Reads the rollouts that a run finds when it goes on after `step`. Raises ValueError: as `read_rollouts`, and what
+    to do."""
+    for later, path in step_files(folder).items():
+        if later > step:
+            try:
+                for _ in read_lines(path):
+                    pass
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
+                ) from None
+
+
 class RolloutStore:
-    """Appends to and reads `output_dir/rollouts/step-NNNNNN.jsonl`. One process writes."""
+    """Appends to and reads `output_dir/rollouts/step-NNNNNN.jsonl.zst`. One process writes, one thread at a time."""
 
     def __init__(self, output_dir: str | os.PathLike):
         self._folder = Path(output_dir)
@@ -64,18 +87,17 @@ class RolloutStore:
 
     def append(self, rollout: Rollout) -> None:
         """Raises RolloutError where the disk does not take the line."""
-        path = step_file(self._folder, rollout.step)
-        line = rollout.to_json().encode() + b"\n"
+        frame = compressed(rollout.to_json().encode() + b"\n")
         try:
             if rollout.step != self._step:
-                self._open(rollout.step, path)
-            written = os.write(self._descriptor, line)
+                self._open(rollout.step)
+            written = os.write(self._descriptor, frame)
         except OSError as error:
             self.close()
-            raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
-        if written < len(line):
-            self.close()  # the next append cuts the torn line off
-            raise RolloutError(f"{path}: cannot write rollouts: the disk is full; free some space and resume")
+            raise self._cannot_write(rollout.step, error.strerror) from error
+        if written < len(frame):
+            self.close()  # the next append cuts the torn frame off
+            raise self._cannot_write(rollout.step, "the disk is full; free some space and resume")
 
     def finished(self, step: int) -> list[Rollout]:
         """What the file of this step holds; empty without a file."""
@@ -91,10 +113,9 @@ class RolloutStore:
         """Gives these rollouts of the file the status "rejected". No other line is parsed: a step may have GBs."""
         names, found = set(rollout_ids), {}
         self.close()
-        with step_file(self._folder, step).open("rb") as file:
-            for line in file:
-                if (name := _id_of(line)) in names:
-                    found[name] = line
+        for line in read_raw_lines(step_file(self._folder, step)):
+            if (name := _id_of(line)) in names:
+                found[name] = line
         for line in found.values():
             self.append(dataclasses.replace(Rollout.from_json(line), status="rejected"))
 
@@ -102,30 +123,39 @@ class RolloutStore:
         """Leaves these rollouts out of the file of this step."""
         names = set(rollout_ids)
         self.close()
-        path = step_file(self._folder, step)
         try:
-            with path.open("rb") as file, replacing(path) as kept:
-                kept.writelines(line for line in file if line.endswith(b"\n") and _id_of(line) not in names)
+            self._rewrite(step, lambda line: _id_of(line) not in names)
         except OSError as error:
-            raise RolloutError(f"{path}: cannot write rollouts: {error.strerror}") from error
+            raise self._cannot_write(step, error.strerror) from error
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._step, self._descriptor = None, -1
 
-    def _open(self, step: int, path: Path) -> None:
+    def _open(self, step: int) -> None:
         self.close()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._descriptor, self._step = descriptor, step
-        start, newline = os.fstat(descriptor).st_size, -1
-        while start > 0 and newline < 0:
-            start = max(0, start - BLOCK)
-            newline = os.pread(descriptor, BLOCK, start).rfind(b"\n")
-        os.ftruncate(descriptor, start + newline + 1)
+        path = step_file(self._folder, step)
+        if path.suffix != ".zst":
+            self._rewrite(step, lambda line: True)
+            path = step_file(self._folder, step)
+        path.with_suffix("").unlink(missing_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        self._step = step
+        os.ftruncate(self._descriptor, max((end for _, end in whole_frames(self._descriptor, path)), default=0))
+
+    def _rewrite(self, step: int, keeps: Callable[[bytes], bool]) -> None:
+        """The file of this step with the lines for which `keeps` is true, compressed if it was not."""
+        path = step_file(self._folder, step)
+        final = path.with_name(f"step-{step:06d}.jsonl.zst")
+        with replacing(final) as kept:
+            kept.writelines(compressed(line) for line in read_raw_lines(path) if keeps(line))
+
+    def _cannot_write(self, step: int, why: str) -> RolloutError:
+        return RolloutError(f"{step_file(self._folder, step)}: cannot write rollouts: {why}")
 
 
 def _id_of(line: bytes) -> str:
     """The rollout_id, which `Rollout.to_json` writes first; "" where the line is not one of its."""
     words = line[:100].split(b'"', 4)
-    return words[3].decode() if words[1:2] == [b"rollout_id"] and len(words) == 5 else ""
+    return words[3].decode(errors="replace") if words[1:2] == [b"rollout_id"] and len(words) == 5 else ""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.log_files import log_to
-from dynamo_megatron.plain_text import on_one_line, print_printable
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -70,7 +70,7 @@ class RolloutWorker:
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
         given = (self._config, self._eos_token_ids, self._vocab_size, self._decoder)
-        arguments = (child_end, given, str(self.log), os.getpid())
+        arguments = (child_end, given, self.log, os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         with keeping(*ASK_TO_STOP):
             self._process.start()
@@ -217,13 +217,12 @@ class RolloutWorker:
 Given: TypeAlias = "tuple[Config, tuple[int, ...], int, Tokenizer | None]"
 
 
-def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
+def _child(connection: Connection, given: Given, log: Path, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log_to(Path(log))
-    print_printable()
+    log_to(log)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(connection, *given))
 

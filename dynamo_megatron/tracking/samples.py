@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.plain_text import printable
 from dynamo_megatron.records import Rollout
-from dynamo_megatron.rollout.store import read_lines, step_file
+from dynamo_megatron.rollout.line_files import read_raw_lines
+from dynamo_megatron.rollout.store import read_lines, step_files
 from dynamo_megatron.tracking.run_record import read_config
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class _Place(NamedTuple):
     """Which file a rollout is in, and what it is chosen by."""
 
     reward: float
+    step: int
     rollout_id: str
     file: Path
 
@@ -65,17 +67,16 @@ def read_samples(folder: Path, choice: Choice, *, as_json: bool = False) -> Iter
 
 def _places(source: Path, choice: Choice) -> list[_Place]:
     """In the order of the ids; of two lines of a rollout the later one counts."""
-    files = sorted((source / "rollouts").glob("step-*.jsonl"))
+    steps = step_files(source)
+    files = list(steps.values())
     if not files:
-        raise ValueError(f"{source}: no rollouts/step-*.jsonl; the run has generated nothing yet, or is one of sft")
+        raise ValueError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
     if choice.step is not None:
-        wanted = step_file(source, choice.step)
-        if wanted not in files:
-            steps = [int(file.stem.removeprefix("step-")) for file in files]
+        if choice.step not in steps:
             raise ValueError(
                 f"--step: {source} has no rollouts of step {choice.step}, only of {min(steps)} to {max(steps)}"
             )
-        files = [wanted]
+        files = [steps[choice.step]]
     elif choice.prompt_id is None:
         files = next(([file] for file in reversed(files) if _begun(file)), files[-1:])
     found, prompts = {}, {}
@@ -83,7 +84,7 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
         for rollout in read_lines(file):
             prompts[rollout.prompt_id] = None
             if choice.prompt_id in (None, rollout.prompt_id):
-                found[rollout.rollout_id] = _Place(rollout.reward, rollout.rollout_id, file)
+                found[rollout.rollout_id] = _Place(rollout.reward, rollout.step, rollout.rollout_id, file)
     if not prompts:
         raise ValueError(f"{files[-1]}: no rollout is complete yet")
     if not found:
@@ -93,9 +94,8 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
 
 
 def _begun(file: Path) -> bool:
-    """A first line is complete."""
-    with file.open("rb") as lines:
-        return lines.readline().endswith(b"\n")
+    """Its first line is complete."""
+    return next(read_raw_lines(file), None) is not None
 
 
 def _chosen(places: Sequence[_Place], choice: Choice) -> list[_Place]:
@@ -143,7 +143,7 @@ class _Texts:
 
 
 def _asked(choice: Choice, places: Sequence[_Place]) -> str:
-    steps = sorted({int(place.file.stem.removeprefix("step-")) for place in places})
+    steps = sorted({place.step for place in places})
     of = f" of step {steps[0]}" if len(steps) == 1 else f" of steps {steps[0]} to {steps[-1]}"
     return of + (f" to {one_line(choice.prompt_id)}" if choice.prompt_id is not None else "")
 

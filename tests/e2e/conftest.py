@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.result import group_id, rollout_id
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, step_file
 
 LOSE_STEP, KILL_STEP = 3, 5
 ANSWERS = "aei 7"
@@ -124,8 +125,8 @@ def metrics(output: Path) -> list[dict]:
 
 
 def rollout_lines(output: Path, step: int) -> list[str]:
-    file = output / "rollouts" / f"step-{step:06d}.jsonl"
-    return file.read_text().splitlines() if file.is_file() else []
+    file = step_file(output, step)
+    return [line.decode() for line in read_raw_lines(file)] if file.is_file() else []
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import Rollout, RolloutBatch
+from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.rollout.line_files import read_raw_lines
+from dynamo_megatron.rollout.store import read_lines, step_file
 
 
 def read(output, name):
@@ -59,7 +61,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):
     assert "server-1 left the rotation: " in seen["said"]
     for row in read(output, "metrics.jsonl"):
         assert row["rollout/failed"] == row["rollout/aborted"] == row["rollout/rejected"] == 0, row
-        names = [r["rollout_id"] for r in read(output, f"rollouts/step-{row['step']:06d}.jsonl")]
+        names = [r.rollout_id for r in read_lines(step_file(output, row["step"]))]
         assert len(names) == len(set(names)) == 24
 
 
@@ -82,7 +84,7 @@ def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live
     assert seen["left"] == []
     step = json.loads(seen["finished"][0])["step"]
-    now = (output / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    now = [line.decode() for line in read_raw_lines(step_file(output, step))]
     assert len(seen["finished"]) == 22 and set(seen["finished"]) <= set(now)
     reused = next(row["rollout/reused"] for row in read(output, "metrics.jsonl") if row["step"] == step)
     assert reused >= 22 / 24
@@ -92,10 +94,10 @@ def wrongly_scored(output, answers: dict[str, str], tokenizer, steps) -> list[st
     """Rollouts whose reward is not that of their own prompt's answer."""
     wrong = []
     for step in steps:
-        for r in read(output, f"rollouts/step-{step:06d}.jsonl"):
-            response = tokenizer.decode(r["tokens"][r["response_mask"].index(1) :], skip_special_tokens=True)
-            if r["reward"] != float(answers[r["prompt_id"]] in response):
-                wrong.append(r["rollout_id"])
+        for r in read_lines(step_file(output, step)):
+            response = tokenizer.decode(r.tokens[r.response_mask.index(1) :], skip_special_tokens=True)
+            if r.reward != float(answers[r.prompt_id] in response):
+                wrong.append(r.rollout_id)
     return wrong
 
 
@@ -149,7 +151,7 @@ def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, st
     assert wrongly_scored(output, swapped(answers), tokenizer, (1, 2))
     config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o")
     for step in (1, 2):
-        rollouts = [Rollout(**row) for row in read(output, f"rollouts/step-{step:06d}.jsonl")]
+        rollouts = list(read_lines(step_file(output, step)))
         groups = {
             g: [i for i, r in enumerate(rollouts) if r.group_id == g] for g in sorted({r.group_id for r in rollouts})
         }
@@ -180,7 +182,7 @@ def test_each_group_is_centred_on_itself(live, kind, steps):
     output, _ = live
     config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o", algorithm={"advantage": {"kind": kind}})
     for step in range(1, steps + 1):
-        rollouts = [Rollout(**row) for row in read(output, f"rollouts/step-{step:06d}.jsonl")]
+        rollouts = list(read_lines(step_file(output, step)))
         batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
         for group in {r.group_id for r in rollouts}:
             own = [i for i, r in enumerate(rollouts) if r.group_id == group]

@@ -25,6 +25,15 @@ def test_a_layout_that_fits(capsys):
     assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
 
 
+def test_what_rollouts_take_on_disk_and_how_many_steps_stay(capsys):
+    """512 prompts x 16 rollouts of 4,096 tokens on average: 14 bytes a token and 1 kB a rollout."""
+    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "trainer.steps=10000"])
+    said = capsys.readouterr().out
+    assert "rollouts on disk: 0.4 GiB a step; all 10000 steps are 4451.3 GiB, kept while they take less" in said
+    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "rollout.keep_last=9"])
+    assert "0.4 GiB a step; 9 steps and the one being made are kept, 4.5 GiB" in capsys.readouterr().out
+
+
 def test_one_that_does_not(capsys):
     assert main(["plan", *ON_16, *GPUS, "trainer.micro_batch_tokens=20480"]) == 1
     assert "too much" in capsys.readouterr().out.splitlines()[-1]

@@ -219,7 +219,7 @@ def test_only_what_will_be_replaced_counts_as_room(small_disk, base):
         with file.open("wb") as sparse:
             sparse.truncate(1 << 30)
         if enough:
-            assert "a step's rollouts" in machine_checks.check_room(config, spec)
+            assert "the rollouts of 1 step" in machine_checks.check_room(config, spec)
         else:
             with pytest.raises(ValueError, match=r"has 1\.0\d MB free, the run needs"):
                 machine_checks.check_room(config, spec)
@@ -233,7 +233,14 @@ def test_a_file_that_goes_meanwhile_takes_no_room(tmp_path, monkeypatch):
 
 def test_rollouts_that_will_fill_the_disk_are_noted(base, check):
     level, text = check("disk", "trainer.steps=1000000000000")[-1]
-    assert level == "note" and "rollouts are kept: 1000000000000 steps" in text
+    assert level == "note" and "in 1000000000000 steps; 50% of what is free holds " in text and "the oldest go" in text
+
+
+def test_the_steps_that_stay_are_part_of_the_room_needed(base, check):
+    (level, text), *more = check("disk", "rollout.keep_last=7")
+    assert level == "ok" and "the rollouts of 8 steps" in text and not more
+    _, (level, text) = check("disk", "trainer.steps=10")
+    assert level == "ok" and "all are kept, they may take 50% of what is free" in text
 
 
 def test_a_folder_that_cannot_be_written(base, failure):

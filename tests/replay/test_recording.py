@@ -10,6 +10,7 @@ from recorded import write_run
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.store import step_file
 
 
@@ -43,10 +44,10 @@ def test_what_a_kill_tore_is_left_out(tmp_path):
     write_run(tmp_path, steps=5)
     path = tmp_path / "allocation.jsonl"
     path.write_bytes(path.read_bytes()[:-5])  # the last line
-    with step_file(tmp_path, 6).open("w") as file:
-        file.write('{"rollout_id": "000006-0')
-    with step_file(tmp_path, 4).open("a") as file:
-        file.write('{"rollout_id": "000004-0')
+    torn = compressed(b'{"rollout_id": "000006-0000-000"}\n')[:-3]
+    step_file(tmp_path, 6).write_bytes(torn)
+    with step_file(tmp_path, 4).open("ab") as file:
+        file.write(torn)
     record = read_run(tmp_path)
     assert [step.step for step in record.steps] == [1, 2, 3, 4]
     assert record.notes == ["Step 5 is left out: a kill tore its allocation."]
@@ -76,16 +77,16 @@ def test_what_is_missing_is_one_line(tmp_path):
     write_run(tmp_path, steps=3)
     path = step_file(tmp_path, 2)
     content = path.read_bytes()
-    path.write_bytes(b"".join(content.splitlines(keepends=True)[1:]))
+    path.write_bytes(b"".join(map(compressed, list(read_raw_lines(path))[1:])))
     with pytest.raises(
-        ValueError, match=r"step-000002.jsonl: \d+ rollouts of prompt 'problem/\d+', allocation.jsonl says"
+        ValueError, match=r"step-000002.jsonl.zst: \d+ rollouts of prompt 'problem/\d+', allocation.jsonl says"
     ):
         read_run(tmp_path)
-    path.write_bytes(b"nonsense\n" + content)
-    with pytest.raises(ValueError, match=r"step-000002.jsonl:1: "):
+    path.write_bytes(compressed(b"nonsense\n") + content)
+    with pytest.raises(ValueError, match=r"step-000002.jsonl.zst:1: "):
         read_run(tmp_path)
     path.unlink()
-    with pytest.raises(ValueError, match=r"step-000002.jsonl: no such file; a replay needs"):
+    with pytest.raises(ValueError, match=r"step-000002.jsonl.zst: no such file; a replay needs"):
         read_run(tmp_path)
     (tmp_path / "allocation.jsonl").unlink()
     with pytest.raises(ValueError, match=r"no step in allocation.jsonl; a replay needs at least one finished step"):

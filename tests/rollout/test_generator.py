@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 import shutil
 import time
 
@@ -313,3 +314,33 @@ def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkey
         assert time.monotonic() - started < 10
 
     with_generator(work, Server(lambda rid, number: asyncio.sleep(60)))
+
+
+def test_a_disk_that_stalls_does_not_stall_the_watch_over_the_servers(with_generator, tmp_path, monkeypatch):
+    """Every write takes 0.7 s; whoever looks at the clock meanwhile is never late by that much."""
+    write = os.write
+
+    def stalled(descriptor, data):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".zst"):
+            time.sleep(0.7)
+        return write(descriptor, data)
+
+    async def work(generator, push):
+        await push(0)
+        monkeypatch.setattr(os, "write", stalled)
+        late = [0.0]
+
+        async def watch():
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(0.05)
+                late.append(time.monotonic() - before - 0.05)
+
+        watching = asyncio.create_task(watch())
+        result = await generator.generate(1, PROMPTS, [1, 1, 1], 0)
+        watching.cancel()
+        assert max(late) < 0.6, late
+        names = [r.rollout_id for r in RolloutStore(tmp_path).finished(1)]
+        assert sorted(names) == result.batch.rollout_ids  # each on disk before it counts
+
+    with_generator(work, Server())

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ lock = multiprocessing.get_context("spawn").Lock()
 if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,))
     child.start()
-    pathlib.Path(sys.argv[1]).write_text(f"{segment.name} {child.pid}")
+    pathlib.Path(sys.argv[1]).write_text(f"{segment.name} {lock._semlock.name.strip('/')} {child.pid}")
     time.sleep(100)
 """
 
@@ -43,7 +44,7 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
     while not (said.exists() and said.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    name, child = said.read_text().split()
+    name, lock, child = said.read_text().split()
     family = psutil.Process(guard.pid).children(recursive=True)
     mapped = {
         line.split()[-1]
@@ -52,6 +53,10 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
         if "/dev/shm/" in line and not line.endswith("(deleted)")
     }
     assert int(child) in [p.pid for p in family] and f"/dev/shm/{name}" in mapped
+    # Of a semaphore the process that made it maps a first name, which is gone.
+    semaphore = f"/dev/shm/sem.{lock}"
+    assert os.path.exists(semaphore) and semaphore not in mapped
+    mapped.add(semaphore)
     process = psutil.Process(guard.pid).children()[0]
     if end == "SIGTERM":
         guard.terminate()
@@ -86,3 +91,49 @@ def test_a_program_of_a_reward_function_can_be_ended_by_sigterm(tmp_path, monkey
         finally:
             pool.close()
     assert score.reward == 124  # what `timeout` returns after its signal
+
+
+PRINTING = """
+import pathlib, sys, time
+for i in range(10 ** 6):
+    print(f"line {i} " + 2000 * "x", flush=True)
+    pathlib.Path(sys.argv[1]).write_text(str(i))
+    time.sleep(0.01)
+"""
+
+
+def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path):
+    folder, said, disk = tmp_path / "folder", tmp_path / "said", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        (disk / "ballast").write_bytes(bytes(1 << 15))
+        (tmp_path / "command.py").write_text(PRINTING)
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder)]
+        with (disk / "log").open("ab") as log:
+            guard = subprocess.Popen(
+                [*command, sys.executable, "-P", str(tmp_path / "command.py"), str(said)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for_line(said, 100)  # 200 kB
+        assert guard.poll() is None and (disk / "log").stat().st_size < 1 << 16
+        full = int(said.read_text())
+        (disk / "ballast").unlink()
+        wait_for_line(said, full + 20)
+        guard.stdin.close()
+        assert guard.wait(15) == -signal.SIGKILL
+        numbers = [int(number) for number in re.findall(r"line (\d+) ", (disk / "log").read_text())]
+        assert numbers[0] == 0 and max(numbers) > full
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def wait_for_line(said: Path, number: int) -> None:
+    deadline = time.monotonic() + 300
+    while not (said.exists() and (text := said.read_text()) and int(text) >= number):
+        assert time.monotonic() < deadline, f"waited 300 s for line {number}"
+        time.sleep(0.05)

@@ -15,6 +15,7 @@ from stand_ins import VOCABULARY
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -139,8 +140,8 @@ def test_a_resumed_step_generates_only_what_is_missing(worker, output):
     counts = [5, 5, 5, 5]
     first = worker.generate(2, PROMPTS, counts)
     path = step_file(output, 2)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:18]) + lines[18][:50])  # killed at 90 %, within a line
+    frames = [compressed(line) for line in read_raw_lines(path)]
+    path.write_bytes(b"".join(frames[:18]) + frames[18][:50])  # killed at 90 %, within a line
     kept = {r.rollout_id: r for r in RolloutStore(output).finished(2)}
     before = requests_at_the_server(output)
     again = worker.generate(2, PROMPTS, counts)
@@ -157,8 +158,7 @@ def test_a_later_part_of_a_step_resumes_apart_from_the_first(worker, output):
     later = worker.generate(18, PROMPTS[2:], [4, 4], first=2)
     assert later.batch.group_ids == ["000018-0002"] * 4 + ["000018-0003"] * 4
     path = step_file(output, 18)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-3]))
+    path.write_bytes(b"".join(map(compressed, list(read_raw_lines(path))[:-3])))
     before = requests_at_the_server(output)
     assert worker.generate(18, PROMPTS[:2], [3, 3]).counts["reused"] == 6
     again = worker.generate(18, PROMPTS[2:], [4, 4], first=2)

@@ -11,6 +11,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.evaluation.results import ProblemResult, results_file, summarise, write_results
 from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.tracking.picture import moving_average, title
 from dynamo_megatron.tracking.report import write_report
@@ -169,8 +170,7 @@ def test_a_run_killed_in_its_first_steps(tmp_path):
     assert "1 of 60 steps" in text and "first step | last step" in text and "| reward | 0.250 | 0.250 |" in text
     assert "no evaluation" in text and "lacks the rollouts" in text
     RolloutStore(folder).append(rollout(1, "a", 0, 0, True))
-    with step_file(folder, 2).open("w") as file:
-        file.write('{"rollout_id"')
+    step_file(folder, 2).write_bytes(compressed(b'{"rollout_id"')[:-1])
     write_evaluation(folder, 0, [0.5] * 3, np.random.default_rng(0))
     text = write_report(folder, folder)
     assert "No problem has been visited a second time" in text

@@ -10,6 +10,7 @@ import yaml
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
 from dynamo_megatron.records import Prompt, Rollout, plain_data
+from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.tracking.samples import Choice, read_samples
 
@@ -91,8 +92,8 @@ def test_a_run_under_way(make_run):
     """The last line is being written; the newest file has no line yet; a line came twice."""
     run = make_run(*TWO_STEPS, dataclasses.replace(TWO_STEPS[-1], status="rejected"))
     file = step_file(run, 2)
-    file.write_bytes(file.read_bytes() + rollout(2, 3, 0, 1.0).to_json().encode()[:-9])
-    step_file(run, 3).write_bytes(b"{")
+    file.write_bytes(file.read_bytes() + compressed(rollout(2, 3, 0, 1.0).to_json().encode() + b"\n")[:-9])
+    step_file(run, 3).write_bytes(compressed(b"{}\n")[:-1])
     shown = [json.loads(t) for t in read_samples(run, Choice(best=9), as_json=True)]
     assert len(shown) == 4 and [s["status"] for s in shown if s["rollout_id"] == TWO_STEPS[-1].rollout_id] == [
         "rejected"
@@ -121,8 +122,10 @@ def without_texts(r: Rollout) -> Rollout:
 def test_a_run_from_before_texts_were_stored_is_decoded(make_run, tiny_model):
     old = make_run(*map(without_texts, TWO_STEPS[:1]), model=tiny_model)
     file = step_file(old, 1)
-    fields = json.loads(file.read_text())
-    file.write_text(json.dumps({k: v for k, v in fields.items() if k not in ("prompt", "response", "answer")}) + "\n")
+    (line,) = read_raw_lines(file)
+    fields = {k: v for k, v in json.loads(line).items() if k not in ("prompt", "response", "answer")}
+    file.unlink()
+    file.with_suffix("").write_text(json.dumps(fields) + "\n")  # nor were they compressed
     (shown,) = (json.loads(text) for text in read_samples(old, Choice(), as_json=True))
     assert len(shown["prompt"]) == len(shown["response"]) == 2  # a token a character
     gone = make_run(*map(without_texts, TWO_STEPS[:1]))
@@ -148,8 +151,8 @@ def test_what_is_not_there_is_named(make_run, tmp_path):
         list(read_samples(make_run(), Choice()))
     with pytest.raises(ValueError, match="no run's folder"):
         list(read_samples(tmp_path, Choice()))
-    step_file(run, 2).write_text("{}\n")
-    with pytest.raises(ValueError, match=r"step-000002\.jsonl:1: not a rollout"):
+    step_file(run, 2).write_bytes(compressed(b"{}\n"))
+    with pytest.raises(ValueError, match=r"step-000002\.jsonl\.zst:1: not a rollout"):
         list(read_samples(run, Choice()))
 
 

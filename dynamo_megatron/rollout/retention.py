@@ -1,0 +1,70 @@
+"""Which steps' rollouts stay on disk: `rollout.keep_last`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from dynamo_megatron.checkpoint_folder import latest_checkpoint
+from dynamo_megatron.rollout.store import step_files
+
+SHARE = 0.5  # of the disk's room: what is free and what rollouts/ has; above it the oldest go, without a keep_last
+STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes of a response's token, and of all else of a rollout
+
+
+def stored_step(rollouts: int, response_tokens: float) -> float:
+    """Bytes on disk of a step's rollouts with that many response tokens on average (benchmarks/rollout_files.py)."""
+    return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
+
+
+class Retention:
+    """Removes the rollouts of old steps of the run in `folder`, but none after its last checkpoint: a resume goes on
+    from them.
+
+    `keep_last`: steps kept before the one that begins; None: all while rollouts/ uses less than SHARE of the disk's
+    room."""
+
+    def __init__(self, folder: Path, keep_last: int | None):
+        self._folder, self._keep_last = folder, keep_last
+        self._sizes: dict[int, int] = {}  # bytes of the files of steps that are over
+        self._noted = False
+
+    def trim(self, step: int) -> list[str]:
+        """Before the rollouts of `step` are made. Returns a note the first time that anything goes."""
+        last = latest_checkpoint(self._folder / "checkpoints")
+        files = step_files(self._folder)
+        removable = [s for s in files if last is not None and s <= last[0] and s < step]
+        if self._keep_last is not None:
+            gone = [s for s in removable if s < step - self._keep_last]
+            why = f"rollout.keep_last is {self._keep_last}"
+        else:
+            gone, why = self._beyond_share(step, removable, files)
+        try:
+            for old in gone:
+                files[old].unlink(missing_ok=True)
+        except OSError as error:  # no reason to end a run
+            why += f"; but {files[old]} cannot be removed: {error.strerror}"
+        if not gone or self._noted:
+            return []
+        self._noted = True
+        return [f"the oldest rollouts are removed from now on, first of step {gone[0]}: {why}"]
+
+    def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
+        for over in [s for s in files if s < step and s not in self._sizes]:
+            with contextlib.suppress(FileNotFoundError):  # a user may move files meanwhile
+                self._sizes[over] = files[over].stat().st_size
+        self._sizes = {s: size for s, size in self._sizes.items() if s in files}
+        used = sum(self._sizes.values())
+        room = used + shutil.disk_usage(self._folder).free
+        why = (
+            f"{self._folder / 'rollouts'} has {used / 1e9:.2f} GB, more than {SHARE:.0%} of the {room / 1e9:.2f} GB "
+            "that there are for it (rollout.keep_last says how many steps to keep)"
+        )
+        gone = []
+        for old in removable:
+            if used <= SHARE * room:
+                break
+            gone.append(old)
+            used -= self._sizes.get(old, 0)
+        return gone, why

@@ -1,0 +1,161 @@
+"""Which steps' rollouts stay on disk, and what a start reads of those that do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dynamo_megatron.checkpoint_folder import write_manifest
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.line_files import compressed
+from dynamo_megatron.rollout.retention import Retention
+from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files
+
+
+def rollout(step: int, index: int = 0) -> Rollout:
+    group = f"{step:06d}-0000"
+    return Rollout(f"{group}-{index:03d}", group, "a", step, [1, 2], [0, 1], [-1.0], [(0, 0, 1)], "stop", 1.0, True, {})
+
+
+def config(folder, **sections) -> Config:
+    return Config(**{"model": {"path": "m"}, "data": {"source": "s"}, "output_dir": str(folder), **sections})
+
+
+def make_run(folder, steps: int, saved: int | None) -> None:
+    """Rollouts of `steps` steps and the checkpoint of step `saved`."""
+    store = RolloutStore(folder)
+    for step in range(1, steps + 1):
+        store.append(rollout(step))
+    store.close()
+    if saved is not None:
+        checkpoint = folder / "checkpoints" / f"step-{saved:06d}"
+        checkpoint.mkdir(parents=True)
+        write_manifest(checkpoint, {"step": saved, "model": {}, "dtype": "bfloat16", "layout": None})
+
+
+@pytest.mark.parametrize(
+    ("saved", "keep_last", "kept"),
+    [
+        (8, 3, range(7, 10)),  # steps 7, 8 and 9, before step 10
+        (4, 3, range(5, 10)),  # a resume goes on after step 4
+        (None, 1, range(1, 10)),  # it begins anew
+        (9, 50, range(1, 10)),
+    ],
+)
+def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, keep_last, kept):
+    make_run(tmp_path, 9, saved)
+    retention = Retention(tmp_path, keep_last)
+    gone = len(kept) < 9
+    note = f"the oldest rollouts are removed from now on, first of step 1: rollout.keep_last is {keep_last}"
+    assert retention.trim(10) == [note] * gone
+    assert list(step_files(tmp_path)) == list(kept)
+    RolloutStore(tmp_path).append(rollout(10))
+    assert retention.trim(11) == []  # it is said once
+    assert 10 in step_files(tmp_path)
+
+
+def test_what_cannot_be_removed_ends_no_run(tmp_path):
+    make_run(tmp_path, 4, 4)
+    step_file(tmp_path, 1).unlink()
+    step_file(tmp_path, 1).mkdir()
+    retention = Retention(tmp_path, 1)
+    (note,) = retention.trim(5)
+    assert note.endswith(f"; but {step_file(tmp_path, 1)} cannot be removed: Is a directory")
+    assert retention.trim(5) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
+    """Steps of 64 kB on a disk of 1 MB, of which a checkpoint has a little and another program then 256 kB."""
+    make_run(small_disk, 0, 6)
+    retention, said = Retention(small_disk, None), []
+    for step in range(1, 8):
+        said += retention.trim(step)
+        step_file(small_disk, step).write_bytes(bytes(1 << 16))
+    assert said == [] and len(step_files(small_disk)) == 7
+    (small_disk / "other").write_bytes(bytes(1 << 18))
+    said += retention.trim(8)
+    assert list(step_files(small_disk)) == [3, 4, 5, 6, 7]  # 5 x 64 kB of (1024 - 256 - 4) kB
+    assert len(said) == 1 and "first of step 1: " in said[0] and "more than 50% of the 0.00 GB" in said[0]
+    (small_disk / "more").write_bytes(bytes(1 << 18))
+    assert retention.trim(8) == []
+    assert 7 in step_files(small_disk), "it is after the last checkpoint"
+
+
+def test_a_number_needs_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.keep_last: .*; set checkpoint\.every"):
+        config(tmp_path, rollout={"keep_last": 3}, checkpoint={"every": None})
+    config(tmp_path, rollout={"keep_last": 3})
+
+
+@pytest.mark.parametrize("damage", ["a line that is none", "flipped bits"])
+def test_a_broken_file_that_the_run_would_go_on_from_is_refused_before_anything_starts(tmp_path, damage):
+    make_run(tmp_path, 5, 4)
+    OutputDir(config(tmp_path)).take_over(4)
+    file = step_file(tmp_path, 5)
+    whole = file.read_bytes()
+    if damage == "flipped bits":
+        file.write_bytes(whole[:-20] + bytes(x ^ 255 for x in whole[-20:]) + whole)
+        place = f"output_dir: {file}: damaged "
+    else:
+        file.write_bytes(whole + compressed(b'{"rollout_id": "000005-0000-001", "tok\n') + whole)
+        place = f"output_dir: {file}:2: "
+    with pytest.raises(ConfigError) as error:
+        OutputDir(config(tmp_path)).claim()
+    said = str(error.value)
+    assert said.startswith(place) and "\n" not in said
+    assert said.endswith("; move this file out of rollouts/ and start again: step 5 is then sampled anew")
+    file.rename(tmp_path / file.name)
+    check_rollouts(tmp_path, 4)
+
+
+def test_a_broken_file_of_a_step_that_is_over_is_not_in_the_way(tmp_path):
+    make_run(tmp_path, 5, 4)
+    OutputDir(config(tmp_path)).take_over(4)
+    step_file(tmp_path, 3).write_bytes(b"garbage" * 99)
+    OutputDir(config(tmp_path)).claim()
+
+
+OPENED = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+from pathlib import Path
+from dynamo_megatron.config import Config
+from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.rollout.retention import Retention
+from dynamo_megatron.rollout.store import RolloutStore
+folder = sys.argv[1]
+output = OutputDir(Config(model={"path": "m"}, data={"source": "s"}, output_dir=folder))
+output.claim()
+output.take_over(10_000)
+store = RolloutStore(folder)
+print(len(store.finished(10_001)))
+Retention(Path(folder), 10_000).trim(10_001)
+print(sorted({Path(name).name for name in opened if "rollouts" in name}))
+"""
+
+
+def test_a_start_opens_no_file_of_the_ten_thousand_steps_before(tmp_path):
+    make_run(tmp_path, 1, 10_000)
+    for step in range(2, 10_001):
+        os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
+    RolloutStore(tmp_path).append(rollout(10_001))
+    OutputDir(config(tmp_path)).take_over(10_000)
+    done = subprocess.run([sys.executable, "-P", "-c", OPENED, tmp_path], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["1", "['step-010001.jsonl.zst']"]
