@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", help="names of faults; default: all")
     options = parser.parse_args()
     isolated = isolate()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it clears away what it has started
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     at_start, started = machine(PACKAGES), time.monotonic()
     site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated)
@@ -63,10 +65,12 @@ def main() -> int:
     try:
         kinds = possible(site, options.kinds)
         soak.run(kinds, random.Random(options.seed))
+    except KeyboardInterrupt:
+        soak.problems.append("interrupted")
     finally:
-        site.close()
         settings = {"seed": options.seed, "every": options.every, "health timeout": options.health_timeout}
         result = {**settings, "seconds": time.monotonic() - started, **soak.result(), "machine": at_start}
+        site.close()
         options.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -97,13 +97,9 @@ def other_weights(site: Site, rng: random.Random) -> str:
         model = AutoModelForCausalLM.from_pretrained(site.folder / "task" / "model")
         torch.nn.init.normal_(model.lm_head.weight, std=2.0)  # random weights of the usual size sample as others do
         model.save_pretrained(folder)
-    for tries in range(1, 100):
-        try:
-            site.call_victim("/update_weights_from_disk", {"model_path": str(folder)})
-            return f"after {tries} tries"
-        except (OSError, StopIteration):  # a push is under way, or it restarts
-            site.pause(0.1)
-    raise TimeoutError(f"{VICTIM} did not take other weights in 100 tries")
+    with site.proxy(model=str(folder)):
+        _two_steps(site)
+    return "for two steps"
 
 
 def strangers(site: Site, rng: random.Random) -> str:
@@ -186,7 +182,7 @@ def ask_to_stop(number: signal.Signals) -> Callable[[Site, random.Random], str]:
 def interrupt_a_save(site: Site, rng: random.Random) -> str:
     """Ctrl-C while a checkpoint is written."""
     folder = site.output / "checkpoints"
-    during = site.wait(lambda: any(p.name.startswith(".") for p in folder.iterdir()), 120)
+    during = site.wait(lambda: any(folder.glob(".*")), 120)
     site.processes()
     site.run.process.send_signal(signal.SIGINT)
     return "SIGINT during a save" if during else "SIGINT; no save was seen within 120 s"

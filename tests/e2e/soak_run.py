@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from soak_faults import FAULTS, NEED_SMALL_DISKS, Fault, order
 from soak_site import SERVERS, Site
 
@@ -20,7 +21,7 @@ from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import read_lines, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 
-STEP_LIMIT = 300.0  # seconds for two steps, a restart of the run or a server included
+STEP_LIMIT = 600.0  # seconds for two steps, a restart of the run or a server included
 END_LIMIT = 60.0  # seconds until a run that a fault ends has ended
 LEFT_FOR = 30.0  # seconds until all of its processes have
 TRACEBACK = "Traceback (most recent call last)"
@@ -43,83 +44,76 @@ class Soak:
         site, started = self.site, time.monotonic()
         over = started + 60 * self.minutes if self.minutes is not None else float("inf")
         site.start()
-        if not self._recovers():
+        going = self._recovers()
+        if not going:
             self.problems.append(f"the run did not start: {self._last_words()}")
-            return
         due = site.step + self.every
-        for number, fault in enumerate(order(list(kinds), self.steps // self.every + 1, rng)):
+        for fault in order(list(kinds), self.steps // self.every + 1, rng) if going else []:
             site.calm = True
-            site.wait(lambda due=due: site.step >= due, max(0.0, min(over - time.monotonic(), 60 * STEP_LIMIT)))
+            site.wait(lambda due=due: site.step >= due, max(0.0, min(over - time.monotonic(), self.every * STEP_LIMIT)))
             site.calm = False
             if time.monotonic() > over or site.step + 2 * self.every > self.steps:
                 break
             if not site.alive():
                 self.problems.append(f"step {site.step}: the run ended by itself: {self._last_words()}")
-                site.start()
-            elif not self._carry_out(fault, random.Random(f"{rng.random()}/{number}")):
-                return
+                going = self._starts_again()
             else:
-                self._audit(site.saved)
-            if not self._recovers():
+                going = self._carry_out(fault, random.Random(rng.random()))
+            self._audit(site.saved)
+            if not going:
                 self.problems.append(f"step {site.step}: the run does not go on: {self._last_words()}")
-                return
-            due = max(due, site.step) + self.every
-        self._end()
+                break
+            due = max(due + self.every, site.step + self.every // 2)
+        if going:
+            self._end()
 
     def _carry_out(self, fault: Fault, rng: random.Random) -> bool:
-        """Whether the run goes on, or can be started again."""
+        """Whether the run goes on, by itself or started again."""
         site, problems = self.site, []
-        begun, before, start, run = time.monotonic(), site.step, len(site.run.text), site.run
-        what = fault.hurt(site, rng)
-        hurt_until = time.monotonic()
-        code = self._outcome(fault)
+        begun, before, start = time.monotonic(), site.step, len(site.run.text)
+        try:
+            what = fault.hurt(site, rng)
+        except (OSError, ValueError, psutil.Error) as error:  # it met the run in a state that it cannot be hurt in
+            what = "not done"
+            problems.append(f"{type(error).__name__}: {error}")
+        hurt = time.monotonic()
+        self._wait_for_an_end(fault)
+        going = site.alive() and self._recovers()
+        if site.alive() and not going:
+            problems.append(f"not two steps with both servers in {STEP_LIMIT:g} s: {self._last_words()}")
+            site.kill()
+        code, lines = site.run.process.poll(), site.new_lines(start)
         if code not in fault.codes:
-            problems.append(f"ended with {code}: {self._last_words()}" if code is not None else "did not end")
-        if code is None and not site.alive():
-            problems.append(f"ended: {self._last_words()}")
-        if not site.alive():
+            how = "did not end" if code is None else f"ended with exit code {code}"
+            problems.append(f"the run {how}: {self._last_words()}")
+        if not going:
             if left := site.run.left_behind(within=LEFT_FOR):
                 problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
-            lines = site.new_lines(start)
-            site.start()
-            start = 0
-        else:
-            lines = []
-        recovered = self._recovers()
-        if not recovered:
-            problems.append(f"not two steps with both servers in {STEP_LIMIT:g} s: {self._last_words()}")
-        if run is site.run:
-            lines = site.new_lines(start)
-        elif fault.leaves:
-            lines = [*lines, *(line for line in site.new_lines(0) if re.search(fault.says, line))]
-        problems += self._judged(fault, lines)
-        took = time.monotonic() - hurt_until
-        found = {"fault": fault.name, "what": what, "step": before, "seconds": hurt_until - begun, "recovery": took}
-        self.faults.append({**found, "exit code": code, "lines": lines, "problems": problems})
-        self.problems += [f"step {before}: {fault.name} ({what}): {problem}" for problem in problems]
-        print(f"step {before}: {fault.name}: {what}; {took:.0f} s; {'; '.join(problems) or 'ok'}", flush=True)
-        return recovered
+            going = self._starts_again()
+            if fault.leaves:
+                lines += [line for line in site.new_lines(0) if re.search(fault.says, line)]
+        problems += judged(fault, lines)
+        record = {"fault": fault.name, "what": what, "step": before, "seconds": hurt - begun, "exit code": code}
+        self.faults.append({**record, "recovery": time.monotonic() - hurt, "lines": lines, "problems": problems})
+        self.problems += [f"step {before}: {fault.name}: {what}: {problem}" for problem in problems]
+        said = "; ".join(problems) or "ok"
+        print(f"step {before}: {fault.name}: {what}; {time.monotonic() - hurt:.0f} s; {said}", flush=True)
+        return going
 
-    def _outcome(self, fault: Fault) -> int | None:
-        """The exit code of the run, None where it goes on."""
-        site = self.site
-        if None not in fault.codes:
-            site.wait(lambda: not site.alive(), END_LIMIT)
-        return site.run.process.poll()
+    def _wait_for_an_end(self, fault: Fault) -> None:
+        """Where the fault may end the run."""
+        site, begun = self.site, self.site.step
+        goes_on = None in fault.codes
+        if fault.codes != (None,):
+            site.wait(lambda: not site.alive() or (goes_on and site.step >= begun + 2), END_LIMIT)
 
-    def _judged(self, fault: Fault, lines: Sequence[str]) -> list[str]:
-        told = [line for line in lines if re.search(fault.says, line)]
-        strange = [line for line in lines if line not in told]
-        problems = [f"a line of something else: {line!r}" for line in strange[:3]]
-        if not told and not fault.silent:
-            problems.append(f"no line matches {fault.says!r}")
-        if any(TRACEBACK in line for line in lines):
-            problems.append("a traceback on the console")
-        return problems
+    def _starts_again(self) -> bool:
+        self.site.start()
+        return self._recovers()
 
     def _recovers(self) -> bool:
         """Whether two more steps are done, the last one with rollouts of both servers."""
-        site, begun = self.site, self.site.step if self.site.step else 0
+        site, begun = self.site, self.site.step
         if not site.wait(lambda: site.step != begun, STEP_LIMIT):
             return False
         first = site.step
@@ -132,7 +126,7 @@ class Soak:
             site.run.process.send_signal(signal.SIGTERM)
         site.wait(lambda: not site.alive(), STEP_LIMIT)
         if (code := site.run.process.poll()) not in (0, 75):
-            self.problems.append(f"the run ended with {code}: {self._last_words()}")
+            self.problems.append(f"the run ended with exit code {code}: {self._last_words()}")
         self._audit(site.step)
 
     def _last_words(self) -> str:
@@ -157,6 +151,17 @@ class Soak:
             "growth": [asdict(g) for g in growths],
             "largest": self.site.meter.largest(),
         }
+
+
+def judged(fault: Fault, lines: Sequence[str]) -> list[str]:
+    """What is wrong with the lines that the console has of a fault."""
+    told = [line for line in lines if re.search(fault.says, line)]
+    problems = [f"a line of something else: {line!r}" for line in lines if line not in told][:3]
+    if not told and not fault.silent:
+        problems.append(f"no line matches {fault.says!r}")
+    if any(TRACEBACK in line for line in lines):
+        problems.append("a traceback on the console")
+    return problems
 
 
 def audit(output: Path, steps: range) -> tuple[int, list[str]]:

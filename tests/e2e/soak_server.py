@@ -3,16 +3,20 @@
     soak_server.py CONTROL -P -m sglang.launch_server ... --host HOST --port PORT ...
 
 Starts that server at another port, and answers at PORT. While the file CONTROL/SERVER.json is there it says what
-becomes of replies to /generate: {"share": of them that are altered, "delay": seconds, "seed": int}. Any other command
-runs as it is: the transports ask the interpreter for its version of torch.
+becomes of replies to /generate: {"share": of them that are altered, "delay": seconds, "seed": int, "model": a folder
+whose weights the server loads before it generates}. Any other command runs as it is: the transports ask the interpreter
+for its version of torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +24,8 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+
+from dynamo_megatron.rollout.guard import die_with_parent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # python -P leaves out what lies beside a script
 from alterations import CONTENT, alter
@@ -39,6 +45,12 @@ class Proxy:
         body, fault = await request.read(), self._fault() if request.path == "/generate" else {}
         await asyncio.sleep(fault.get("delay", 0.0))
         try:
+            if "model" in fault:
+                load = {"model_path": fault["model"]}
+                async with session.post(
+                    f"{self._upstream}/update_weights_from_disk", json=load, headers=headers
+                ) as reply:
+                    print(f"other weights: {reply.status} {(await reply.read())[:200]!r}", flush=True)
             async with session.request(
                 request.method, self._upstream + request.path_qs, data=body, headers=headers, allow_redirects=False
             ) as reply:
@@ -126,7 +138,8 @@ def main(control: Path, words: list[str]) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         words[place] = str(probe.getsockname()[1])
-    server = subprocess.Popen([sys.executable, *words])  # in this process group, which the guard ends
+    on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())  # as the guard's child has it
+    server = subprocess.Popen([sys.executable, *words], preexec_fn=on_death)
     proxy = Proxy(f"http://{host}:{words[place]}", control / f"{name}.json")
     return abs(asyncio.run(serve(host, port, proxy, server)))
 

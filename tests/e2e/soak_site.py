@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 from background_run import Run
-from soak_meter import Meter
+from soak_meter import Meter, kind_of
 
 from dynamo_megatron.checkpoint_folder import latest_checkpoint
 
@@ -202,8 +200,6 @@ class Site:
         return found
 
     def _kind(self, process: psutil.Process) -> str:
-        from soak_meter import kind_of
-
         with contextlib.suppress(psutil.Error):
             return kind_of(process, self.run.process.pid)
         return ""
@@ -211,26 +207,19 @@ class Site:
     def victim(self) -> list[psutil.Process]:
         """The processes of the server that is hurt: the guard, the proxy, SGLang's."""
         deadline = time.monotonic() + 120
-        while len(found := self.run.servers().get(VICTIM, [])) < 2 and self.alive() and time.monotonic() < deadline:
+        while time.monotonic() < deadline and self.alive():
+            found = self.run.servers().get(VICTIM, [])
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lasting = [p for p in found if "resource_tracker" not in " ".join(p.cmdline())]
+                if len(lasting) > 2:
+                    return [lasting[0].parent(), *lasting]
             time.sleep(POLL_EVERY)
-        return [found[0].parent(), *found] if found else []
+        raise TimeoutError(f"{VICTIM} has no processes after 120 s")
 
     def ports(self) -> list[int]:
-        """That the hurt server and its proxy listen on."""
-        found = {c.laddr.port for p in self.victim() for c in p.net_connections("tcp") if c.status == "LISTEN"}
-        return sorted(found)
-
-    def call_victim(self, path: str, payload: dict[str, Any]) -> None:
-        """POSTs to the hurt server as one who has its key."""
-        words = next(p.cmdline() for p in self.victim() if "--config" in p.cmdline())
-        key = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())["api-key"]
-        port, body = int(words[words.index("--port") + 1]), json.dumps(payload).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-            reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        if b" 200 " not in reply[:20]:
-            raise OSError(f"{path}: {reply[-200:]!r}")
+        """Those of the hurt server's proxy and of its HTTP process."""
+        commands = [p.cmdline() for p in self.victim()[1:]]
+        return [int(words[words.index("--port") + 1]) for words in commands if "--port" in words]
 
     # -- what stands around it -----------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -260,12 +249,16 @@ class Site:
         """Of the console from character `start` on, without those of steps."""
         return [line for line in self.run.text[start:].splitlines() if line.strip() and not STEP_LINE.match(line)]
 
+    def kill(self) -> None:
+        """SIGKILL to every process of the run."""
+        for process in reversed(self.processes()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.run.process.wait()
+
     def close(self) -> None:
         if self.alive():
-            for process in reversed(self.processes()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-            self.run.process.wait()
+            self.kill()
         self.service.close()
         if self.small_disks:
             for folder in (self.disk, self.shared_memory):
