@@ -8,7 +8,6 @@ import random
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -211,7 +210,6 @@ def service_down(site: Site, rng: random.Random) -> str:
 def full_disk(site: Site, rng: random.Random) -> str:
     with site.full(site.disk):
         site.pause(FULL_FOR)
-        time.sleep(0 if site.alive() else 1.0)
     return f"full for {FULL_FOR:g} s"
 
 
