@@ -100,7 +100,6 @@ class Meter:
     def __init__(self, shared_memory: Path, temporary: Path):
         self._shared_memory, self._temporary = shared_memory, temporary
         self._kinds: dict[int, str] = {}
-        self._born: dict[int, int] = {}  # pid -> step of its first sample
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
 
