@@ -1,0 +1,92 @@
+"""What passes for a response, whether a server sent it or a file of rollouts to be reused has it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.records import Rollout
+
+ROUNDING = 1e-3  # nats: a logprob may be that much above 0
+LOWEST = -3.4e38  # nats: what float32 holds
+LARGEST_VERSION = 1 << 62
+LARGEST_REWARD = 1e308
+ENDS = ("stop", "length")  # finish reasons of a response that came
+
+
+def response_fault(
+    tokens: Any,
+    logprobs: Any,
+    weight_versions: Any,
+    finish_reason: Any,
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+) -> str:
+    """Why this is no response that can have been asked for, in a few words; "" where it is one.
+
+    The first four may be anything that JSON holds. A response has 1 to `max_new_tokens` tokens, which are integers in
+    [0, vocab_size); for each of them a finite natural logprob, at most 0 but for rounding; and spans (version, start,
+    end) that cover the tokens in order and without a gap, -1 for an unknown version.
+    """
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= max_new_tokens:
+        count = len(tokens) if isinstance(tokens, list) else _shown(tokens)
+        return f"{count} tokens, 1 to {max_new_tokens} were asked for"
+    if not _integers(tokens) or min(tokens) < 0 or max(tokens) >= vocab_size:
+        wrong = next(t for t in tokens if type(t) is not int or not 0 <= t < vocab_size)
+        return f"token id {_shown(wrong)} is not in the vocabulary (0 to {vocab_size - 1})"
+    if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
+        count = len(logprobs) if isinstance(logprobs, list) else _shown(logprobs)
+        return f"{count} logprobs of {len(tokens)} tokens"
+    if not set(map(type, logprobs)) <= {int, float} or not all(LOWEST <= p <= ROUNDING for p in logprobs):
+        wrong = next(p for p in logprobs if type(p) not in (int, float) or not LOWEST <= p <= ROUNDING)
+        return f"{_shown(wrong)} is no logprob"
+    if finish_reason not in ENDS:
+        return f"finish reason {_shown(finish_reason)}"
+    return _spans_fault(weight_versions, len(tokens))
+
+
+def _spans_fault(spans: Any, length: int) -> str:
+    covered = 0
+    for span in spans if isinstance(spans, list) else [spans]:
+        if not isinstance(span, list | tuple) or len(span) != 3 or not _integers(span):
+            return f"{_shown(span)} is no (version, start, end)"
+        version, start, end = span
+        if not -1 <= version <= LARGEST_VERSION:
+            return f"weight version {_shown(version)}"
+        if start != covered or end <= start:
+            return f"weight version {version} from token {_shown(start)} to {_shown(end)}, where {covered} comes next"
+        covered = end
+    return "" if covered == length else f"weight versions of {covered} tokens of {length}"
+
+
+def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> str:
+    """As `response_fault`, of a rollout that a file has and that is to be trained on: also its prompt and reward."""
+    mask, tokens = rollout.response_mask, rollout.tokens
+    if not isinstance(tokens, list) or not isinstance(mask, list) or len(mask) != len(tokens):
+        return "tokens and response_mask are no lists of one length"
+    prompt = mask.count(0)
+    if mask != [0] * prompt + [1] * (len(mask) - prompt):
+        return "the response_mask is not 0 on the prompt and then 1"
+    if not isinstance(rollout.server, str):
+        return f"server {_shown(rollout.server)}"
+    reward = rollout.reward
+    if type(reward) not in (int, float) or not abs(reward) <= LARGEST_REWARD or type(rollout.success) is not bool:
+        return f"reward {_shown(reward)}, success {_shown(rollout.success)}"
+    return response_fault(
+        tokens[prompt:],
+        rollout.engine_logprobs,
+        rollout.weight_versions,
+        rollout.finish_reason,
+        vocab_size=vocab_size,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def _integers(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) == {int}
+
+
+def _shown(value: Any) -> str:
+    return on_one_line(repr(value), 40)
