@@ -30,7 +30,7 @@ from aiohttp import web
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
 from dynamo_megatron.records import Prompt
-from dynamo_megatron.rollout.client import Response, open_session
+from dynamo_megatron.rollout.client import ANY_TOKEN, Response, open_session
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.server import CPU_STAND_INS, SGLangServer
@@ -84,7 +84,7 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
     rng = np.random.default_rng(0)
     samples: dict[str, list[float]] = {"ours": [], "sglang": []}
     async with open_session() as session:
-        fleet = Fleet(config, session, [])
+        fleet = Fleet(config, session, [], ANY_TOKEN)
         running = asyncio.create_task(fleet.run())
         await fleet.wait_started()
 
@@ -201,20 +201,22 @@ def replay(port: int, length: int, vocabulary: int, last: Any) -> None:
     bodies = replies(length, vocabulary)
     count = 0
 
+    def reply_to(rid: str) -> bytes:
+        return bodies[count % len(bodies)].replace(b'"replayed"', json.dumps(rid).encode(), 1)
+
     async def generate(request: web.Request) -> web.StreamResponse:
         nonlocal count
         rid = (await request.json())["rid"]
         if isinstance(rid, str):
             count += 1
             last.value = time.monotonic()
-            return web.Response(body=bodies[count % len(bodies)], content_type="application/json")
+            return web.Response(body=reply_to(rid), content_type="application/json")
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         for name in rid:
             count += 1
             last.value = time.monotonic()
-            one = bodies[count % len(bodies)].replace(b'"replayed"', json.dumps(name).encode(), 1)
-            await stream.write(b"data: " + one + b"\n\n")
+            await stream.write(b"data: " + reply_to(name) + b"\n\n")
         return stream
 
     async def answer(request: web.Request) -> web.Response:
@@ -250,7 +252,7 @@ def collect(options: argparse.Namespace) -> dict[str, Any]:
         server.start()
         while socket.socket().connect_ex(("127.0.0.1", port)):
             time.sleep(0.1)
-        worker = RolloutWorker(config, [])
+        worker = RolloutWorker(config, [], ANY_TOKEN)
         worker.start()
         try:
             worker.wait_ready()

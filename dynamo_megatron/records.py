@@ -90,9 +90,9 @@ class Rollout:
         fields = from_json(line)
         try:
             rollout = cls(**fields)
+            rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
         except TypeError as error:
             raise ValueError(f"not a rollout: {error}") from None
-        rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
         return rollout
 
 

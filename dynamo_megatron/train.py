@@ -79,7 +79,8 @@ class TrainJob(Job):
         evaluates = config.eval.every is not None
         server = None
         if config.rollout.engine == "sglang" or evaluates:
-            server = RolloutWorker(config, end_token_ids(config.model.path, tokenizer), decoder_of(tokenizer))
+            ends = end_token_ids(config.model.path, tokenizer)
+            server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
         self._rollout = server
         if config.rollout.engine == "recorded":
             self._rollout = RecordedRollouts(config.rollout.recorded, server)

@@ -155,7 +155,7 @@ def _ask(config: Config, url: str | None, progress: Progress) -> list[ProblemRes
     stop = StopFlag()
     stop.catch_signals()
     ends = end_token_ids(config.model.path, tokenizer)
-    worker = RolloutWorker(_with_servers(config, url), ends, decoder_of(tokenizer))
+    worker = RolloutWorker(_with_servers(config, url), ends, spec.vocab_size, decoder_of(tokenizer))
     try:
         worker.start()
         progress.phase("starting server")

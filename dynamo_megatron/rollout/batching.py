@@ -18,9 +18,11 @@ import aiohttp
 from pydantic_core import from_json
 
 LARGEST = 256  # requests in one: a server starts them together
+SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
+BYTES_A_TOKEN = 1024  # more in a reply: a logprob and an id take 50, a token's text in JSON at most some hundreds
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what a reply of another shape runs into
+MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # what a reply of another shape runs into
 
 Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
@@ -38,6 +40,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.id = f"{self.name};"
+
+    @property
+    def largest_reply(self) -> int:
+        """Bytes."""
+        return SMALLEST_LIMIT + BYTES_A_TOKEN * self.sampling["max_new_tokens"]
 
 
 class Batches:
@@ -104,7 +111,7 @@ class Batches:
             "sampling_params": request.sampling,
         }
         async with self._post("/generate", payload) as reply:
-            answer = reply.status, await body(reply)
+            answer = reply.status, await body(reply, request.largest_reply)
         if not request.reply.done():
             request.reply.set_result(answer)
 
@@ -132,7 +139,7 @@ class Batches:
     async def _answer(self, reply: aiohttp.ClientResponse, left: dict[str, Request]) -> bool:
         """Takes those that are answered out of `left`. As `_list`."""
         before = len(left)
-        async for event in _events(reply):
+        async for event in _events(reply, max(request.largest_reply for request in left.values())):
             if "error" in event:  # of one request: SGLang has begun those before it in the list, and aborts them
                 return len(left) == before
             meta = event["meta_info"]
@@ -162,14 +169,21 @@ def complete(meta: dict[str, Any]) -> bool:
     return meta.get("completion_tokens", tokens) == tokens
 
 
-async def body(reply: aiohttp.ClientResponse) -> Any:
+async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
+    """Raises ValueError where it has more than `largest` bytes, or should be JSON and is not."""
+    raw = bytearray()
+    async for chunk in reply.content.iter_any():
+        raw += chunk
+        if len(raw) > largest:
+            raise ValueError(f"a reply of more than {largest} bytes")
     if reply.content_type != "application/json":
-        return await reply.text()
-    return from_json(await reply.read())  # a quarter of json's time
+        return raw.decode(errors="replace")
+    return from_json(raw)  # a quarter of json's time
 
 
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """The JSON of server-sent events, which are longer than aiohttp's lines may be."""
+async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[Any]:
+    """The JSON of server-sent events, which are longer than aiohttp's lines may be. Raises ValueError as `body`, of one
+    event."""
     read, searched = bytearray(), 0
     async for chunk in reply.content.iter_any():
         read += chunk
@@ -180,3 +194,5 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[Any]:
             if event.startswith(b"data: {"):
                 yield from_json(event[6:])
         searched = max(0, len(read) - 1)
+        if len(read) > largest:
+            raise ValueError(f"an event of more than {largest} bytes")

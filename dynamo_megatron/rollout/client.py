@@ -11,11 +11,13 @@ from typing import Any
 import aiohttp
 
 from dynamo_megatron.config_rollout import RolloutConfig
-from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, Batches, Request, body, complete
+from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, SMALLEST_LIMIT, Batches, Request, body, complete
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.validation import response_fault
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
+ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
 
 
@@ -43,19 +45,28 @@ def open_session() -> aiohttp.ClientSession:
     """For the clients of all servers; use as `async with`."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,  # what is compressed nevertheless is no JSON
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_TIMEOUT),
     )
 
 
 class SGLangClient:
     """Of the server at `endpoint`. Every method is safe to run many times at once; calls of `generate` from tasks that
-    start together share HTTP requests."""
+    start together share HTTP requests. `vocab_size`: rows of the model's embedding; a reply with other token ids is
+    nonsense."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, config: RolloutConfig, eos_token_ids: Sequence[int]
+        self,
+        session: aiohttp.ClientSession,
+        endpoint: Endpoint,
+        config: RolloutConfig,
+        eos_token_ids: Sequence[int],
+        vocab_size: int = ANY_TOKEN,
     ):
         self.url = endpoint.url
-        self._session, self._config = session, config
+        self._session, self._config, self._vocab_size = session, config, vocab_size
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._batches = Batches(self._post)
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
@@ -90,7 +101,10 @@ class SGLangClient:
         """Share of the server's KV cache in use. Raises RolloutError."""
         status, reply = await self._control("GET", "/v1/loads?include=core", CONTROL_TIMEOUT)
         try:
-            return max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
+            share = max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
+            if not 0 <= share <= 1:
+                raise ValueError(f"token_usage {share}")
+            return share
         except MALFORMED:
             raise RolloutError(
                 f"the rollout server {self.url} does not tell its load: {status} {own_words(reply)}"
@@ -124,7 +138,7 @@ class SGLangClient:
             async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
                 status, reply = await self._batches.generate(request)
         except (aiohttp.ClientError, ValueError) as error:  # first: no connection in time is a TimeoutError, too
-            raise ServerLost(f"the rollout server {self.url} does not answer: {error}") from error
+            raise ServerLost(f"the rollout server {self.url} does not answer: {own_words(error)}") from error
         except TimeoutError:
             await self._abort(request.id)
             return Response(
@@ -136,9 +150,11 @@ class SGLangClient:
         if status != 200:
             raise ServerLost(f"the rollout server {self.url} answers with {status}: {own_words(reply)}")
         try:
-            return self._response(request_id, reply["meta_info"])
+            return self._response(request, reply["meta_info"])
         except MALFORMED as error:
-            raise ServerLost(f"the rollout server {self.url} answers with nonsense: {error!r}") from error
+            raise ServerLost(
+                f"the rollout server {self.url} answers with nonsense: {own_words(repr(error))}"
+            ) from error
 
     async def freeze_gc(self) -> None:
         """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.
@@ -164,39 +180,56 @@ class SGLangClient:
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.request(method, self.url + path, json=payload, headers=self._headers) as reply,
+                self._session.request(
+                    method, self.url + path, json=payload, headers=self._headers, allow_redirects=False
+                ) as reply,
             ):
-                return reply.status, await body(reply)
+                return reply.status, await body(reply, SMALLEST_LIMIT)
         except (aiohttp.ClientError, ValueError) as error:
-            raise RolloutError(f"the rollout server {self.url} does not answer {path}: {error}") from error
+            raise RolloutError(f"the rollout server {self.url} does not answer {path}: {own_words(error)}") from error
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
 
     def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.post(self.url + path, json=payload, headers=self._headers)
+        return self._session.post(self.url + path, json=payload, headers=self._headers, allow_redirects=False)
 
-    def _response(self, request_id: str, meta: dict[str, Any]) -> Response:
+    def _response(self, request: Request, meta: dict[str, Any]) -> Response:
+        """Raises one of MALFORMED for what is no response to `request`."""
         finish = meta["finish_reason"]
         matched = finish.get("matched")
+        if meta["id"] != request.id:
+            raise ValueError(f"a response to {own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
-            return Response(finish_reason="abort", error=f"{request_id}: the engine aborted it: {finish['message']}")
+            why = own_words(finish["message"])
+            return Response(finish_reason="abort", error=f"{request.name}: the engine aborted it: {why}")
         if isinstance(matched, str) and matched not in self._config.stop:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
-            return Response(error=f"{request_id}: the engine stopped it: {matched}")
-        if finish["type"] not in ("stop", "length"):
-            raise ValueError(f"finish_reason {finish['type']!r}")
+            return Response(error=f"{request.name}: the engine stopped it: {own_words(matched)}")
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         if not complete(meta):
-            raise ValueError(f"{len(tokens)} tokens of a response of {meta['completion_tokens']}")
+            raise ValueError(f"{len(tokens)} tokens of a response of {own_words(meta['completion_tokens'])}")
         spans = meta.get("weight_versions")
         if spans is None:  # an SGLang that does not say it of each token
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-        return Response(
+        response = Response(
             tokens=tokens,
-            logprobs=[float(logprob) for logprob, _, _ in meta["output_token_logprobs"]],
+            logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
             weight_versions=[(_version(span["version"]), span["start"], span["end"]) for span in spans],
             finish_reason=finish["type"],
         )
+        fault = response_fault(
+            response.tokens,
+            response.logprobs,
+            response.weight_versions,
+            response.finish_reason,
+            vocab_size=self._vocab_size,
+            max_new_tokens=request.sampling["max_new_tokens"],
+        )
+        if not fault and finish["type"] == "stop" and not isinstance(matched, str) and matched != tokens[-1]:
+            fault = f"stopped by {own_words(matched)}, which the last token is not"
+        if fault:
+            raise ValueError(fault)
+        return response
 
 
 def _version(text: str) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_megatron.plain_text import on_one_line
+
+LONGEST = 300  # characters
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -19,8 +23,8 @@ class Endpoint:
 
 
 def own_words(reply: Any) -> str:
-    """What a server says went wrong, in one line: error replies have several shapes."""
+    """What a server says went wrong, in one line as a terminal may show it: error replies have several shapes."""
     if isinstance(reply, dict):
         error = reply.get("error")
         reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
-    return " ".join(str(reply).split())[:300]
+    return on_one_line(str(reply)[: 10 * LONGEST], LONGEST)

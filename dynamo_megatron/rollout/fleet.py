@@ -64,8 +64,9 @@ class Member:
 class Fleet:
     """`on_change` is called when a server comes or goes. Use `open` within `session`'s life, and cancel nothing."""
 
-    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int]):
-        self._config, self._session, self._eos_token_ids = config, session, eos_token_ids
+    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
+        self._config, self._session = config, session
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._members: dict[str, Member] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out, of those that were up or tried to be
         self._final: set[str] = set()  # names of those that will not come again
@@ -101,7 +102,8 @@ class Fleet:
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._members:
             self._leave(endpoint.name, "it was restarted")
-        client = SGLangClient(self._session, endpoint, self._config.rollout, self._eos_token_ids)
+        rollout = self._config.rollout
+        client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         version = 0 if self.version is None else None
         gone = asyncio.get_running_loop().create_future()
         self._members[endpoint.name] = Member(endpoint, client, self._sources[endpoint.name], version, gone)

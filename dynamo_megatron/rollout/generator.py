@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
+from dynamo_megatron.records import Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
@@ -28,19 +28,18 @@ from dynamo_megatron.rollout.result import (
     RolloutResult,
     ServerUse,
     group_id,
-    position_of,
     rollout_id,
 )
+from dynamo_megatron.rollout.reuse import UNSCORED, Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.seeds import derived_seed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LISTED = 3  # prompts named in a note
-UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
 
 
 @dataclass
@@ -51,6 +50,7 @@ class _Call:
     version: int | None  # of the weights
     rollouts: dict[str, Accounted]
     notes: list[str]
+    discarded: int  # rollouts of an interrupted run
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)
     finished: list[float] = field(default_factory=list)
@@ -69,10 +69,12 @@ class Generator:
         self,
         config: Config,
         eos_token_ids: Sequence[int],
+        vocab_size: int,
         stack: contextlib.AsyncExitStack,
         decoder: Tokenizer | None = None,
     ):
-        self._config, self._eos_token_ids, self._stack = config, eos_token_ids, stack
+        self._config, self._stack = config, stack
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
@@ -89,7 +91,7 @@ class Generator:
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)  # before a server: a function that is not there shows in a second
-        self._fleet = Fleet(config, session, self._eos_token_ids)
+        self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
         self._fleet_run = asyncio.create_task(self._fleet.run())
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
@@ -140,11 +142,11 @@ class Generator:
         call, self._cut = self._cut, None
         if call is None or (call.wanted, call.version) != (wanted, version):
             positions = range(first, first + len(prompts))
-            rollouts, notes = await asyncio.to_thread(self._reusable, step, wanted, positions)
-            call = _Call(wanted, version, rollouts, notes)
-            await asyncio.to_thread(
-                call.arena.grow, sum(r.batch.nbytes for r in rollouts.values() if r.batch is not None)
-            )
+            reuse = await asyncio.to_thread(self._reusable, step, wanted, positions)
+            said = [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
+            call = _Call(wanted, version, reuse.kept, said, len(reuse.discarded))
+            reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
+            await asyncio.to_thread(call.arena.grow, reused)
         rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
         self.done = len(rollouts)
 
@@ -209,6 +211,7 @@ class Generator:
         return RolloutResult.of(
             {name: rollouts[name] for name in wanted},
             reused=call.reused,
+            discarded=call.discarded,
             times=times,
             notes=notes,
             uses=uses,
@@ -334,41 +337,13 @@ class Generator:
             rollout.reward_parts, rollout.status = score.parts, score.status
         return rollout
 
-    def _reusable(
-        self, step: int, wanted: dict[str, Prompt], positions: range
-    ) -> tuple[dict[str, Accounted], list[str]]:
+    def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> Reuse:
         """What an interrupted run left of these positions of the step. The file keeps nothing else of them."""
-        found: dict[str, Accounted | str] = {}  # or why it is not kept
-        for rollout in self._store.lines(step):
-            if position_of(rollout.group_id) in positions:
-                found[rollout.rollout_id] = self._unusable(rollout, wanted) or Accounted.of(rollout)
-        kept = {name: r for name, r in found.items() if isinstance(r, Accounted)}
-        dropped = {name: why for name, why in found.items() if isinstance(why, str)}
-        notes = []
-        if kept:
-            notes.append(f"step {step}: {len(kept)} rollouts of an interrupted run are reused, with their rewards")
-        if dropped:
-            self._store.discard(step, dropped)
-            reasons = [f"{count} {why}" for why, count in sorted(Counter(dropped.values()).items())]
-            notes.append(f"step {step}: discarded rollouts of an interrupted run: {', '.join(reasons)}")
-        return kept, notes
-
-    def _unusable(self, rollout: Rollout, wanted: dict[str, Prompt]) -> str:
-        """Why not; "" where it is usable."""
-        prompt = wanted.get(rollout.rollout_id)
-        if rollout.status in NOT_TRAINED:
-            return rollout.status
-        if rollout.status in UNSCORED:  # its user may have repaired the reward function
-            return f"with reward 0 for a {rollout.status}"
-        if (
-            prompt is None
-            or rollout.prompt_id != prompt.prompt_id
-            or rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens
-        ):
-            return "of another prompt"
-        if any(version != (self._fleet.version or 0) for version, _, _ in rollout.weight_versions):
-            return "of another weight version"
-        return ""
+        version, longest = self._fleet.version or 0, self._config.rollout.max_new_tokens
+        reuse = reusable(self._store.lines(step), wanted, positions, version, self._vocab_size, longest)
+        if reuse.discarded:
+            self._store.discard(step, reuse.discarded)
+        return reuse
 
 
 def _listed(prompts: Sequence[Prompt]) -> str:

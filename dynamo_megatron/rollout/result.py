@@ -76,7 +76,8 @@ class RolloutResult:
     """The rollouts of one step.
 
     `batch` has those that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
-    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these. `times`: seconds.
+    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `discarded` are those of
+    an interrupted run that were not reused. `times`: seconds.
     `uses`: by server. `notes`: what the user should read, one line each.
     """
 
@@ -85,6 +86,7 @@ class RolloutResult:
     times: dict[str, float]
     notes: list[str]
     reused: int = 0
+    discarded: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
@@ -95,6 +97,7 @@ class RolloutResult:
         rollouts: Mapping[str, Accounted],
         *,
         reused: int = 0,
+        discarded: int = 0,
         times: dict[str, float],
         notes: list[str],
         uses: dict[str, ServerUse] | None = None,
@@ -109,6 +112,7 @@ class RolloutResult:
             times,
             notes,
             reused,
+            discarded,
             statuses["reward_timeout"],
             statuses["reward_error"],
             uses or {},
@@ -130,6 +134,7 @@ class RolloutResult:
             dict(times),
             [note for result in results for note in result.notes],
             sum(r.reused for r in results),
+            sum(r.discarded for r in results),
             sum(r.reward_timeouts for r in results),
             sum(r.reward_errors for r in results),
             uses,

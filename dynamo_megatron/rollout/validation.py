@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds
 LARGEST_VERSION = 1 << 62
 LARGEST_REWARD = 1e308
+ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 ENDS = ("stop", "length")  # finish reasons of a response that came
 
 
@@ -59,6 +61,14 @@ def _spans_fault(spans: Any, length: int) -> str:
             return f"weight version {version} from token {_shown(start)} to {_shown(end)}, where {covered} comes next"
         covered = end
     return "" if covered == length else f"weight versions of {covered} tokens of {length}"
+
+
+def identity_fault(rollout: Rollout) -> str:
+    """Why a rollout of a file is none of a step's ("" where it is), in a few words."""
+    name, group = rollout.rollout_id, rollout.group_id
+    if not isinstance(name, str) or not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
+        return f"rollout_id {_shown(name)} in group {_shown(group)}"
+    return ""
 
 
 def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> str:

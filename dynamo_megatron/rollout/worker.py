@@ -51,10 +51,13 @@ class RolloutWorker:
     and RolloutError raised in it come back as they are.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int], decoder: Tokenizer | None = None):
-        """`decoder`: of responses (`decoder_of` the tokenizer); None: the process loads that of model.path, and torch
+    def __init__(self, config: Config, eos_token_ids: Sequence[int], vocab_size: int, decoder: Tokenizer | None = None):
+        """`vocab_size`: rows of the model's embedding; a response with other token ids is nonsense.
+
+        `decoder`: of responses (`decoder_of` the tokenizer); None: the process loads that of model.path, and torch
         with it."""
-        self._config, self._eos_token_ids, self._decoder = config, tuple(eos_token_ids), decoder
+        self._config, self._eos_token_ids, self._vocab_size = config, tuple(eos_token_ids), vocab_size
+        self._decoder = decoder
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
@@ -64,7 +67,7 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        given = (self._config, self._eos_token_ids, self._decoder)
+        given = (self._config, self._eos_token_ids, self._vocab_size, self._decoder)
         arguments = (child_end, given, str(self.log), os.getpid())
         self._process = context.Process(target=_child, args=arguments, name="rollout")
         with keeping_usr1():
@@ -209,7 +212,7 @@ class RolloutWorker:
         return RolloutError(f"the rollout process (pid {self._process.pid}) ended ({cause}); see {self.log}")
 
 
-Given: TypeAlias = "tuple[Config, tuple[int, ...], Tokenizer | None]"
+Given: TypeAlias = "tuple[Config, tuple[int, ...], int, Tokenizer | None]"
 
 
 def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
@@ -225,7 +228,11 @@ def _child(connection: Connection, given: Given, log: str, parent: int) -> None:
 
 
 async def _serve(
-    connection: Connection, config: Config, eos_token_ids: tuple[int, ...], decoder: Tokenizer | None
+    connection: Connection,
+    config: Config,
+    eos_token_ids: tuple[int, ...],
+    vocab_size: int,
+    decoder: Tokenizer | None,
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
@@ -248,7 +255,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
-        generator = Generator(config, eos_token_ids, stack, decoder)
+        generator = Generator(config, eos_token_ids, vocab_size, stack, decoder)
         opened = await _answer(connection, generator, generator.open())
         gc.freeze()  # a reply's thousands of lists start collections, which went over all imports: 4 times the seconds
         stack.callback(gc.unfreeze)  # what is not collected at the exit, libraries list as leaked, a hundred lines long

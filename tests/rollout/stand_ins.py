@@ -10,6 +10,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.fleet import Fleet
 
+VOCABULARY = 128  # rows of the embedding of tools/tiny_model.py
 ABORTED = {"type": "abort", "message": "aborted by its id"}
 
 
@@ -165,7 +166,7 @@ async def fleet_of(*servers: Server, **rollout):
     async with contextlib.AsyncExitStack() as stack:
         config = external([await stack.enter_async_context(listening(server)) for server in servers], **rollout)
         session = await stack.enter_async_context(open_session())
-        fleet = Fleet(config, session, [])
+        fleet = Fleet(config, session, [], VOCABULARY)
         running = asyncio.create_task(fleet.run())
         try:
             await fleet.wait_started()

@@ -206,7 +206,7 @@ def test_a_response_in_parts_is_asked_alone_and_no_list_is_sent_again():
 
 
 def test_a_response_of_other_than_the_counted_tokens_is_malformed():
-    short = reply("a")
+    short = reply("a;")
     short["meta_info"]["completion_tokens"] = 4
     with pytest.raises(ServerLost, match="3 tokens of a response of 4"):
         run(Server(lambda name, number: web.json_response(short)), lambda client: client.generate("a", [1]))

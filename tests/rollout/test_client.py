@@ -180,7 +180,7 @@ def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch)
 
 
 def test_an_older_sglang_says_its_weight_version_once():
-    meta = reply("r")["meta_info"]
+    meta = reply("r;")["meta_info"]
     del meta["weight_versions"]
 
     async def work():

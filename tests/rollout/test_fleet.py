@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import Prompt
@@ -95,7 +96,7 @@ def fleet(tiny_model, tmp_path_factory):
     config = configuration(
         tiny_model, folder, servers=2, python=str(python), max_new_tokens=300, timeout=120.0, health_timeout=4.0
     )
-    worker = RolloutWorker(config, [END])
+    worker = RolloutWorker(config, [END], VOCABULARY)
     worker.start()
     try:
         worker.wait_ready()
@@ -204,7 +205,7 @@ def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_dead
     options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
     for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
         config = configuration(tiny_model, tmp_path / str(share), **options, step_deadline=5.0, min_share=share)
-        other = RolloutWorker(config, [])  # no end token of ours; the model's own still ends a response
+        other = RolloutWorker(config, [], VOCABULARY)  # no end token of ours; the model's own still ends a response
         other.start()
         try:
             other.wait_ready()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import Server, external, listening
+from stand_ins import VOCABULARY, Server, external, listening
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
 from dynamo_megatron.records import Prompt
@@ -42,7 +42,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             evaluation = config.eval.model_copy(update={"samples": samples})
             update = {"reward": reward, "model": model, "seed": seed, "eval": evaluation}
             decoder = decoder_of(load_tokenizer(str(tiny_model)))
-            generator = Generator(config.model_copy(update=update), [], stack, decoder)
+            generator = Generator(config.model_copy(update=update), [], VOCABULARY, stack, decoder)
 
             async def push(version):
                 await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
@@ -125,6 +125,53 @@ def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
         }
 
     with_generator(work, Server())
+
+
+DAMAGE = [
+    {"tokens": [20, 30, 7, 7, 10_000_000]},
+    {"tokens": [20, 30, 7, 7, 2**70]},
+    {"tokens": [20, 30, 7, None, 7]},
+    {"tokens": [20, 30], "response_mask": [0, 0], "engine_logprobs": [], "weight_versions": []},
+    {"engine_logprobs": [-1.0, 1.5, -1.0]},
+    {"engine_logprobs": [-1.0, -1.0]},
+    {"weight_versions": [(0, 0, 9)]},
+    {"weight_versions": []},
+    {"response_mask": [0, 0, 1]},
+    {"finish_reason": "tired"},
+    {"reward": None},
+    {"group_id": "elsewhere"},
+]
+
+
+def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_path):
+    counts = [len(DAMAGE), 0, 2]
+
+    async def work(generator, push):
+        await generator.generate(1, PROMPTS, counts, 0)
+        store = RolloutStore(tmp_path)
+        sound = store.finished(1)
+        broken = [dataclasses.replace(r, **change) for r, change in zip(sound, DAMAGE, strict=False)]
+        store.discard(1, [r.rollout_id for r in broken])
+        for rollout in broken:
+            store.append(rollout)
+        store.close()
+        before = len(server.asked)
+        again = await generator.generate(1, PROMPTS, counts, 0)
+        again.check_accounts(sum(counts))
+        assert again.reused == 2 and again.discarded == len(DAMAGE) == len(server.asked) - before
+        assert again.counts["completed"] + again.counts["truncated"] == sum(counts)
+        (note,) = [n for n in again.notes if "discarded" in n]
+        assert note == (
+            f"step 1: discarded rollouts of an interrupted run: {len(DAMAGE)} damaged (the first in "
+            f"{tmp_path}/rollouts/step-000001.jsonl, {broken[0].rollout_id}: token id 10000000 is not in the "
+            "vocabulary (0 to 127))"
+        )
+        assert sorted(r.rollout_id for r in store.finished(1)) == sorted(r.rollout_id for r in sound)
+        once_more = await generator.generate(1, PROMPTS, counts, 0)
+        assert once_more.reused == sum(counts) and once_more.discarded == 0
+
+    server = Server()
+    with_generator(work, server)
 
 
 def test_an_evaluated_response_that_takes_too_long_is_aborted_alone(with_generator):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from stand_ins import Server, external, listening
+from stand_ins import VOCABULARY, Server, external, listening
 
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
@@ -29,7 +29,7 @@ def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames
             config = external([url], output=tmp_path)
             reward = config.reward.model_copy(update={"functions": ["failing_reward:score"], "deadline": 0.5})
             model = config.model.model_copy(update={"path": str(tiny_model)})
-            worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [])
+            worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [], VOCABULARY)
             worker.start()
             try:
                 await asyncio.to_thread(worker.wait_ready)

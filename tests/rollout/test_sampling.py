@@ -5,7 +5,7 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import Server, external, fleet_of, listening, reply
+from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
 
 from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import open_session
@@ -61,7 +61,42 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("status", [503, 401, 500, "closed", "not json", "a page", *NONSENSE], ids=str)
+def one_token(token, logprob=-1.0) -> dict:
+    return {"output_token_logprobs": [[-1.0, 7, None], [logprob, token, None], [-1.0, 7, None]]}
+
+
+def one_span(**said) -> dict:
+    return {"weight_versions": [{"version": "0", "start": 0, "end": 3} | said]}
+
+
+# Of the reply that the server otherwise sends, these keys.
+GARBAGE = {
+    "an id beyond the vocabulary": one_token(10_000_000),
+    "a negative id": one_token(-1),
+    "2 ** 40": one_token(2**40),
+    "an id of 40 digits": one_token(int("9" * 40)),
+    "an id in text": one_token("7"),
+    "no id": one_token(None),
+    "a fraction": one_token(7.5),
+    "a true id": one_token(True),
+    "a logprob above 0": one_token(7, 0.5),
+    "nan": one_token(7, float("nan")),
+    "a version of 40 digits": one_span(version="9" * 40),
+    "a version of another kind": one_span(version=0),
+    "a gap": one_span(start=1),
+    "too long a span": one_span(end=2**40),
+    "nothing": {"output_token_logprobs": [], "completion_tokens": 0, "weight_versions": []},
+    "too much": {
+        "output_token_logprobs": [[-1.0, 7, None]] * 5000,
+        "completion_tokens": 5000,
+        "weight_versions": [{"version": "0", "start": 0, "end": 5000}],
+    },
+    "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
+    "another's response": {"id": "another;"},
+}
+
+
+@pytest.mark.parametrize("status", [503, 401, 500, "closed", "not json", "a page", *NONSENSE, *GARBAGE], ids=str)
 def test_a_server_that_serves_nobody_costs_no_rollout(status):
     async def close(rid):
         raise ConnectionResetError
@@ -71,13 +106,15 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
             return close(rid)
         if status == "a page":
             return web.Response(text="<html>", content_type="text/html")
+        if status in GARBAGE:
+            return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | GARBAGE[status]})
         if status in NONSENSE:
             return web.json_response(NONSENSE[status])
         if status == "not json":
             return web.Response(text="{", content_type="application/json")
         return web.json_response({"error": {"message": "no"}}, status=status)
 
-    outcomes, sampling, fleet = sample(Server(misbehave), Server(), requests=80)
+    outcomes, sampling, fleet = sample(Server(misbehave), Server(), requests=80, max_new_tokens=6)
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
     assert sampling.uses["server-0"].retries > 0
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
@@ -141,7 +178,7 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
 def test_servers_that_are_not_there_are_named():
     async def work():
         async with open_session() as session:
-            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [])
+            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
             try:
                 await fleet.wait_started()
@@ -160,7 +197,7 @@ def test_somebody_elses_server_may_come_up_late(monkeypatch):
         async with listening(Server()) as url:
             port = int(url.rpartition(":")[2])
         async with open_session() as session:
-            fleet = Fleet(external([url]), session, [])
+            fleet = Fleet(external([url]), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
             starting = asyncio.create_task(fleet.wait_started())
             await asyncio.sleep(1.0)  # six failures

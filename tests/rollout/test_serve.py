@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import yaml
-from stand_ins import external
+from stand_ins import VOCABULARY, external
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
@@ -44,7 +44,7 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         with open(tmp_path / f"node-{node}.log", "w") as log:
             command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
-    worker = RolloutWorker(config, [END])
+    worker = RolloutWorker(config, [END], VOCABULARY)
     worker.start()
     try:
         worker.wait_ready()

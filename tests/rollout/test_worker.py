@@ -10,6 +10,7 @@ import urllib.request
 import numpy as np
 import psutil
 import pytest
+from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.records import Prompt
@@ -88,7 +89,7 @@ def output(tmp_path_factory):
 @pytest.fixture(scope="module")
 def worker(tiny_model, rewards, output):
     config = configuration(tiny_model, output, server_args=["--log-level-http", "info"], timeout=8.0)
-    worker = RolloutWorker(config, [END])
+    worker = RolloutWorker(config, [END], VOCABULARY)
     worker.start()
     try:
         worker.wait_ready()
@@ -232,7 +233,7 @@ def test_nothing_outlives_a_parent_killed_while_the_server_starts(tiny_model, re
         "from dynamo_megatron.config import Config\n"
         "from dynamo_megatron.rollout.worker import RolloutWorker\n"
         "if __name__ == '__main__':\n"
-        "    worker = RolloutWorker(Config.model_validate_json(sys.argv[1]), [3])\n"
+        "    worker = RolloutWorker(Config.model_validate_json(sys.argv[1]), [3], 128)\n"
         "    worker.start()\n"
         "    worker.wait_ready()\n"
     )
@@ -252,7 +253,7 @@ def test_nothing_outlives_a_parent_killed_while_the_server_starts(tiny_model, re
 def test_an_unloadable_reward_function_is_refused_at_the_start(tiny_model, tmp_path):
     config = configuration(tiny_model, tmp_path)
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": ["nowhere:f"]})})
-    worker = RolloutWorker(config, [END])
+    worker = RolloutWorker(config, [END], VOCABULARY)
 
     class Stop(Exception):
         pass
