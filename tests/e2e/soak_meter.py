@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ import psutil
 SHARE = 0.05  # growth from the first to the last quarter of the samples that still counts as flat
 LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
+YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
 COUNTED = ("descriptors", "threads", "sockets", "entries", "folders")  # one more is no growth
 
 
@@ -108,6 +110,8 @@ class Meter:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 if process.pid not in self._kinds:
+                    if time.time() - process.create_time() < YOUNG:
+                        continue
                     self._kinds[process.pid] = kind_of(process, launcher)
                 kind = self._kinds[process.pid]
                 if kind and (used := usage(process.pid)) is not None:

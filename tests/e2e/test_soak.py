@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import soak_meter
 from soak_faults import FAULTS, order
 from soak_meter import LEAST, WARM_UP, Meter, growth
 from soak_run import audit
@@ -49,10 +50,11 @@ def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_pat
     assert {fault["fault"] for fault in result["faults"]} >= {f.name for f in FAULTS if None in f.codes}
 
 
-def measured(tmp_path, leak: str) -> dict[str, bool]:
+def measured(tmp_path, monkeypatch, leak: str) -> dict[str, bool]:
     """What of a process that does so in every step, and of the machine, is flat."""
     meter = Meter(tmp_path, tmp_path)
     command = [sys.executable, "-P", "-c", CHILD, "multiprocessing.spawn"]
+    monkeypatch.setattr(soak_meter, "YOUNG", 0.0)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         for step in range(WARM_UP + LEAST):
             child.stdin.write(f"{leak}\n")
@@ -66,9 +68,9 @@ def measured(tmp_path, leak: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("leak", ["nothing", "memory", "descriptors", "sockets", "threads", "entries"])
-def test_a_leak_in_one_process_shows(tmp_path, leak):
+def test_a_leak_in_one_process_shows(tmp_path, monkeypatch, leak):
     shows = {"nothing": set(), "sockets": {"sockets", "descriptors"}, "entries": {"entries", "folders"}}
-    flat = measured(tmp_path, leak)
+    flat = measured(tmp_path, monkeypatch, leak)
     grown = {name for name, is_flat in flat.items() if not is_flat}
     assert flat.keys() == {"memory", "descriptors", "threads", "sockets", "entries", "folders", "time"}
     assert grown - {"memory"} == shows.get(leak, {leak}) - {"memory"}
