@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import random
 import resource
+import shutil
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
-import torch
+from safetensors.numpy import load_file, save_file
 from soak_site import VICTIM, Site
-from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 
@@ -92,10 +93,12 @@ def other_weights(site: Site, rng: random.Random) -> str:
     """Another model in one server, under the version that the run has given it."""
     folder = site.folder / "task" / "other"
     if not folder.is_dir():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_pretrained(site.folder / "task" / "model")
-        torch.nn.init.normal_(model.lm_head.weight, std=2.0)  # random weights of the usual size sample as others do
-        model.save_pretrained(folder)
+        shutil.copytree(site.folder / "task" / "model", folder)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        head = tensors["lm_head.weight"]  # random weights of the usual size would sample as those of the run do
+        tensors["lm_head.weight"] = np.random.default_rng(0).normal(0.0, 2.0, head.shape).astype(head.dtype)
+        save_file(tensors, file, {"format": "pt"})
     with site.proxy(model=str(folder)):
         _two_steps(site)
     return "for two steps"
