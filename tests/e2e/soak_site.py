@@ -131,7 +131,7 @@ class Site:
         config["rollout"] |= {"servers": 2, "health_timeout": self.health_timeout, "python": str(server)}
         functions = ["soak_reward:odd", self.service.url]
         config["reward"] = {"functions": functions, "on_error": "zero", "deadline": 5.0, "fusion": "sum"}
-        config["optimizer"]["lr"] = 1e-5  # the reward is not to be learnt before the end
+        config["optimizer"]["lr"] = 1e-6  # at 1e-5 the reward is learnt after 200 steps, and nothing is left to train
         config["trainer"]["steps"], config["checkpoint"] = steps, {"every": 10, "keep_last": 2}
         config["output_dir"] = str(self.output)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
