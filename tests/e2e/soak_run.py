@@ -18,7 +18,7 @@ from soak_site import SERVERS, Site
 
 from dynamo_megatron.records import NOT_TRAINED
 from dynamo_megatron.rollout.result import group_id, rollout_id
-from dynamo_megatron.rollout.store import read_lines, step_file
+from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.metrics import read_rows
 
 STEP_LIMIT = 600.0  # seconds for two steps, a restart of the run or a server included
@@ -171,13 +171,17 @@ def audit(output: Path, steps: range) -> tuple[int, list[str]]:
     for row in read_rows(output / "allocation.jsonl"):
         allocated[row["step"]].append(row["n"])
     rows = {row["step"]: row for row in read_rows(output / "metrics.jsonl")}
-    rollouts, problems = 0, []
+    rollouts, problems, store = 0, [], RolloutStore(output)
     for step in steps:
         wanted = {rollout_id(group_id(step, i), k) for i, n in enumerate(allocated[step]) for k in range(n)}
-        found = list(read_lines(step_file(output, step)))
+        try:
+            found = list(store.lines(step))
+        except ValueError as error:
+            problems.append(f"step {step}: {error}")
+            continue
         written = Counter(r.rollout_id for r in found if r.status != "rejected")  # a second line, of one on disk
         last = {r.rollout_id: r for r in found}
-        if last.keys() != wanted or max(written.values()) > 1:
+        if last.keys() != wanted or max(written.values(), default=0) > 1:
             missing, twice = len(wanted - last.keys()), sum(n > 1 for n in written.values())
             strange = len(last.keys() - wanted)
             problems.append(
