@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.resharding.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.resharding.tensor_hash import Sha256, TileHash
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -157,5 +158,5 @@ def server_device(endpoint: Endpoint) -> str:
 
 
 def _some(names: Collection[str]) -> str:
-    first = ", ".join(sorted(names)[:NAMED])
+    first = ", ".join(on_one_line(name, 100) for name in sorted(names)[:NAMED])
     return f"{first} and {len(names) - NAMED} more" if len(names) > NAMED else first

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from typing import Any
+
+from pydantic_core import from_json
 
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 
@@ -14,6 +17,7 @@ CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release 
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
 TRANSFER_TIMEOUT = 300.0  # seconds, for one bucket
 CHECK_TIMEOUT = 600.0  # seconds, for a checksum of all weights
+LARGEST_REPLY = 64 << 20  # bytes: checksums of 50,000 parameters on each of 8 ranks fit
 
 
 class ServerError(RuntimeError):
@@ -45,19 +49,20 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     data = None if payload is None else json.dumps(payload).encode()
     asked = urllib.request.Request(endpoint.url + path, data=data, headers=headers)
+    deadline = time.monotonic() + timeout
     try:
         try:
             reply = _opener.open(asked, timeout=timeout)
         except urllib.error.HTTPError as refusal:  # a reply too, whose body may break off like any other's
             reply = refusal
         with reply:
-            return reply.status, _body(reply.read())
+            return reply.status, _body(path, reply, deadline)
     except TimeoutError:
         raise ServerError(f"{path} had no answer within {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", None), TimeoutError):
             raise ServerError(f"{path} had no answer within {timeout:g} s") from None
-        raise ServerError(f"{path}: no answer ({error or type(error).__name__})") from None
+        raise ServerError(f"{path}: no answer ({own_words(error) or type(error).__name__})") from None
 
 
 def open_session(endpoint: Endpoint) -> bool:
@@ -105,16 +110,32 @@ def set_version(endpoint: Endpoint, version: int) -> None:
 def check_version(endpoint: Endpoint, version: int) -> None:
     (reported,) = call_for(endpoint, "/model_info", None, CONTROL_TIMEOUT, "weight_version")
     if reported != str(version):
-        raise ServerError(f"/model_info says weight version {reported!r}, not {version}")
+        raise ServerError(f"/model_info says weight version {own_words(reported)!r}, not {version}")
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like any other that is not 200: weights and keys are for the server alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 # A proxy of the environment is for the world outside, not for the cluster's own servers.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
 
 
-def _body(raw: bytes) -> Any:
-    text = raw.decode(errors="replace")
+def _body(path: str, reply: Any, deadline: float) -> Any:
+    """Raises TimeoutError at `deadline` (monotonic seconds), ServerError where it is too long."""
+    raw = bytearray()
+    while part := reply.read1(1 << 20):
+        raw += part
+        if len(raw) > LARGEST_REPLY:
+            raise ServerError(f"{path}: a reply of more than {LARGEST_REPLY} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    if reply.length:
+        raise http.client.IncompleteRead(raw, reply.length)
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+        return from_json(raw)  # json has no limit to its recursion but the stack's
+    except ValueError:
+        return raw.decode(errors="replace")
