@@ -23,11 +23,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Listener, Supervisor
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until the other side counts as gone
-LATE = 5.0  # seconds between two looks from which on nothing follows from what was not seen
 RUN = "run.json"
 
 
@@ -148,29 +148,31 @@ class _Watched:
         self.path, self.beats = path, False
         self._time: int | None = None
         self._said: dict[str, Any] | None = None
-        self._changed = self._looked = time.monotonic()
+        self._silence = Silence()
 
     def read(self) -> dict[str, Any] | None:
         """What it says, or where it cannot be read what it said last; None without a file."""
-        before, self._looked = self._looked, time.monotonic()
-        if self._looked - before > LATE:
-            self._changed = self._looked
+        self._silence.look()
         try:
             with open(self.path, encoding="utf-8") as file:  # opening makes a network file system look anew
                 now = os.fstat(file.fileno()).st_mtime_ns
-                said = self._said = json.load(file)
+                said = json.load(file)
         except FileNotFoundError:
             return None
-        except OSError:
+        except (OSError, ValueError, RecursionError):  # ValueError: it is not the JSON that was written
             return self._said
+        if not isinstance(said, dict) or "token" not in said:
+            return self._said
+        self._said = said
         if now != self._time:
-            self.beats, self._time, self._changed = self._time is not None, now, time.monotonic()
+            self.beats, self._time = self._time is not None, now
+            self._silence.heard()
         return said
 
     @property
     def silence(self) -> float:
-        """Seconds; anew from a look that comes late: a disk that hung for the reader did for the writer."""
-        return time.monotonic() - self._changed
+        """Seconds; a disk that hung for the reader did for the writer."""
+        return self._silence.look()
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
@@ -236,21 +237,36 @@ class Fleet:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _watch_one(self, member: Member) -> None:
-        limit = self._config.rollout.health_timeout
-        heard = time.monotonic()
+        limit, silence = self._config.rollout.health_timeout, Silence()
         while not member.gone.done():
             await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
-            if await member.client.healthy(max(0.1, heard + limit - time.monotonic())):
-                heard = time.monotonic()
-                with contextlib.suppress(RolloutError):
-                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
-            elif time.monotonic() - heard >= limit:
+            if await self._answers(member, silence):
+                silence.heard()
+            elif silence.look() >= limit:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+
+    async def _answers(self, member: Member, silence: Silence) -> bool:
+        """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
+        limit = self._config.rollout.health_timeout
+        asked = asyncio.create_task(self._ask_health(member))
+        try:
+            while not asked.done() and (left := limit - silence.look()) > 0:
+                await asyncio.wait({asked}, timeout=min(HEALTH_EVERY, left))
+            return asked.done() and asked.result()
+        finally:
+            asked.cancel()
+
+    async def _ask_health(self, member: Member) -> bool:
+        if not await member.client.healthy(None):
+            return False
+        with contextlib.suppress(RolloutError):
+            member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share())
+        return True
 
     async def doubt(self, member: Member, error: str) -> None:
         """A request was lost there: is the server, too?"""
         self.refused(member.name, error)
-        if not member.gone.done() and not await member.client.healthy(self._config.rollout.health_timeout):
+        if not member.gone.done() and not await self._answers(member, Silence()):
             self.condemn(member, error)
 
     def refused(self, name: str, error: str) -> None:

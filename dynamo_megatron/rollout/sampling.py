@@ -102,7 +102,8 @@ class Sampling:
                     await self._wake.wait()
 
     def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
-        allowed = {name: m for name, m in servers.items() if name not in request.refused} or servers
+        failed = {*request.refused, *request.lost}  # there: another server is asked where there is one
+        allowed = {name: m for name, m in servers.items() if name not in failed} or servers
         loads = {name: m.load for name, m in allowed.items()}
         home, group_tokens = self._home.get(request.group), self._group_tokens[request.group]
         name = choose_server(loads, self._config.concurrency, home, group_tokens)

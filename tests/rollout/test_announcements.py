@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from dynamo_megatron.rollout import announcements
-from dynamo_megatron.rollout.announcements import Announced, NodeSide, servers_folder, unreachable
+from dynamo_megatron.rollout.announcements import Announced, NodeSide, _Watched, servers_folder, unreachable
 from dynamo_megatron.rollout.endpoint import Endpoint
 
 NAMES = ["server-0", "server-1"]
@@ -119,6 +119,20 @@ def test_a_killed_run_ends_its_nodes(tmp_path):
         await asyncio.wait_for(side.run(Recorder()), 10)
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"token": ', b"[]", b"null", b"7", b"\xff", b"[" * 100_000, b"{}"], ids=lambda c: repr(c[:9])
+)
+def test_a_file_that_is_not_what_was_written_says_what_it_said_last(tmp_path, content):
+    path = tmp_path / "run.json"
+    watched = _Watched(path)
+    for said in (None, {"token": "t", "condemned": {}}):
+        if said is not None:
+            path.write_text(json.dumps(said))
+            assert watched.read() == said
+        path.write_bytes(content)
+        assert watched.read() == said
 
 
 def test_another_nodes_loopback_is_refused():

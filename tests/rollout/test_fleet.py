@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -158,6 +159,22 @@ def test_a_frozen_server_is_replaced(fleet):
         "server-0 left the rotation: no answer to /health for rollout.health_timeout (4 s)" in n for n in result.notes
     )
     wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
+
+
+@pytest.mark.full
+def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
+    """For longer than rollout.health_timeout."""
+    worker, _ = fleet
+    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
+    before = [p.pid for name in ("server-0", "server-1") for p in processes_of(name)]
+
+    def hold_up():
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        threading.Timer(12, os.kill, (worker._process.pid, signal.SIGCONT)).start()
+
+    result = worker.generate(14, PROMPTS, [16] * 4, on_count=once(hold_up))
+    assert closed(result, 64)["failed"] == 0 and not any("left the rotation" in n for n in result.notes), result.notes
+    assert [p.pid for name in ("server-0", "server-1") for p in processes_of(name)] == before
 
 
 @pytest.mark.full

@@ -87,9 +87,9 @@ GARBAGE = {
     "too long a span": one_span(end=2**40),
     "nothing": {"output_token_logprobs": [], "completion_tokens": 0, "weight_versions": []},
     "too much": {
-        "output_token_logprobs": [[-1.0, 7, None]] * 5000,
-        "completion_tokens": 5000,
-        "weight_versions": [{"version": "0", "start": 0, "end": 5000}],
+        "output_token_logprobs": [[-1.0, 7, None]] * 7,
+        "completion_tokens": 7,
+        "weight_versions": [{"version": "0", "start": 0, "end": 7}],
     },
     "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
     "another's response": {"id": "another;"},
