@@ -258,10 +258,9 @@ NEED_SMALL_DISKS = ("/dev/shm full", "disk full")
 
 def order(kinds: list[Fault], count: int, rng: random.Random) -> list[Fault]:
     """`count` faults: each kind once, in random order, then each once again, and so on. Of each round those that the
-    run outlives come first: a process has to live long enough to show a leak."""
+    run outlives come first, then those that it may outlive: a process has to live long enough to show a leak."""
     found: list[Fault] = []
     while kinds and len(found) < count:
-        lasting = [fault for fault in kinds if None in fault.codes]
-        ending = [fault for fault in kinds if None not in fault.codes]
-        found += [*rng.sample(lasting, len(lasting)), *rng.sample(ending, len(ending))]
+        whole = rng.sample(kinds, len(kinds))
+        found += sorted(whole, key=lambda fault: (fault.codes != (None,), None not in fault.codes))
     return found[:count]
