@@ -184,7 +184,7 @@ def ask_to_stop(number: signal.Signals) -> Callable[[Site, random.Random], str]:
 def interrupt_a_save(site: Site, rng: random.Random) -> str:
     """Ctrl-C while a checkpoint is written."""
     folder = site.output / "checkpoints"
-    during = site.wait(lambda: any(folder.glob(".*")), 120)
+    during = site.wait(lambda: any(folder.glob(".*.unfinished")), 120)
     site.processes()
     site.run.process.send_signal(signal.SIGINT)
     return "SIGINT during a save" if during else "SIGINT; no save was seen within 120 s"
