@@ -237,13 +237,16 @@ class Site:
     @contextlib.contextmanager
     def full(self, folder: Path) -> Iterator[None]:
         """Meanwhile the file system of `folder` has no free byte."""
-        free = os.statvfs(folder)
-        with open(folder / ".full", "wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
-                yield
-            finally:
-                os.unlink(file.name)
+        file, zeros = folder / ".full", bytes(1 << 20)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+        try:
+            with contextlib.suppress(OSError):  # full
+                while True:
+                    os.write(descriptor, zeros)
+            yield
+        finally:
+            os.close(descriptor)
+            file.unlink()
 
     def new_lines(self, start: int) -> list[str]:
         """Of the console from character `start` on, without those of steps."""
