@@ -39,7 +39,7 @@ for line in sys.stdin:
 @pytest.mark.timeout(1500)
 def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_path):
     """Ten minutes of benchmarks/soak.py, whose 90 minutes are the same."""
-    words = ["--minutes", "10", "--every", "6", "--seed", "7", "--health-timeout", "12"]
+    words = ["--minutes", "10", "--every", "8", "--seed", "7", "--health-timeout", "12"]
     out, log = tmp_path / "soak.json", tmp_path / "soak.log"
     with open(log, "w") as file:
         command = [sys.executable, "-P", SOAK, *words, "--folder", tmp_path / "soak", "--out", out]
