@@ -251,7 +251,7 @@ FAULTS = (
     Fault("rollouts altered on disk", altered_file, "discarded", codes=(-9,), leaves=True),
     Fault("SIGTERM", ask_to_stop(signal.SIGTERM), STOPPED, codes=(75,)),
     Fault("SIGUSR1", ask_to_stop(signal.SIGUSR1), STOPPED, codes=(75,)),
-    Fault("SIGINT during a save", interrupt_a_save, "interrupted; the same command resumes", codes=(130,)),
+    Fault("SIGINT during a save", interrupt_a_save, "interrupted; .*the same command (resumes|starts)", codes=(130,)),
 )
 NEED_SMALL_DISKS = ("/dev/shm full", "disk full")
 
