@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -222,6 +223,7 @@ class SGLangServer:
         self._process.kill()
         self._process.wait()
         self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)  # a guard that was killed has left it, and the key in it
 
     def _last_words(self) -> str:
         text = text_since(self.log, self._log_start)

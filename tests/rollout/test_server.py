@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_a_silent_server_times_out(tmp_path):
             asyncio.run(server.wait_ready())
     finally:
         server.stop()
+
+
+def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 100\n")
+    silent.chmod(0o755)
+    server = SGLangServer(RolloutConfig(python=str(silent)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    server.start()
+    try:
+        (guard,) = (p for p in psutil.Process().children() if "dynamo_megatron.rollout.guard" in p.cmdline())
+        assert list(tmp_path.glob("dynamo-megatron-*/server.yaml"))
+        guard.kill()
+        guard.wait(10)
+    finally:
+        server.stop()
+    assert list(tmp_path.glob("dynamo-megatron-*")) == []
 
 
 FALLS = """#!{python}

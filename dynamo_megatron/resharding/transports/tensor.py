@@ -56,8 +56,17 @@ class TensorTransport(Streamed):
 
 def _shared(nbytes: int) -> torch.Tensor:
     """Shared memory that goes with the tensor. torch would leave it there as soon as one handle is not read, which is
-    what happens when a server fails: with a reader more than there are, no reader takes it away, and we do."""
-    tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    what happens when a server fails: with a reader more than there are, no reader takes it away, and we do.
+
+    Raises OSError where /dev/shm has no room for it."""
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(
+            f"/dev/shm has no room for {nbytes / 1e6:.2f} MB of weights ({reason}); free some there, or lower "
+            "rollout.sync.bucket_bytes, and resume"
+        ) from None
     storage = tensor.untyped_storage()
     storage._shared_incref()
     name = storage._share_filename_cpu_()[1].decode()

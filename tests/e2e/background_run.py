@@ -1,0 +1,103 @@
+"""A `dynamo-megatron train` in the background, with all processes that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+class Run:
+    """A run in the background. Its output goes to a file: a child that outlives a rank would hold a pipe for ever."""
+
+    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"console-{time.monotonic_ns()}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *map(str, arguments)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                start_new_session=True,
+            )
+        self.family: list[psutil.Process] = []
+        self._looked = 0.0
+
+    def look(self, every: float = 0.0) -> None:
+        """Notes the processes that belong to the run, where it did not within `every` seconds: it costs a core else."""
+        if time.monotonic() - self._looked < every:
+            return
+        self._looked = time.monotonic()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for p in psutil.Process(self.process.pid).children(recursive=True):
+                if p not in self.family:
+                    self.family.append(p)
+
+    def servers(self) -> dict[str, list[psutil.Process]]:
+        """The SGLang processes of each server that the run has now; the HTTP server is the first."""
+        self.look()
+        found = {}
+        for process in self.family:
+            try:
+                words = process.cmdline()
+                if "dynamo_megatron.rollout.guard" in words:
+                    name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
+                    found[name] = process.children(recursive=True)
+            except psutil.NoSuchProcess:
+                continue
+        return {name: processes for name, processes in found.items() if processes}
+
+    def importing(self, library: str) -> dict[str, bool]:
+        """Of the launcher and the run's other processes, by command line: whether it has the library in its memory."""
+        found = {}
+        for process in (psutil.Process(self.process.pid), *self.family):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found[" ".join(process.cmdline())] = any(library in part.path for part in process.memory_maps())
+        return found
+
+    def wait(self, timeout: float = 240) -> int:
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            self.look(every=0.5)
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"the run took more than {timeout} s:\n{self.text[-3000:]}")
+            time.sleep(0.1)
+        return self.process.returncode
+
+    def wait_until(self, condition, what: str, timeout: float = 240) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text[-3000:]}"
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"waited {timeout} s for {what}:\n{self.text[-3000:]}")
+            self.look(every=0.5)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        """kill -9 of the launcher's whole process group."""
+        self.look()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def left_behind(self, within: float) -> list[psutil.Process]:
+        """The run's processes still alive after at most `within` seconds."""
+        deadline = time.monotonic() + within
+        while True:
+            alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            if not alive or time.monotonic() > deadline:
+                return alive
+            time.sleep(0.1)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()

@@ -1,0 +1,266 @@
+"""The faults of a soak: each hurts a run, and says what the run may say of it and whether it ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import resource
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file, save_file
+from soak_site import VICTIM, Site
+
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+
+STRANGERS = 2000
+FROZEN = (1 / 6, 2 / 3, 3 / 2)  # of rollout.health_timeout
+FULL_FOR = 10.0  # seconds
+OUT = f"step \\d+: {VICTIM} (left the rotation|did not come up): "
+LOST = r"step \d+: \d+ of \d+ rollouts (failed|rejected)"
+UNSCORED = r"step \d+: \d+ of \d+ rollouts have reward 0 for a reward_(error|timeout)"
+SPACE = "(disk is full|No space left on device)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`hurt(site, rng)` returns what it did. `says`: every line that the console has of it matches; `silent`: it may
+    have none. `codes`: exit codes with which the run may end, None among them where it may go on; it is started again
+    then. `leaves`: `says` is about the run that is started after it."""
+
+    name: str
+    hurt: Callable[[Site, random.Random], str]
+    says: str
+    silent: bool = False
+    codes: tuple[int | None, ...] = (None,)
+    leaves: bool = False
+
+
+def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _frozen(site: Site, processes: list[psutil.Process], share: float) -> str:
+    seconds = share * site.health_timeout
+    _send(signal.SIGSTOP, processes)
+    site.pause(seconds)
+    _send(signal.SIGCONT, processes)
+    return f"SIGSTOP for {seconds:g} s"
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+def kill_server(site: Site, rng: random.Random) -> str:
+    processes = site.victim()  # the guard first
+    some = rng.choice([processes, processes[:1], processes[1:2], processes[-1:]])
+    _send(signal.SIGKILL, some)
+    return f"SIGKILL to {len(some)} of {len(processes)} processes"
+
+
+def freeze_server(site: Site, rng: random.Random) -> str:
+    processes = site.victim()[1:]
+    some = rng.choice([processes, processes[:1], processes[-1:]])
+    return f"{_frozen(site, some, rng.choice(FROZEN))} of {len(some)} of {len(processes)} processes"
+
+
+def alter_replies(site: Site, rng: random.Random) -> str:
+    share, seed = rng.choice([0.02, 0.2, 1.0]), rng.randrange(1 << 30)
+    with site.proxy(share=share, seed=seed):
+        _two_steps(site)
+    return f"{share:.0%} of the replies altered, seed {seed}"
+
+
+def slow_server(site: Site, rng: random.Random) -> str:
+    seconds = rng.choice([0.5, 2.0, site.health_timeout / 2])
+    with site.proxy(delay=seconds):
+        _two_steps(site)
+    return f"{seconds:g} s late"
+
+
+def _two_steps(site: Site) -> None:
+    begun = site.step
+    site.wait(lambda: site.step >= begun + 2, 120)
+
+
+def other_weights(site: Site, rng: random.Random) -> str:
+    """Another model in one server, under the version that the run has given it."""
+    folder = site.folder / "task" / "other"
+    if not folder.is_dir():
+        shutil.copytree(site.folder / "task" / "model", folder)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        head = tensors["lm_head.weight"]  # random weights of the usual size would sample as those of the run do
+        tensors["lm_head.weight"] = np.random.default_rng(0).normal(0.0, 2.0, head.shape).astype(head.dtype)
+        save_file(tensors, file, {"format": "pt"})
+    with site.proxy(model=str(folder)):
+        _two_steps(site)
+    return "for two steps"
+
+
+def strangers(site: Site, rng: random.Random) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    ports, made = site.ports(), 0
+    with contextlib.ExitStack() as stack:
+        for number in range(STRANGERS):
+            connection = stack.enter_context(socket.socket())
+            connection.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                connection.connect(("127.0.0.1", ports[number % len(ports)]))
+                connection.sendall(rng.randbytes(rng.randrange(1, 200)))
+                made += 1
+        _two_steps(site)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return f"{made} connections to {len(ports)} ports"
+
+
+# -- the run's own processes -------------------------------------------------------------------------------------------
+def freeze_rollout_process(site: Site, rng: random.Random) -> str:
+    return _frozen(site, [site.one("rollout process")], rng.choice(FROZEN))
+
+
+def freeze_rank(site: Site, rng: random.Random) -> str:
+    rank = rng.choice([0, 1])
+    return f"{_frozen(site, [site.one(f'rank {rank}')], rng.choice(FROZEN))} of rank {rank}"
+
+
+def kill_rollout_process(site: Site, rng: random.Random) -> str:
+    _send(signal.SIGKILL, [site.one("rollout process")])
+    return "SIGKILL"
+
+
+def kill_rank(site: Site, rng: random.Random) -> str:
+    rank = rng.choice([0, 1])
+    _send(signal.SIGKILL, [site.one(f"rank {rank}")])
+    return f"SIGKILL to rank {rank}"
+
+
+def kill_launcher(site: Site, rng: random.Random) -> str:
+    site.processes()  # all are noted: who has lost its parent is not found any more
+    site.run.process.kill()
+    return "SIGKILL"
+
+
+def kill_everything(site: Site, rng: random.Random) -> str:
+    processes = site.processes()
+    _send(signal.SIGKILL, rng.sample(processes, len(processes)))
+    return f"SIGKILL to {len(processes)} processes"
+
+
+def altered_file(site: Site, rng: random.Random) -> str:
+    """All are killed in the midst of a step, and in the file of the step that is next after the resume some rollouts
+    have tokens that no model has."""
+    site.wait(lambda: site.step == site.saved, 300)  # what a step reuses is of the weights that it begins with
+    file = step_file(site.output, site.saved + 1)
+    site.wait(lambda: file.is_file() and len(read_rollouts(file)) > 20, 60)
+    kill_everything(site, rng)
+    site.run.process.wait()
+    step = site.saved + 1
+    found = read_rollouts(step_file(site.output, step))
+    store = RolloutStore(site.output)
+    some = rng.sample(found, min(5, len(found)))
+    for rollout in some:
+        store.append(dataclasses.replace(rollout, tokens=[*rollout.tokens[:-1], 10_000_000]))
+    store.close()
+    return f"{len(some)} of {len(found)} rollouts of step {step}"
+
+
+def ask_to_stop(number: signal.Signals) -> Callable[[Site, random.Random], str]:
+    def hurt(site: Site, rng: random.Random) -> str:
+        site.processes()
+        site.run.process.send_signal(number)
+        return number.name
+
+    return hurt
+
+
+def interrupt_a_save(site: Site, rng: random.Random) -> str:
+    """Ctrl-C while a checkpoint is written."""
+    folder = site.output / "checkpoints"
+    during = site.wait(lambda: any(folder.glob(".*.unfinished")), 120)
+    site.processes()
+    site.run.process.send_signal(signal.SIGINT)
+    return "SIGINT during a save" if during else "SIGINT; no save was seen within 120 s"
+
+
+# -- rewards, disks ----------------------------------------------------------------------------------------------------
+def fail_reward(name: str) -> Callable[[Site, random.Random], str]:
+    def hurt(site: Site, rng: random.Random) -> str:
+        file, done = site.folder / f"fault-{name}", site.folder / f"done-{name}"
+        done.unlink(missing_ok=True)
+        file.touch()
+        took = site.wait(done.is_file, 60)
+        return "one call" if took else "no call within 60 s"
+
+    return hurt
+
+
+def service_down(site: Site, rng: random.Random) -> str:
+    seconds = rng.choice([2.0, 8.0])  # less and more than reward.deadline
+    site.service.down = True
+    site.pause(seconds)
+    site.service.down = False
+    return f"503 for {seconds:g} s"
+
+
+def full_disk(site: Site, rng: random.Random) -> str:
+    with site.full(site.disk):
+        site.pause(FULL_FOR)
+    return f"full for {FULL_FOR:g} s"
+
+
+def full_shared_memory(site: Site, rng: random.Random) -> str:
+    with site.full(site.shared_memory):
+        site.pause(FULL_FOR)
+    return f"full for {FULL_FOR:g} s"
+
+
+STOPPED = "stopped by SIG(TERM|USR1).*the same command (resumes|starts)"
+FAULTS = (
+    Fault("server killed", kill_server, f"{OUT}|{LOST}"),
+    Fault("server frozen", freeze_server, f"{OUT}|{LOST}", silent=True),
+    Fault("server's replies altered", alter_replies, f"{OUT}|{LOST}", silent=True),
+    Fault("server slow", slow_server, "$^", silent=True),
+    Fault("server has other weights", other_weights, f"{OUT}|{LOST}"),
+    Fault("strangers at a server's ports", strangers, "$^", silent=True),
+    Fault("rollout process frozen", freeze_rollout_process, "$^", silent=True),
+    Fault("rank frozen", freeze_rank, "$^", silent=True),
+    Fault("reward worker: SIGSEGV", fail_reward("segv"), UNSCORED),
+    Fault("reward worker: SIGKILL", fail_reward("kill"), UNSCORED),
+    Fault("reward worker: no memory", fail_reward("memory"), UNSCORED),
+    Fault("reward worker: hangs", fail_reward("hang"), UNSCORED),
+    Fault("reward service down", service_down, UNSCORED, silent=True),
+    Fault("/dev/shm full", full_shared_memory, SPACE, silent=True, codes=(None, 1)),
+    Fault("disk full", full_disk, SPACE, silent=True, codes=(None, 1)),
+    Fault("rank killed", kill_rank, r"rank [01] was ended by SIGKILL", codes=(1,)),
+    Fault(
+        "rollout process killed",
+        kill_rollout_process,
+        r"the rollout process \(pid \d+\) ended \(signal 9\)",
+        codes=(1,),
+    ),
+    Fault("launcher killed", kill_launcher, "$^", silent=True, codes=(-9,)),
+    Fault("everything killed", kill_everything, "$^", silent=True, codes=(-9,)),
+    Fault("rollouts altered on disk", altered_file, "discarded", codes=(-9,), leaves=True),
+    Fault("SIGTERM", ask_to_stop(signal.SIGTERM), STOPPED, codes=(75,)),
+    Fault("SIGUSR1", ask_to_stop(signal.SIGUSR1), STOPPED, codes=(75,)),
+    Fault("SIGINT during a save", interrupt_a_save, "interrupted; .*the same command (resumes|starts)", codes=(130,)),
+)
+NEED_SMALL_DISKS = ("/dev/shm full", "disk full")
+
+
+def order(kinds: list[Fault], count: int, rng: random.Random) -> list[Fault]:
+    """`count` faults: each kind once, in random order, then each once again, and so on. Of each round those that the
+    run outlives come first, then those that it may outlive: a process has to live long enough to show a leak."""
+    found: list[Fault] = []
+    while kinds and len(found) < count:
+        whole = rng.sample(kinds, len(kinds))
+        found += sorted(whole, key=lambda fault: (fault.codes != (None,), None not in fault.codes))
+    return found[:count]

@@ -1,0 +1,143 @@
+"""What a soak measures of a run's processes and its machine, and whether that stays flat."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+SHARE = 0.05  # growth from the first to the last quarter of the samples that still counts as flat
+LEAST = 24  # samples below which nothing is said of a series
+WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
+YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
+COUNTED = ("descriptors", "threads", "sockets", "entries", "folders")  # one more is no growth
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one process. `memory` (bytes): anonymous and shared pages, each divided by the number of processes that map
+    it. `pss` has the pages of files, too, whose share grows where another process with the same libraries ends."""
+
+    memory: int
+    pss: int
+    descriptors: int
+    threads: int
+    sockets: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Medians of the first and the last quarter of `samples` values."""
+
+    what: str
+    samples: int
+    first: float
+    last: float
+    flat: bool
+
+
+def growth(what: str, values: Sequence[float]) -> Growth:
+    """Only growth counts: memory that is given back is no leak. Of what is counted one more is still flat."""
+    quarter = max(1, len(values) // 4)
+    first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+    room = max(SHARE * first, 1.0 if what.endswith(COUNTED) else 0.0)
+    return Growth(what, len(values), first, last, last - first <= room)
+
+
+def usage(pid: int) -> Usage | None:
+    """None where the process has ended."""
+    with contextlib.suppress(OSError, psutil.Error):
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            pages = {line.split()[0]: int(line.split()[1]) << 10 for line in file if line.endswith("kB\n")}
+        names = [_link(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+        if not pages:
+            return None
+        return Usage(
+            memory=pages["Pss_Anon:"] + pages["Pss_Shmem:"],
+            pss=pages["Pss:"],
+            descriptors=len(names),
+            threads=psutil.Process(pid).num_threads(),
+            sockets=sum(name.startswith("socket:") for name in names),
+        )
+    return None
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):  # closed since it was listed
+        return os.readlink(path)
+    return ""
+
+
+def kind_of(process: psutil.Process, launcher: int) -> str:
+    """The class of a process of a run, by its command line; "" where it is none that lasts."""
+    words = process.cmdline()
+    line = " ".join(words)
+    if process.pid == launcher:
+        return "launcher"
+    if "dynamo_megatron.rollout.guard" in words:
+        return "guard"
+    for text, kind in (
+        ("sglang::scheduler", "server's scheduler"),
+        ("sglang::detokenizer", "server's detokenizer"),
+        ("sglang.launch_server", "server's HTTP process"),
+        ("dynamo_megatron.reward.worker", "reward worker"),
+        ("multiprocessing.spawn", "rollout process"),
+    ):
+        if text in line and "soak_server.py" not in line:
+            return kind
+    rank = process.environ().get("RANK")
+    return f"rank {rank}" if rank is not None and process.ppid() == launcher else ""
+
+
+class Meter:
+    """Samples of all processes, by life: one process from its start to its end."""
+
+    def __init__(self, shared_memory: Path, temporary: Path):
+        self._shared_memory, self._temporary = shared_memory, temporary
+        self._kinds: dict[int, str] = {}
+        self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
+        self._whole: dict[str, list[float]] = defaultdict(list)
+
+    def sample(self, step: int, seconds: float, launcher: int, processes: Sequence[psutil.Process]) -> None:
+        """After a step that took so long. `processes`: the run's, the launcher too."""
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in self._kinds:
+                    if time.time() - process.create_time() < YOUNG:
+                        continue
+                    self._kinds[process.pid] = kind_of(process, launcher)
+                kind = self._kinds[process.pid]
+                if kind and (used := usage(process.pid)) is not None:
+                    self._lives[kind, process.pid].append((step, used))
+        self._whole["/dev/shm entries"].append(len(list(self._shared_memory.iterdir())))
+        self._whole["temporary folders"].append(len(list(self._temporary.iterdir())))
+        self._whole["step time"].append(seconds)
+
+    def growths(self) -> list[Growth]:
+        """Of each process that lived long enough, and of the run as a whole."""
+        found = []
+        for (kind, pid), samples in sorted(self._lives.items()):
+            judged = [used for step, used in samples if step >= samples[0][0] + WARM_UP]
+            if len(judged) >= LEAST:
+                for name in asdict(judged[0]):
+                    if name != "pss":
+                        found.append(growth(f"{kind} {pid} {name}", [getattr(used, name) for used in judged]))
+        found += [growth(name, values) for name, values in self._whole.items() if len(values) >= LEAST]
+        return found
+
+    def largest(self) -> dict[str, dict[str, int]]:
+        """The most of each that a process of each class had."""
+        most: dict[str, dict[str, int]] = {}
+        for (kind, _), samples in sorted(self._lives.items()):
+            for _, used in samples:
+                for name, value in asdict(used).items():
+                    entry = most.setdefault(kind, {})
+                    entry[name] = max(entry.get(name, 0), value)
+        return most

@@ -1,0 +1,145 @@
+"""A run that is hurt again and again stays flat and loses nothing; and what would show if it did not."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import soak_meter
+from soak_faults import FAULTS, order
+from soak_meter import LEAST, WARM_UP, Meter, growth
+from soak_run import audit
+
+from dynamo_megatron.records import Rollout
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+CHILD = """
+import os, socket, sys, threading, time
+kept = [bytearray(32 << 20)]
+for line in sys.stdin:
+    match line.strip():
+        case "memory":
+            kept.append(bytearray(os.urandom(1 << 20)))
+        case "descriptors":
+            kept.append(open(os.devnull))
+        case "sockets":
+            kept.append(socket.socket())
+        case "threads":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_path):
+    """Ten minutes of benchmarks/soak.py, whose 90 minutes are the same."""
+    words = ["--minutes", "10", "--every", "8", "--seed", "7", "--health-timeout", "12"]
+    out, log = tmp_path / "soak.json", tmp_path / "soak.log"
+    with open(log, "w") as file:
+        command = [sys.executable, "-P", SOAK, *words, "--folder", tmp_path / "soak", "--out", out]
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=1400).returncode
+    print(log.read_text())
+    result = json.loads(out.read_text())
+    assert code == 0 and result["problems"] == [], "\n".join(result["problems"])
+    done = {fault["fault"] for fault in result["faults"]}
+    assert done >= {fault.name for fault in FAULTS if fault.codes == (None,)}
+    judged = {growth["what"].partition(" ")[0] for growth in result["growth"]}
+    assert judged >= {"rank", "rollout", "server's", "launcher", "/dev/shm", "step"}, judged
+
+
+def measured(tmp_path, monkeypatch, leak: str) -> dict[str, bool]:
+    """What of a process that does so in every step, and of the machine, is flat."""
+    meter = Meter(tmp_path, tmp_path)
+    command = [sys.executable, "-P", "-c", CHILD, "multiprocessing.spawn"]
+    monkeypatch.setattr(soak_meter, "YOUNG", 0.0)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        for step in range(WARM_UP + LEAST):
+            child.stdin.write(f"{leak}\n")
+            child.stdin.flush()
+            child.stdout.readline()
+            if leak == "entries":
+                (tmp_path / f"sem.{step}").touch()
+            meter.sample(step, 1.0, psutil.Process().pid, [psutil.Process(child.pid)])
+        child.stdin.close()
+    return {g.what.split()[-1]: g.flat for g in meter.growths()}
+
+
+@pytest.mark.parametrize("leak", ["nothing", "memory", "descriptors", "sockets", "threads", "entries"])
+def test_a_leak_in_one_process_shows(tmp_path, monkeypatch, leak):
+    shows = {"nothing": set(), "sockets": {"sockets", "descriptors"}, "entries": {"entries", "folders"}}
+    flat = measured(tmp_path, monkeypatch, leak)
+    grown = {name for name, is_flat in flat.items() if not is_flat}
+    assert flat.keys() == {"memory", "descriptors", "threads", "sockets", "entries", "folders", "time"}
+    assert grown - {"memory"} == shows.get(leak, {leak}) - {"memory"}
+    assert ("memory" in grown) == (leak == "memory")
+
+
+def test_growth_is_of_medians_and_one_more_of_what_is_counted_is_none():
+    rng = random.Random(0)
+    noisy = [rng.choice([1.0, 1.0, 1.0, 5.0]) for _ in range(200)]
+    assert growth("step time", noisy).flat
+    assert not growth("step time", [1.0 + i / 1000 for i in range(200)]).flat
+    assert growth("rank 0 7 descriptors", [9.0] * 50 + [10.0] * 50).flat
+    assert not growth("rank 0 7 descriptors", [9.0] * 50 + [11.0] * 50).flat
+
+
+def test_the_order_of_faults_is_seeded_and_has_each_kind_as_often():
+    first, again, other = (order(list(FAULTS), 3 * len(FAULTS), random.Random(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    for start in range(0, len(first), len(FAULTS)):
+        whole = first[start : start + len(FAULTS)]
+        assert {f.name for f in whole} == {f.name for f in FAULTS}
+        outlived = [len(fault.codes) if None in fault.codes else 3 for fault in whole]
+        assert outlived == sorted(outlived)
+
+
+def made_rollout(name: str, status: str) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        group_id=name.rpartition("-")[0],
+        prompt_id="p",
+        step=1,
+        tokens=[1, 2],
+        response_mask=[0, 1],
+        engine_logprobs=[-1.0],
+        weight_versions=[(0, 0, 1)],
+        finish_reason="stop",
+        reward=0.0,
+        success=False,
+        reward_parts={},
+        status=status,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("nothing", None),
+        ("missing", "of 3 rollouts 1 missing, 0 twice, 0 others"),
+        ("twice", "of 3 rollouts 0 missing, 1 twice, 0 others"),
+        ("strange", "of 3 rollouts 0 missing, 0 twice, 1 others"),
+        ("failed", "1 rollouts on disk were not trained, the metrics count 0"),
+        ("rejected", None),
+    ],
+)
+def test_a_rollout_that_is_lost_or_there_twice_shows(tmp_path, change, says):
+    store = RolloutStore(tmp_path)
+    for k in range(2 if change == "missing" else 4 if change == "strange" else 3):
+        status = "failed" if change == "failed" and k == 0 else "ok"
+        store.append(made_rollout(rollout_id(group_id(1, 0), k), status))
+    if change == "twice":
+        store.append(made_rollout(rollout_id(group_id(1, 0), 0), "ok"))
+    if change == "rejected":
+        store.reject(1, [rollout_id(group_id(1, 0), 0)])
+    store.close()
+    rejected = 1 / 3 if change == "rejected" else 0.0
+    row = {"step": 1, "rollout/aborted": 0.0, "rollout/failed": 0.0, "rollout/rejected": rejected}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "allocation.jsonl").write_text(json.dumps({"step": 1, "prompt_id": "p", "n": 3}) + "\n")
+    assert audit(tmp_path, range(1, 2)) == (3, [] if says is None else [f"step 1: {says}"])
