@@ -164,7 +164,7 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
         (note,) = [n for n in again.notes if "discarded" in n]
         assert note == (
             f"step 1: discarded rollouts of an interrupted run: {len(DAMAGE)} damaged (the first in "
-            f"{tmp_path}/rollouts/step-000001.jsonl, {broken[0].rollout_id}: token id 10000000 is not in the "
+            f"{tmp_path}/rollouts/step-000001.jsonl.zst, {broken[0].rollout_id}: token id 10000000 is not in the "
             "vocabulary (0 to 127))"
         )
         assert sorted(r.rollout_id for r in store.finished(1)) == sorted(r.rollout_id for r in sound)
