@@ -22,6 +22,7 @@ def write_run(
     config = {
         "model": {"path": "m"},
         "data": {"source": "d", "batch_prompts": batch_prompts},
+        "rollout": {},
         "algorithm": {"allocation": {"budget": None}},
         "trainer": {"steps": steps, "stop_when": None},
     }

@@ -151,7 +151,7 @@ def test_altered_replies_end_nothing_and_none_is_trained_on(monkeypatch):
     outcomes, proxies = asyncio.run(work())
     became = account(outcomes, proxies)
     altered = show(became)
-    assert altered >= 200 and became.keys() == set(KINDS), became
+    assert altered >= 100 and became.keys() == set(KINDS), became
     assert sum(not r.error for r in outcomes.values()) >= 300
 
 

@@ -79,7 +79,8 @@ def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     server = SGLangServer(RolloutConfig(python=str(silent)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     try:
-        (guard,) = (p for p in psutil.Process().children() if "dynamo_megatron.rollout.guard" in p.cmdline())
+        living = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+        (guard,) = (p for p in living if "dynamo_megatron.rollout.guard" in p.cmdline())
         assert list(tmp_path.glob("dynamo-megatron-*/server.yaml"))
         guard.kill()
         guard.wait(10)
