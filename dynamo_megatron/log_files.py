@@ -1,8 +1,8 @@
 """Logs of processes that run for weeks: appended to by all that inherit the descriptor, and of bounded size.
 
-A process that holds a log open cannot be told to open another one. So what a long log holds is copied to NAME.1, in the
-place of what was there, and the log is cut to nothing under its writers, who all append. What the disk does not take
-is lost, and the work that it is about goes on.
+A process that holds a log open cannot be told to open another one. So the end of a long log is copied to NAME.1, which
+it replaces, and the log is emptied under its writers, who all append. Output that cannot be written is dropped; the
+process continues.
 """
 
 from __future__ import annotations

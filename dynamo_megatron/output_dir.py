@@ -75,8 +75,8 @@ class OutputDir:
         return True
 
     def claim(self) -> None:
-        """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or rollouts to
-        go on from that cannot be read."""
+        """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or
+        unreadable rollouts after the last checkpoint."""
         try:
             folder = NewFolder(self.path)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)

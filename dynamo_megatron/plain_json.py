@@ -1,4 +1,4 @@
-"""JSON and other plain data that others wrote (data rows, model folders, checkpoints): what it says, or ValueError."""
+"""JSON and other plain data that others wrote (data rows, model folders, checkpoints): its value, or ValueError."""
 
 from __future__ import annotations
 

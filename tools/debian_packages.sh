@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests of `launch slurm` and `launch nemo` need of Debian or Ubuntu: a SLURM with accounting. And
-# the checker of shell scripts. Needs root. Without them those tests are skipped; nothing else uses them.
+# Installs what the tests of `launch slurm` and `launch nemo` need on Debian or Ubuntu (SLURM with accounting) and
+# shellcheck. Needs root. Without it those tests are skipped.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update --quiet

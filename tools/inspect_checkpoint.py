@@ -1,4 +1,4 @@
-"""Says what is in a checkpoint, or how two differ: `dynamo-megatron inspect`.
+"""Shows what is in a checkpoint, or how two differ: `dynamo-megatron inspect`.
 
     python -P tools/inspect_checkpoint.py runs/mine
     python -P tools/inspect_checkpoint.py --diff runs/mine/checkpoints/step-000010 runs/mine/checkpoints/step-000020

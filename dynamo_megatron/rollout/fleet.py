@@ -263,7 +263,7 @@ class Fleet:
             asked.cancel()
 
     async def doubt(self, member: Member, error: ServerLost) -> None:
-        """A request was lost there: is the server, too?"""
+        """After a lost request: checks whether the server is lost too."""
         if not isinstance(error, ConnectionLost):
             self.refused(member.name, str(error))
         elif time.monotonic() - member.lost >= MOMENT:

@@ -14,7 +14,8 @@ STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes of a response's token, and of a
 
 
 def stored_step(rollouts: int, response_tokens: float) -> float:
-    """Bytes on disk of a step's rollouts with that many response tokens on average (benchmarks/rollout_files.py)."""
+    """Bytes on disk of a step's rollouts with that many response tokens on average: an allowance, which
+    benchmarks/rollout_files.py measures."""
     return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
 
 

@@ -8,8 +8,8 @@ LATE = 5.0  # seconds between two looks from which on nothing follows from what 
 
 
 class Silence:
-    """Look often: a look that comes LATE after the one before it begins the silence anew, since what held this process
-    (a stop, a disk, a long computation) kept it from hearing, too."""
+    """Call `look` often: if more than LATE seconds pass between two calls, this process was itself suspended (a stop, a
+    disk, a long computation), and the count starts again."""
 
     def __init__(self) -> None:
         self._heard = self._looked = time.monotonic()

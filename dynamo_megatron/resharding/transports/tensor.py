@@ -55,8 +55,8 @@ class TensorTransport(Streamed):
 
 
 def _shared(nbytes: int) -> torch.Tensor:
-    """Shared memory that goes with the tensor. torch would leave it there as soon as one handle is not read, which is
-    what happens when a server fails: with a reader more than there are, no reader takes it away, and we do.
+    """Shared memory that is removed with the tensor. torch would leave it behind if one handle is not read, as when a
+    server fails: one reader more than there are is registered, so that no reader removes it and this process does.
 
     Raises OSError where /dev/shm has no room for it."""
     try:
