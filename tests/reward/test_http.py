@@ -382,6 +382,14 @@ def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(serve, pool):
         assert f"on prompt 'a': the problem cannot be sent as JSON: {words}" in last
 
 
+def test_a_product_of_rewards_has_the_limit_of_one(serve, pool):
+    large = [serve(lambda samples, _: {"rewards": [1e10] * len(samples)}) for _ in range(2)]
+    (score,) = scored(pool(*large, fusion="product", on_error="zero"), "x")
+    assert score.status == "reward_error" and score.failure.endswith(
+        "their product is 1e+20, of more than 1e+18 in size"
+    )
+
+
 def test_a_fault_of_ours_is_logged_before_it_becomes_an_outcome(serve, pool, monkeypatch, capfd):
     def broken(self, reply, count):
         raise AttributeError("ours")

@@ -72,7 +72,7 @@ def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(tiny_model, 
             config = external([url], output=tmp_path)
             reward = config.reward.model_copy(update={"functions": ["gone_reward:score"], "on_error": "zero"})
             model = config.model.model_copy(update={"path": str(tiny_model)})
-            worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [])
+            worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [], VOCABULARY)
             worker.start()
             try:
                 await asyncio.to_thread(worker.wait_ready)
