@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 
 import pytest
-from stand_ins import Server, external, listening
+from stand_ins import VOCABULARY, Server, external, listening
 
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout.result import RolloutError
@@ -52,7 +52,7 @@ def test_the_line_that_says_so_is_not_lost_with_the_log_and_the_next_start_goes_
         config = external([url], output=small_disk, timeout=30.0)
         reward = config.reward.model_copy(update={"functions": ["printing_reward:score"], "workers": 1})
         model = config.model.model_copy(update={"path": str(tiny_model)})
-        worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [])
+        worker = RolloutWorker(config.model_copy(update={"reward": reward, "model": model}), [], VOCABULARY)
         worker.start()
         await asyncio.to_thread(worker.wait_ready)
         endpoints = await asyncio.to_thread(worker.begin_push, 0)
