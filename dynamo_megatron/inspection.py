@@ -267,7 +267,9 @@ def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
                 print(in_a_line(line), flush=True)
                 found += 1
     except MemoryError:
-        raise ValueError(f"{named}: takes {FREE_MEMORY >> 30} GiB more memory than its size on the disk") from None
+        raise ValueError(
+            f"{named}: needs more memory than {FREE_MEMORY >> 30} GiB and three times its size on the disk"
+        ) from None
     except RecursionError:
         raise ValueError(f"{named}: nested too deep") from None
     print(f"{found} of the tensors differ" if found else "the same tensors, bit for bit")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json, to_json
 
+LARGEST_REWARD = 1e18  # in size: advantages square rewards, and float32 ends at 3e38
 NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
 
 

@@ -58,8 +58,8 @@ class SignedStore:
 def _warn() -> None:
     """Once in a process."""
     print(
-        f"MASTER_ADDR: a stranger reaches the ranks' store at {os.environ['MASTER_ADDR']}; what it writes is ignored, "
-        "but it can end the run (docs/security.md)",
+        f"MASTER_ADDR: the ranks' store at {os.environ['MASTER_ADDR']} has values that no rank has signed; they are "
+        "ignored, but whoever writes them can end the run (docs/security.md)",
         file=sys.stderr,
         flush=True,
     )

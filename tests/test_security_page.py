@@ -23,5 +23,5 @@ def test_every_line_of_what_holds_names_a_test():
 def has(file: Path, name: str) -> bool:
     return (
         file.is_file()
-        and re.search(rf"^(async )?def {name}", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
+        and re.search(rf"^(async )?def {name}\b", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
     )

@@ -126,7 +126,7 @@ class History:
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
             raise ValueError("state: prompt_ids is not a list of texts")
         if len(set(ids)) != len(ids):
-            raise ValueError("state: a prompt stands twice in prompt_ids")
+            raise ValueError("state: prompt_ids has a duplicate")
         for name, column in zip(COLUMNS, columns, strict=True):
             _check_column(ids, name, column)
         numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
@@ -140,7 +140,7 @@ def _check_column(prompt_ids: Sequence[str], name: str, column: list | np.ndarra
     else:
         fits = isinstance(column, list) and len(column) == len(prompt_ids)
     if not fits:
-        raise ValueError(f"state: {name} has not one number of each of the {len(prompt_ids)} prompts")
+        raise ValueError(f"state: {name} does not have one number for each of the {len(prompt_ids)} prompts")
     if isinstance(column, list):
         for prompt_id, number in zip(prompt_ids, column, strict=True):
             if not isinstance(number, int | float):

@@ -70,7 +70,8 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         raise ValueError(f"{file}: {on_one_line(str(error), 1000)}") from None
     if spec.num_layers * max(1, spec.num_experts) > MOST_MODULES:  # their names are made before any weight is read
         raise ValueError(
-            f"{file}: {spec.num_layers} layers of {spec.num_experts} experts; the most is {MOST_MODULES:,} together"
+            f"{file}: {spec.num_layers} layers with {max(1, spec.num_experts)} MLPs each; at most {MOST_MODULES:,} in "
+            "total are supported"
         )
     return spec
 

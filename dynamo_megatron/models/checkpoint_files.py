@@ -147,7 +147,7 @@ class SafetensorsFiles:
             raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
         weight_map = plain_json.read_object(file).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{file}: malformed (weight_map is missing, or holds other than file names)")
+            raise ValueError(f"{file}: malformed (weight_map is missing, or has values that are not file names)")
         if not weight_map or any(Path(name).name != name for name in weight_map.values()):
             raise ValueError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
         return weight_map
@@ -157,7 +157,7 @@ def _check_header(file: Path) -> None:
     """Raises ValueError where the header's length, which the file begins with, is more than what is read of it."""
     with open(file, "rb") as stream:
         length, there = int.from_bytes(stream.read(8), "little"), file.stat().st_size - 8
-    if not 0 <= length <= min(there, LARGEST_HEADER):
+    if length > min(there, LARGEST_HEADER):
         raise ValueError(f"{file}: corrupt or truncated (a header of {length} bytes in a file of {there + 8})")
 
 

@@ -142,7 +142,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     else:
         yield note(
             f"{told}; {SHARE:.0%} of what is free holds {room // step:.0f} steps, then the oldest go: name a larger "
-            "disk, or say with rollout.keep_last how many to keep"
+            "disk, or set rollout.keep_last"
         )
 
 

@@ -62,6 +62,7 @@ TRAINER = (
     Package("wandb", None, "0.31", "tracking.backends: wandb", needed=False),
     Package("tensorboard", "2.21.0", None, "tracking.backends: tensorboard", needed=False),
     Package("pyarrow", "26.0.1", None, "data from .parquet"),
+    Package("zstandard", "0.25.0", None, "rollouts on disk"),
     Package("datasets", "5.2.0", None, "data from datasets:NAME", needed=False),
     Package("ray", "2.60.0", "2.60", "`launch ray`", needed=False),
     Package("nemo-run", "0.11.1", "0.11.1", "`launch nemo`", needed=False),

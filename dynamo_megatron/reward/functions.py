@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.records import LARGEST_REWARD, Prompt
 from dynamo_megatron.user_code import load_callable
 
 # Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
@@ -23,7 +23,6 @@ BUILT_IN = {
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
 }
 URLS = ("http://", "https://")
-LARGEST = 1e18  # of a reward's size: advantages square rewards, and float32 ends at 3e38
 
 
 def load_function(name: str) -> Callable[[Prompt, str], float]:
@@ -47,12 +46,12 @@ def load_function(name: str) -> Callable[[Prompt, str], float]:
 
 
 def checked(value: Any) -> float:
-    """`value` as a float. Raises ValueError for what is no finite number or larger than LARGEST."""
+    """`value` as a float. Raises ValueError for what is no finite number or larger than LARGEST_REWARD."""
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")
     if not math.isfinite(value):
         raise ValueError(f"returned {value}")
-    if abs(value) > LARGEST:
-        raise ValueError(f"returned {float(value):g}, of more than {LARGEST:g} in size")
+    if abs(value) > LARGEST_REWARD:
+        raise ValueError(f"returned {float(value):g}, of more than {LARGEST_REWARD:g} in size")
     return float(value)

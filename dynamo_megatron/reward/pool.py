@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.records import LARGEST_REWARD, Prompt
 from dynamo_megatron.reward.functions import URLS
 
 if TYPE_CHECKING:
@@ -169,16 +169,19 @@ class RewardPool:
         word, a failure: (word, function, text, [frames])."""
         late = next((reply for reply in replies if reply[0] == "timeout"), None)
         failed = next((reply for reply in replies if reply[0] not in ("parts", "timeout")), None)
+        if failed is None and late is None:
+            values = {name: value for _, parts in replies for name, value in parts.items()}
+            parts = {name: values[name] for name in self._config.functions}
+            reward = FUSIONS[self._config.fusion](list(parts.values()))
+            if abs(reward) <= LARGEST_REWARD:
+                return Score(reward, parts[self._config.functions[0]] >= self._config.success_threshold, parts)
+            text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
+            failed = ("error", ", ".join(parts), text)
         if failed is not None and self._config.on_error == "raise":
             raise RewardError(_failure(prompt, response, *failed[1:]))
         if failed is not None:
             return Score(0.0, False, status="reward_error", failure=f"{failed[1]}: {failed[2]}")
-        if late is not None:
-            return Score(0.0, False, status="reward_timeout", failure=f"{late[1]}: {late[2]}")
-        values = {name: value for _, parts in replies for name, value in parts.items()}
-        parts = {name: values[name] for name in self._config.functions}
-        success = parts[self._config.functions[0]] >= self._config.success_threshold
-        return Score(FUSIONS[self._config.fusion](list(parts.values())), success, parts)
+        return Score(0.0, False, status="reward_timeout", failure=f"{late[1]}: {late[2]}")
 
 
 def _failure(prompt: Prompt, response: str, function: str, text: str, frames: str = "") -> str:

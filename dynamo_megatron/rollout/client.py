@@ -94,9 +94,9 @@ class SGLangClient:
             raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {own_words(reply)!r:.80}")
         return reply
 
-    async def healthy(self, timeout: float | None) -> bool:
-        """Whether /health says 200 within `timeout` seconds; None: the caller ends the wait. An idle server generates a
-        token for it."""
+    async def healthy(self, timeout: float) -> bool:
+        """Whether /health says 200 within `timeout` seconds; infinity: the caller ends the wait. An idle server
+        generates a token for it."""
         try:
             return (await self._control("GET", "/health", timeout))[0] == 200
         except RolloutError:
@@ -183,9 +183,7 @@ class SGLangClient:
         with suppress(RolloutError):
             await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": rid})
 
-    async def _control(
-        self, method: str, path: str, timeout: float | None, payload: dict | None = None
-    ) -> tuple[int, Any]:
+    async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
         try:
             async with (
                 asyncio.timeout(timeout),

@@ -30,7 +30,7 @@ from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
-CONNECTIONS = REFUSALS // 2  # refusals that connections lost in one moment count for, however many they are
+CONNECTIONS = REFUSALS // 2  # of the connections lost in one moment, however many they are, so many count
 MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 
@@ -58,7 +58,8 @@ class Member:
     gone: asyncio.Future
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
-    lost: float = -math.inf  # monotonic seconds: the last moment that connections were lost in
+    moment: float = -math.inf  # monotonic seconds: when the last moment began that connections were lost in
+    lost: int = 0  # connections, in that moment
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
 
     @property
@@ -254,7 +255,7 @@ class Fleet:
     async def _answers(self, member: Member, silence: Silence) -> bool:
         """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
         limit = self._config.rollout.health_timeout
-        asked = asyncio.create_task(member.client.healthy(None))
+        asked = asyncio.create_task(member.client.healthy(math.inf))
         try:
             while not asked.done() and (left := limit - silence.look()) > 0:
                 await asyncio.wait({asked}, timeout=min(HEALTH_EVERY, left))
@@ -266,16 +267,19 @@ class Fleet:
         """After a lost request: checks whether the server is lost too."""
         if not isinstance(error, ConnectionLost):
             self.refused(member.name, str(error))
-        elif time.monotonic() - member.lost >= MOMENT:
-            member.lost = time.monotonic()
-            self.refused(member.name, str(error), CONNECTIONS)
+        else:
+            if time.monotonic() - member.moment >= MOMENT:
+                member.moment, member.lost = time.monotonic(), 0
+            member.lost += 1
+            if member.lost <= CONNECTIONS:
+                self.refused(member.name, str(error))
         if not member.gone.done() and not await self._answers(member, Silence()):
             self.condemn(member, str(error))
 
-    def refused(self, name: str, error: str, count: int = 1) -> None:
-        """The server did not take a request that another one takes; it counts as `count`."""
+    def refused(self, name: str, error: str) -> None:
+        """The server did not take a request that another one takes."""
         if (member := self._members.get(name)) is not None:
-            member.refusals += count
+            member.refusals += 1
             if member.refusals >= REFUSALS:
                 self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
 

@@ -8,7 +8,7 @@ import dataclasses
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ class _Call:
     discarded: int  # rollouts of an interrupted run
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)
-    unscored: list[str] = field(default_factory=list)  # how rewards failed
+    unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
     late: int = 0
@@ -170,28 +170,16 @@ class Generator:
                 self._lengths.observe(request.prompt_id, len(response.tokens))
             rollout, failure = await self._score(step, request.name, wanted[request.name], response, server)
             if failure:
-                call.unscored.append(failure)
+                call.unscored[rollout.status] = failure
             await self._on_disk(self._store.append, rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
                 call.arena.grow(accounted.batch.nbytes)
             self._finished(response)
 
-        seed = self._config.seed
-        requests = [
-            Request(
-                name,
-                name.rpartition("-")[0],
-                p.prompt_id,
-                p.tokens,
-                self._lengths(p.prompt_id),
-                derived_seed(seed, "rollout", name),
-            )
-            for name, p in wanted.items()
-            if name not in rollouts
-        ]
         limit = self._config.rollout.step_deadline
         deadline = None if limit is None else self._begun[1] + limit
+        requests = self._requests(wanted, rollouts)
         sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
         try:
             await sampling.run()
@@ -205,18 +193,10 @@ class Generator:
         if first == 0:  # a later round only refills: for want of time it ends no run
             self._check_share(step, call)
             self._check_rewards(step, call)
-        for status in UNSCORED:
-            if unscored := [p for name, p in wanted.items() if name in rollouts and rollouts[name].status == status]:
-                notes.append(
-                    f"step {step}: {len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of "
-                    f"{_listed(unscored)}; the last: {call.unscored[-1]}"
-                )
-        if errors := call.errors:
-            notes.append(f"step {step}: {len(errors)} of {len(wanted)} rollouts failed; the first: {errors[0]}")
         happened, said = self._fleet.report()
         self._count(happened)
         uses, self._uses = self._uses, {}
-        notes += [f"step {step}: {note}" for note in said]
+        notes += [f"step {step}: {note}" for note in [*_notes(call), *said]]
         now = time.monotonic()
         times = {
             "generate": now - call.started,
@@ -232,6 +212,21 @@ class Generator:
             uses=uses,
             concatenate=call.arena.concatenate,
         )
+
+    def _requests(self, wanted: dict[str, Prompt], there: Collection[str]) -> list[Request]:
+        """Of what is wanted and not yet there, by rollout_id."""
+        return [
+            Request(
+                name,
+                name.rpartition("-")[0],
+                prompt.prompt_id,
+                prompt.tokens,
+                self._lengths(prompt.prompt_id),
+                derived_seed(self._config.seed, "rollout", name),
+            )
+            for name, prompt in wanted.items()
+            if name not in there
+        ]
 
     async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
         """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
@@ -260,7 +255,7 @@ class Generator:
         if self._unscored_steps == UNSCORED_STEPS:
             raise RewardError(
                 f"step {step}: not one rollout of {UNSCORED_STEPS} steps in a row could be scored; the last failure: "
-                f"{call.unscored[-1]}"
+                f"{'; '.join(call.unscored.values())}"
             )
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
@@ -382,6 +377,20 @@ class Generator:
         if reuse.discarded:
             self._store.discard(step, reuse.discarded)
         return reuse
+
+
+def _notes(call: _Call) -> list[str]:
+    """What went wrong with rollouts of the call."""
+    wanted, rollouts, notes = call.wanted, call.rollouts, []
+    for status, failure in call.unscored.items():
+        unscored = [p for name, p in wanted.items() if name in rollouts and rollouts[name].status == status]
+        notes.append(
+            f"{len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of {_listed(unscored)}; the "
+            f"last: {failure}"
+        )
+    if call.errors:
+        notes.append(f"{len(call.errors)} of {len(wanted)} rollouts failed; the first: {call.errors[0]}")
+    return notes
 
 
 def _listed(prompts: Sequence[Prompt]) -> str:

@@ -49,7 +49,7 @@ class Retention:
         if not gone or self._noted:
             return []
         self._noted = True
-        return [f"the oldest rollouts are removed from now on, first of step {gone[0]}: {why}"]
+        return [f"removing the oldest rollouts from now on, beginning with step {gone[0]}: {why}"]
 
     def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
         for over in [s for s in files if s < step and s not in self._sizes]:
@@ -59,8 +59,8 @@ class Retention:
         used = sum(self._sizes.values())
         room = used + shutil.disk_usage(self._folder).free
         why = (
-            f"{self._folder / 'rollouts'} has {used / 1e9:.2f} GB, more than {SHARE:.0%} of the {room / 1e9:.2f} GB "
-            "that there are for it (rollout.keep_last says how many steps to keep)"
+            f"{self._folder / 'rollouts'} takes {used / 1e9:.2f} GB, more than {SHARE:.0%} of the {room / 1e9:.2f} GB "
+            "available to it (rollout.keep_last sets how many steps are kept)"
         )
         gone = []
         for old in removable:

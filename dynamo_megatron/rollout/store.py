@@ -99,12 +99,8 @@ class RolloutStore:
             self.close()  # the next append cuts the torn frame off
             raise self._cannot_write(rollout.step, "the disk is full; free some space and resume")
 
-    def finished(self, step: int) -> list[Rollout]:
-        """What the file of this step holds; empty without a file."""
-        return list({rollout.rollout_id: rollout for rollout in self.lines(step)}.values())
-
     def lines(self, step: int) -> Iterator[Rollout]:
-        """The same line by line: of two with one rollout_id the later one counts."""
+        """What the file of this step has, as `read_lines`; nothing without a file."""
         self.close()  # the next append looks at the file's end anew
         path = step_file(self._folder, step)
         return read_lines(path) if path.exists() else iter(())

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import Rollout
+from dynamo_megatron.records import LARGEST_REWARD, Rollout
 
 ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds
 LARGEST_VERSION = 1 << 62
-LARGEST_REWARD = 1e308
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 ENDS = ("stop", "length")  # finish reasons of a response that came
 

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from dynamo_megatron.evaluation.results import read_results, results_file
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 pytestmark = pytest.mark.full
 STEPS = 4
@@ -36,7 +36,7 @@ def runs(workspace, command_line):
 
 
 def responses(output, step):
-    return {r.rollout_id: (r.prompt_id, r.tokens, r.reward) for r in RolloutStore(output).finished(step)}
+    return {r.rollout_id: (r.prompt_id, r.tokens, r.reward) for r in read_rollouts(step_file(output, step))}
 
 
 def test_the_same_command_samples_the_same_responses(runs):

@@ -91,4 +91,6 @@ def test_an_index_names_files_of_its_folder(folder, name):
 
 def test_a_model_of_more_layers_than_there_are_is_refused(folder):
     change(folder / "config.json", num_hidden_layers=1_000_000_000)
-    assert "1000000000 layers of 0 experts; the most is 200,000 together" in refusal(load_model_config, folder)
+    assert "1000000000 layers with 1 MLPs each; at most 200,000 in total are supported" in refusal(
+        load_model_config, folder
+    )

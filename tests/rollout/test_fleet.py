@@ -18,7 +18,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
@@ -135,7 +135,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     result = worker.generate(1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
     counts = closed(result, 64)
     assert counts["failed"] == counts["aborted"] == 0, result.notes
-    assert len(RolloutStore(folder).finished(1)) == 64
+    assert len(read_rollouts(step_file(folder, 1))) == 64
     assert result.uses["server-1"].retries > 0
     assert result.counts_by_server["server-0"]["completed"] > 0
     assert any(note.startswith("step 1: server-1 left the rotation: ") for note in result.notes), result.notes
@@ -203,7 +203,7 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
     with pytest.raises(PushNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
         worker.generate(12, PROMPTS, [16] * 4, on_count=lose_both)
-    kept = {r.rollout_id for r in RolloutStore(folder).finished(12)}
+    kept = {r.rollout_id for r in read_rollouts(step_file(folder, 12))}
     assert 2 <= len(kept) < 64
     push(worker, 5)
     result = worker.generate(12, PROMPTS, [16] * 4)

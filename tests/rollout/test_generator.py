@@ -17,12 +17,14 @@ from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
 REWARDS = """
 import time
 def slow(prompt, response):
+    if prompt.prompt_id == "broken":
+        raise KeyError("no answer")
     time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
     return 1.0
 """
@@ -85,7 +87,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         counts = [16, 16, 0]
         with pytest.raises(PushNeeded):
             await generator.generate(1, PROMPTS, counts, 0)
-        there = {r.rollout_id: r for r in RolloutStore(tmp_path).finished(1)}
+        there = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, 1))}
         assert there["000001-0000-000"].finish_reason == "abort" and 1 < len(there) < 32
         failing = False
         before = len(server.asked)
@@ -114,7 +116,7 @@ def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
     async def work(generator, push):
         await generator.generate(1, PROMPTS, [2, 0, 2], 0)
         store = RolloutStore(tmp_path)
-        late, *others = store.finished(1)
+        late, *others = read_rollouts(step_file(tmp_path, 1))
         store.discard(1, [late.rollout_id])
         store.append(dataclasses.replace(late, reward=0.0, status="reward_timeout"))
         store.close()
@@ -126,6 +128,19 @@ def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
         }
 
     with_generator(work, Server())
+
+
+def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_generator):
+    async def work(generator, push):
+        pool = generator._pool
+        pool._config = pool._config.model_copy(update={"deadline": 0.5, "on_error": "zero"})
+        broken = Prompt("broken", text="?", tokens=[20, 30])
+        result = await generator.generate(1, [broken, PROMPTS[2], broken], [1, 1, 1], 0)
+        return sorted(note.partition("reward 0 for a ")[2] for note in result.notes)
+
+    failed, late = with_generator(work, Server())
+    assert failed.startswith("reward_error, ") and "KeyError: 'no answer'" in failed.partition("the last: ")[2]
+    assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
 
 
 DAMAGE = [
@@ -150,7 +165,7 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
     async def work(generator, push):
         await generator.generate(1, PROMPTS, counts, 0)
         store = RolloutStore(tmp_path)
-        sound = store.finished(1)
+        sound = read_rollouts(step_file(tmp_path, 1))
         broken = [dataclasses.replace(r, **change) for r, change in zip(sound, DAMAGE, strict=False)]
         store.discard(1, [r.rollout_id for r in broken])
         for rollout in broken:
@@ -167,7 +182,9 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
             f"{tmp_path}/rollouts/step-000001.jsonl.zst, {broken[0].rollout_id}: token id 10000000 is not in the "
             "vocabulary (0 to 127))"
         )
-        assert sorted(r.rollout_id for r in store.finished(1)) == sorted(r.rollout_id for r in sound)
+        assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, 1))) == sorted(
+            r.rollout_id for r in sound
+        )
         once_more = await generator.generate(1, PROMPTS, counts, 0)
         assert once_more.reused == sum(counts) and once_more.discarded == 0
 
@@ -255,7 +272,7 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
         return [result]
 
     (result,) = with_generator(work, Server())
-    (stored,) = RolloutStore(tmp_path).finished(1)
+    (stored,) = read_rollouts(step_file(tmp_path, 1))
     assert stored.prompt == result.prompt and stored.response == result.responses[0]
     assert stored.prompt == tokenizer.decode([20, 30]) + tokenizer.eos_token  # templates are made of such tokens
     assert len(stored.response) == 3  # a token a character
@@ -284,7 +301,7 @@ def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
             for name in ("server-0", "server-1")
         }
         await generator.reject(1, [*by_server["server-1"], by_server["server-0"][0]])
-        rejected = {r.rollout_id for r in RolloutStore(tmp_path).finished(1) if r.status == "rejected"}
+        rejected = {r.rollout_id for r in read_rollouts(step_file(tmp_path, 1)) if r.status == "rejected"}
         assert rejected == {*by_server["server-1"], by_server["server-0"][0]}
         result = await generator.generate(2, PROMPTS, [2, 2, 0], 0)
         assert {o.server for o in result.outcomes.values()} == {"server-0"}
@@ -340,7 +357,7 @@ def test_a_disk_that_stalls_does_not_stall_the_watch_over_the_servers(with_gener
         result = await generator.generate(1, PROMPTS, [1, 1, 1], 0)
         watching.cancel()
         assert max(late) < 0.6, late
-        names = [r.rollout_id for r in RolloutStore(tmp_path).finished(1)]
+        names = [r.rollout_id for r in read_rollouts(step_file(tmp_path, 1))]
         assert sorted(names) == result.batch.rollout_ids  # each on disk before it counts
 
     with_generator(work, Server())

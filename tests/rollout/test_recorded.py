@@ -6,7 +6,7 @@ import pytest
 from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import group_id, rollout_id
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 
 PROMPTS = {name: Prompt(name, text=name, tokens=[10 + i, 11]) for i, name in enumerate("abc")}
 SIZES = [("a", 2), ("b", 7), ("a", 15), ("c", 1)]  # one batch of step 5
@@ -65,7 +65,7 @@ def test_another_order_gets_other_names_and_the_first_rollouts(folder):
 
 def test_a_failed_rollout_stays_out_of_the_batch(folder):
     store = RolloutStore(folder)
-    victim = next(r for r in store.finished(5) if r.rollout_id == "000005-0001-002")
+    victim = next(r for r in read_rollouts(step_file(folder, 5)) if r.rollout_id == "000005-0001-002")
     store.append(
         dataclasses.replace(
             victim,

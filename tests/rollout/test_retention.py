@@ -50,7 +50,7 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     make_run(tmp_path, 9, saved)
     retention = Retention(tmp_path, keep_last)
     gone = len(kept) < 9
-    note = f"the oldest rollouts are removed from now on, first of step 1: rollout.keep_last is {keep_last}"
+    note = f"removing the oldest rollouts from now on, beginning with step 1: rollout.keep_last is {keep_last}"
     assert retention.trim(10) == [note] * gone
     assert list(step_files(tmp_path)) == list(kept)
     RolloutStore(tmp_path).append(rollout(10))
@@ -90,7 +90,7 @@ def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
     (small_disk / "other").write_bytes(bytes(1 << 18))
     said += retention.trim(8)
     assert list(step_files(small_disk)) == [3, 4, 5, 6, 7]  # 5 x 64 kB of (1024 - 256 - 4) kB
-    assert len(said) == 1 and "first of step 1: " in said[0] and "more than 50% of the 0.00 GB" in said[0]
+    assert len(said) == 1 and "beginning with step 1: " in said[0] and "more than 50% of the 0.00 GB" in said[0]
     (small_disk / "more").write_bytes(bytes(1 << 18))
     assert retention.trim(8) == []
     assert 7 in step_files(small_disk), "it is after the last checkpoint"
@@ -144,7 +144,7 @@ output = OutputDir(Config(model={"path": "m"}, data={"source": "s"}, output_dir=
 output.claim()
 output.take_over(10_000)
 store = RolloutStore(folder)
-print(len(store.finished(10_001)))
+print(len(list(store.lines(10_001))))
 Retention(Path(folder), 10_000).trim(10_001)
 print(sorted({Path(name).name for name in opened if "rollouts" in name}))
 """

@@ -138,6 +138,14 @@ def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
+def test_connections_lost_now_and_then_are_no_fault_of_a_healthy_server(monkeypatch):
+    """Each of them in a moment of its own, and without an answer between them."""
+    monkeypatch.setattr(fleet_module, "MOMENT", 0.0)
+    outcomes, sampling, fleet = sample(Closing(2), requests=1, health_timeout=20.0)
+    assert not any(r.error for r, _ in outcomes.values()) and sampling.uses["server-0"].retries == 2
+    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
+
+
 def test_a_server_that_closes_every_connection_leaves_and_costs_no_rollout(monkeypatch):
     monkeypatch.setattr(fleet_module, "MOMENT", 0.005)
     outcomes, _, fleet = sample(Closing(1000), Server(), requests=80, concurrency=8, health_timeout=20.0)

@@ -38,11 +38,11 @@ def test_what_was_appended_is_read_back(tmp_path):
     written = [rollout("000003-0000-000"), rollout("000003-0000-001")]
     for r in written:
         store.append(r)
-        assert store.finished(3)[-1] == r  # on disk when append returns
+        assert read_rollouts(step_file(tmp_path, 3))[-1] == r  # on disk when append returns
     store.append(rollout("000004-0000-000", step=4))
-    assert store.finished(3) == written
-    assert len(store.finished(4)) == 1
-    assert store.finished(5) == []
+    assert read_rollouts(step_file(tmp_path, 3)) == written
+    assert len(read_rollouts(step_file(tmp_path, 4))) == 1
+    assert list(store.lines(3)) == written and list(store.lines(5)) == []
 
 
 def test_files_are_compressed_and_zstdcat_reads_them_also_when_torn(tmp_path):
@@ -104,7 +104,7 @@ def test_a_broken_line_within_the_file_is_named(tmp_path):
     path = step_file(tmp_path, 3)
     path.write_bytes(path.read_bytes() + compressed(b'{"rollout_id": 1}\n') + path.read_bytes())
     with pytest.raises(ValueError, match=r"step-000003.jsonl.zst:2: not a rollout"):
-        RolloutStore(tmp_path).finished(3)
+        read_rollouts(step_file(tmp_path, 3))
 
 
 def test_a_file_from_before_rollouts_were_compressed_goes_on_as_one_file(tmp_path):
@@ -114,9 +114,9 @@ def test_a_file_from_before_rollouts_were_compressed_goes_on_as_one_file(tmp_pat
     plain.write_text("".join(r.to_json() + "\n" for r in rollouts[:2]) + '{"rollout_id": "000003')
     store = RolloutStore(tmp_path)
     assert step_file(tmp_path, 3) == plain and step_files(tmp_path) == {3: plain}
-    assert store.finished(3) == rollouts[:2] and plain.exists()  # nothing is written by who reads
+    assert read_rollouts(step_file(tmp_path, 3)) == rollouts[:2] and plain.exists()  # nothing is written by who reads
     store.append(rollouts[2])
-    assert store.finished(3) == rollouts
+    assert read_rollouts(step_file(tmp_path, 3)) == rollouts
     assert os.listdir(tmp_path / "rollouts") == ["step-000003.jsonl.zst"]
     assert step_files(tmp_path) == {3: step_file(tmp_path, 3)}
 
@@ -140,9 +140,9 @@ def test_a_kill_between_the_compressed_file_and_the_end_of_the_plain_one(tmp_pat
             store.append(rollouts[2])
     assert len(os.listdir(tmp_path / "rollouts")) == 2
     left = rollouts[1:2] if change == "discard" else rollouts[:2]
-    assert RolloutStore(tmp_path).finished(3) == left
+    assert read_rollouts(step_file(tmp_path, 3)) == left
     RolloutStore(tmp_path).append(rollouts[2])
-    assert RolloutStore(tmp_path).finished(3) == [*left, rollouts[2]]
+    assert read_rollouts(step_file(tmp_path, 3)) == [*left, rollouts[2]]
     assert os.listdir(tmp_path / "rollouts") == ["step-000003.jsonl.zst"]
 
 
@@ -183,7 +183,7 @@ def test_the_later_of_two_lines_of_a_rollout_counts(tmp_path):
     store = RolloutStore(tmp_path)
     for reward in (0.0, 1.0):
         store.append(rollout("000003-0000-000", reward=reward))
-    assert [r.reward for r in store.finished(3)] == [1.0]
+    assert [r.reward for r in read_rollouts(step_file(tmp_path, 3))] == [1.0]
 
 
 def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
@@ -205,7 +205,7 @@ def test_discard_and_append(tmp_path):
         store.append(r)
     store.discard(3, ["000003-0000-001", "000003-0000-002"])
     store.append(rollouts[2])
-    assert store.finished(3) == [rollouts[0], rollouts[2]]
+    assert read_rollouts(step_file(tmp_path, 3)) == [rollouts[0], rollouts[2]]
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.jsonl.zst"]
 
 
@@ -222,7 +222,7 @@ def test_reject_parses_no_other_line(tmp_path):
     now = list(read_raw_lines(path))
     assert now[:3] == [broken, *lines[1:]] and len(now) == 4
     path.write_bytes(b"".join(map(compressed, now[1:])))
-    assert store.finished(3) == [dataclasses.replace(rollouts[1], status="rejected"), rollouts[2]]
+    assert read_rollouts(step_file(tmp_path, 3)) == [dataclasses.replace(rollouts[1], status="rejected"), rollouts[2]]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
         with pytest.raises(RolloutError, match="disk is full"):
             store.append(rollout("000003-0000-001"))
     store.append(rollout("000003-0000-002"))
-    assert [r.rollout_id for r in store.finished(3)] == ["000003-0000-000", "000003-0000-002"]
+    assert [r.rollout_id for r in read_rollouts(step_file(tmp_path, 3))] == ["000003-0000-000", "000003-0000-002"]
 
 
 def test_failed_rollouts_are_stored(tmp_path):
@@ -250,4 +250,4 @@ def test_failed_rollouts_are_stored(tmp_path):
         rollout("000003-0000-000"), status="failed", finish_reason="error", tokens=[1], response_mask=[0]
     )
     RolloutStore(tmp_path).append(failed)
-    assert RolloutStore(tmp_path).finished(3) == [failed]
+    assert read_rollouts(step_file(tmp_path, 3)) == [failed]

@@ -108,6 +108,7 @@ ROLLOUT = Rollout(
         {"tokens": None},
         {"tokens": [5, 6, 7, 100]},
         {"reward": math.nan},
+        {"reward": -1.1e18},
         {"reward": None},
         {"reward": 10**4000},
         {"success": 1},

@@ -17,7 +17,7 @@ from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 pytestmark = pytest.mark.full  # it starts servers of its own; tests/e2e runs the same process in `make test`
@@ -132,7 +132,7 @@ def test_groups_of_any_size_in_order(worker, output):
         for s in range(len(batch.rewards))
     ]
     assert batch.rewards.tolist() == [sum(5 <= t < 101 for t in r) for r in responses]
-    stored = {r.rollout_id: r for r in RolloutStore(output).finished(1)}
+    stored = {r.rollout_id: r for r in read_rollouts(step_file(output, 1))}
     assert [stored[name].reward for name in batch.rollout_ids] == batch.rewards.tolist()
 
 
@@ -142,13 +142,13 @@ def test_a_resumed_step_generates_only_what_is_missing(worker, output):
     path = step_file(output, 2)
     frames = [compressed(line) for line in read_raw_lines(path)]
     path.write_bytes(b"".join(frames[:18]) + frames[18][:50])  # killed at 90 %, within a line
-    kept = {r.rollout_id: r for r in RolloutStore(output).finished(2)}
+    kept = {r.rollout_id: r for r in read_rollouts(step_file(output, 2))}
     before = requests_at_the_server(output)
     again = worker.generate(2, PROMPTS, counts)
     assert requests_at_the_server(output) - before == 2
     assert again.counts["reused"] == 18 and again.counts["requested"] == 20
     assert again.batch.rollout_ids == first.batch.rollout_ids
-    stored = {r.rollout_id: r for r in RolloutStore(output).finished(2)}
+    stored = {r.rollout_id: r for r in read_rollouts(step_file(output, 2))}
     assert len(stored) == 20 and all(stored[name] == rollout for name, rollout in kept.items())
 
 
@@ -164,7 +164,7 @@ def test_a_later_part_of_a_step_resumes_apart_from_the_first(worker, output):
     again = worker.generate(18, PROMPTS[2:], [4, 4], first=2)
     assert requests_at_the_server(output) - before == 3 and again.counts["reused"] == 5
     assert again.batch.rollout_ids == later.batch.rollout_ids
-    assert len(RolloutStore(output).finished(18)) == 14
+    assert len(read_rollouts(step_file(output, 18))) == 14
 
 
 def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, output):
@@ -172,7 +172,7 @@ def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, 
     result = worker.generate(3, [PROMPTS[0], PROMPTS[2]], [3, 2])
     assert result.counts["reused"] == 3
     assert result.notes == ["step 3: discarded rollouts of an interrupted run: 3 of another prompt"]
-    assert len(RolloutStore(output).finished(3)) == 5
+    assert len(read_rollouts(step_file(output, 3))) == 5
     push(worker, 4)
     result = worker.generate(3, [PROMPTS[0], PROMPTS[2]], [3, 2])
     assert result.counts["reused"] == 0 and (result.batch.weight_versions == 4).all()
