@@ -28,6 +28,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
+from dynamo_megatron.process_signals import ASK_TO_STOP
 
 # What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
 # secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such as ~/.netrc.
@@ -113,7 +114,7 @@ class Run:
 
     def carry_out(self, wait: float) -> int:
         """Returns the run's exit code. Raises RunFailed and ConfigError; nothing is left behind."""
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        before = {number: signal.signal(number, self._ask) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
             if not group.wait(wait):
