@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line, on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
 
@@ -160,7 +160,7 @@ class HttpReward:
                         if status != 429 and status < 500:
                             break
                     except aiohttp.ClientError as error:
-                        failure = on_one_line(f"{type(error).__name__}: {error}", SHOWN)
+                        failure = error_line(error, SHOWN)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
