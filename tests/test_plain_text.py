@@ -76,9 +76,9 @@ def test_findings_of_preflight_are_text(capsys, monkeypatch):
 def test_a_traceback_of_a_command_is_text():
     script = """
         import sys
-        from dynamo_megatron import cli
+        from dynamo_megatron import cli, commands
         def fails(*_): raise RuntimeError(sys.argv[1] + chr(27) + "[2J")
-        cli._COMMANDS["configs"] = fails
+        commands._COMMANDS["configs"] = fails
         cli.main(["configs"])
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(script), HOSTILE.replace("\x00", "").replace("\ud800", "")]
