@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 
 from dynamo_megatron import plain_json
 from dynamo_megatron.checksums import file_checksum, file_checksums
-from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.whole_files import replacing, sync_to_disk
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
@@ -188,12 +187,8 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
     cannot be read."""
     file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
-    try:
-        state = json.loads(plain_json.read_bytes(file, LARGEST_STATE))  # not `plain_json.read`: statistics may be NaN
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: {on_one_line(str(error), 200)}") from None
+    content = plain_json.read_bytes(file, LARGEST_STATE)
+    state = plain_json.parse(content, str(file), nan=True)  # statistics may be NaN
     if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
         raise ValueError(f"{file}: not the state of a run")
     try:

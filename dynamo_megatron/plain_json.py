@@ -13,13 +13,14 @@ MOST_DIGITS, MOST_BITS = 4300, 14284  # of a whole number: Python reads and prin
 LARGEST_FILE = 256 << 20  # bytes; the largest tokenizer.json are below 40 MiB
 
 
-def parse(text: str | bytes, where: str) -> Any:
+def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
     """The value of JSON as RFC 8259 has it, UTF-8 where it is bytes. Raises ValueError, one line that begins with
-    `where`: not JSON, an object with a key twice, NaN or infinity, and what `fault` finds."""
+    `where`: not JSON, an object with a key twice, NaN or infinity (unless `nan`), and what `fault` finds."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+        constant = float if nan else _constant
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_number)
         why = fault(value)
     except RecursionError:
         why = f"nested more than {DEEPEST} deep"
