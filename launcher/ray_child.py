@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import ray
 
 from dynamo_megatron.launcher.command import free_port
+
+COMPARED = 4096  # bytes that were read last: by them the place is found in a log that was moved
 
 
 class Child:
@@ -28,7 +31,9 @@ class Child:
         try:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
             with open(log, "ab") as file:
-                self._log, self._read = open(log, "rb"), file.tell()  # noqa: SIM115 (as long as the actor lives)
+                self._log = open(log, "rb", buffering=0)  # noqa: SIM115 (as long as the actor lives)
+                self._log.seek(max(0, file.tell() - COMPARED))
+                self._last, self._half = self._log.read(), b""
                 self._process = subprocess.Popen(
                     guarded,
                     cwd=folder,
@@ -45,14 +50,22 @@ class Child:
     def poll(self) -> tuple[int | None, str]:
         """(exit code or None, what the child has written since the last call)."""
         code = self._process.poll()
-        if os.fstat(self._log.fileno()).st_size < self._read:  # the guard has moved what was there to NAME.1
-            self._read = 0
-        self._log.seek(self._read)
-        text = self._log.read()
-        if code is None:
-            text = text[: text.rfind(b"\n") + 1]  # half a line waits for its other half
-        self._read += len(text)
-        return code, text.decode(errors="replace")
+        text = self._half + self._written()
+        end = len(text) if code is not None else text.rfind(b"\n") + 1  # half a line waits for its other half
+        self._half = text[end:]
+        return code, text[:end].decode(errors="replace")
+
+    def _written(self) -> bytes:
+        """What was added to the log since the last call, also to what the guard has moved to NAME.1 meanwhile."""
+        rest = b""
+        if os.fstat(self._log.fileno()).st_size < self._log.tell():
+            with contextlib.suppress(OSError):  # moved away by hand
+                _, found, after = Path(f"{self._log.name}.1").read_bytes().rpartition(self._last)
+                rest = after if found else b""
+            self._log.seek(0)
+        new = rest + self._log.read()
+        self._last = (self._last + new)[-COMPARED:]
+        return new
 
     def stop(self) -> None:
         """Asks the child to save and end; SIGTERM would have the guard kill it."""
