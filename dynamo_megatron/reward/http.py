@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from dynamo_megatron.plain_text import error_line, on_one_line
+from dynamo_megatron.plain_text import error_line, on_one_line, show_exception
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
 
@@ -171,6 +171,7 @@ class HttpReward:
         except _Unreadable as error:
             failure = str(error)
         except Exception as error:  # here it would end the thread that the samples of every request wait for
+            show_exception(type(error), error, error.__traceback__)  # it may be a fault of ours
             failure = on_one_line(f"its answer cannot be read: {type(error).__name__}: {error}", SHOWN)
         return [("error", self._name, failure)] * count
 

@@ -14,6 +14,7 @@ import pytest
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.http import HttpReward
 
 PROMPT = Prompt("p7", text="?", answer="1")
 
@@ -379,6 +380,16 @@ def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(serve, pool):
         row, *_, last = str(error).splitlines()
         assert row.endswith(f"answer 'a value of type {type(answer).__name__} that cannot be shown'")
         assert f"on prompt 'a': the problem cannot be sent as JSON: {words}" in last
+
+
+def test_a_fault_of_ours_is_logged_before_it_becomes_an_outcome(serve, pool, monkeypatch, capfd):
+    def broken(self, reply, count):
+        raise AttributeError("ours")
+
+    monkeypatch.setattr(HttpReward, "_rewards", broken)
+    assert scored(pool(serve(), on_error="zero"), "x")[0].status == "reward_error"
+    logged = capfd.readouterr().err
+    assert ", in broken\n" in logged and logged.endswith("AttributeError: ours\n")
 
 
 @pytest.fixture
