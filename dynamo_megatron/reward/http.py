@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.plain_text import error_line, on_one_line, show_exception
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
@@ -189,7 +190,7 @@ class HttpReward:
 
     def _rewards(self, reply: bytes, count: int) -> list[tuple]:
         try:
-            rewards = json.loads(reply, object_pairs_hook=_once)["rewards"]
+            rewards = json.loads(reply, object_pairs_hook=plain_json.unique_keys)["rewards"]
         except (ValueError, TypeError, LookupError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):
@@ -207,11 +208,3 @@ class HttpReward:
 
 class _Unreadable(Exception):
     """An answer that holds no rewards; the message says why, in one line."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a key that stands twice, readers take the first or the last: ValueError."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
