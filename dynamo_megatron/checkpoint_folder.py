@@ -16,10 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import safetensors.numpy
-from safetensors import SafetensorError
-
 from dynamo_megatron import plain_json
 from dynamo_megatron.checksums import file_checksum, file_checksums
 from dynamo_megatron.whole_files import replacing, sync_to_disk
@@ -174,6 +170,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Rank 0's state of a checkpoint: plain data, and arrays among the values of its parts. Raises OSError."""
+    import numpy as np  # not above: `launch nemo` has an interpreter without these packages
+    import safetensors.numpy
+
     kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
     arrays = {f"{p}.{k}": v for p, part in state.items() for k, v in part.items() if isinstance(v, np.ndarray)}
     with replacing(folder / STATE_FILE) as file:
@@ -186,6 +185,8 @@ def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
 def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
     cannot be read."""
+    import safetensors.numpy
+
     file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
     content = plain_json.read_bytes(file, LARGEST_STATE)
     state = plain_json.parse(content, str(file), nan=True)  # statistics may be NaN
@@ -193,7 +194,7 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{file}: not the state of a run")
     try:
         arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
-    except (SafetensorError, OSError) as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{arrays_file}: {error}") from None
     for name, array in arrays.items():
         part, _, key = name.partition(".")

@@ -17,7 +17,8 @@ from dynamo_megatron.command_options import EXAMPLES, parser
 from dynamo_megatron.command_parser import unknown_command, unknown_options
 from dynamo_megatron.config_files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
-from dynamo_megatron.plain_text import printable, show, show_exception
+from dynamo_megatron.plain_text import escaped_line, printable, show, show_exception
+from dynamo_megatron.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
 
@@ -55,7 +56,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     config, origins = compose(*_files_and_keys(options.config + rest))
     # There is nothing to save yet. A rank leaves SIGTERM as it is: launchers also send it because another rank has
     # failed, and it has to end even a rank whose interpreter is busy in C code.
-    asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else FOR_THE_RANKS
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
     with _loading_packages():
@@ -181,12 +182,12 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.inspection import in_a_line, inspect_command
+    from dynamo_megatron.inspection import inspect_command
 
     try:
         return inspect_command(options.path, options.diff)
     except ValueError as error:
-        raise ConfigError(in_a_line(str(error))) from None
+        raise ConfigError(escaped_line(str(error))) from None
 
 
 def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

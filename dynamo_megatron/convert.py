@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import sys
@@ -26,7 +25,7 @@ from dynamo_megatron.checkpoint_folder import (
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, read_yaml
 from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
-from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, companion_files
+from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, companion_files, set_dtype
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.megatron_folder import converted, write_megatron
 from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
@@ -208,9 +207,7 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
     for file in companion_files(source):
         shutil.copy(file, target / file.name)
     if dtype is not None:
-        config = plain_json.read_object(target / "config.json")
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        set_dtype(target, dtype)
 
 
 @contextlib.contextmanager

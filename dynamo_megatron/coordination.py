@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dynamo_megatron.listening import address_of, serve_store, store_address
+from dynamo_megatron.process_signals import ASK_TO_STOP
 from dynamo_megatron.signed_store import SignedStore
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class StopFlag:
     def catch_signals(self) -> None:
         """Call it once there is something to save. Until then SIGTERM ends the process: no handler of Python's would
         run while C code holds the interpreter."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in ASK_TO_STOP:
             signal.signal(number, self._set)
 
     def _set(self, number: int, _frame) -> None:
@@ -82,7 +83,7 @@ class StopFlag:
     def ignore(self) -> None:
         """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python
         dies of it while it shuts down."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in ASK_TO_STOP:
             signal.signal(number, signal.SIG_IGN)
 
     def check(self) -> None:

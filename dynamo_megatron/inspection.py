@@ -31,7 +31,7 @@ from dynamo_megatron.checkpoint_folder import (
 )
 from dynamo_megatron.models.checkpoint_files import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.models.torch_dist import TorchDistReader, is_torch_dist
-from dynamo_megatron.plain_text import on_one_line, printable
+from dynamo_megatron.plain_text import escaped_line, on_one_line
 
 PART_VALUES = 64 << 20  # of a safetensors' tensor that are read at once
 BLOCK_VALUES = 4 << 20  # that are compared at once, in float64
@@ -177,12 +177,7 @@ def describe(contents: Contents) -> str:
     targets = [f" -> {os.readlink(p)}" if p.is_symlink() else "" for p in files]
     lines += [f"    {p.name}{to}: {in_bytes(n)}" for p, to, n in zip(files, targets, sizes, strict=True)][:MOST_LINES]
     lines += [f"    and {len(files) - MOST_LINES:,} more"] * (len(files) > MOST_LINES)
-    return "\n".join(in_a_line(line) for line in lines)
-
-
-def in_a_line(text: str) -> str:
-    """`text` as one line of a terminal, with its blanks: names of others' files and tensors may hold anything."""
-    return printable(text).replace("\n", "\\n")
+    return "\n".join(escaped_line(line) for line in lines)
 
 
 def _tensor_lines(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
@@ -264,7 +259,7 @@ def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
                 return int(contents.problem is not None)
             found = 0
             for line in differences(*map(inspect, paths)):
-                print(in_a_line(line), flush=True)
+                print(escaped_line(line), flush=True)
                 found += 1
     except MemoryError:
         raise ValueError(

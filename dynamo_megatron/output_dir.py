@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from dynamo_megatron import plain_json
 from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, identity, read_yaml, to_plain
@@ -40,7 +40,7 @@ class OutputDir:
         """Says so where this run has nothing left to do, evaluation and export included. Raises ConfigError: as
         `check`, and for a stop_when.metric that the run has not."""
         self.check()
-        last = latest_checkpoint(self.path / "checkpoints")
+        last = self._last()
         if last is None:
             return None
         step, trainer, why = last[0], self._config.trainer, None
@@ -59,6 +59,9 @@ class OutputDir:
         if step >= trainer.steps:
             return f"{self.path}: already at step {step} of {trainer.steps}"
         return f"{self.path}: already finished at step {step}: {why}"
+
+    def _last(self) -> tuple[int, Path] | None:
+        return latest_checkpoint(self.path / "checkpoints")
 
     def _rows(self, name: str, last: int) -> Iterator[dict[str, Any]]:
         rows = read_rows(self.path / f"{name}.jsonl", "step")
@@ -89,7 +92,7 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
-        last = latest_checkpoint(self.path / "checkpoints")
+        last = self._last()
         try:
             check_rollouts(self.path, last[0] if last is not None else 0)
         except ValueError as error:
@@ -114,11 +117,10 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path} holds results but no config.yaml; name another folder")
         before, now = identity(self._saved()), identity(to_plain(self._config))
         differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        last = self._last()
         if differ:
-            unsaved = latest_checkpoint(self.path / "checkpoints") is None
-            hint = "it has no checkpoint: delete it, or name another folder" if unsaved else "name another folder"
+            hint = "it has no checkpoint: delete it, or name another folder" if last is None else "name another folder"
             raise ConfigError(f"output_dir: {self.path} holds a run with another {', '.join(differ)}; {hint}")
-        last = latest_checkpoint(self.path / "checkpoints")
         for name in STEP_LOGS:
             try:
                 kept_bytes(self.path / name, last[0] if last is not None else 0)
@@ -138,7 +140,7 @@ class OutputDir:
 
     def stream_state(self) -> dict[str, Any] | None:
         """Of the prompt stream, in the checkpoint that a run here goes on from; None where there is none."""
-        last = latest_checkpoint(self.path / "checkpoints")
+        last = self._last()
         return read_state(last[1]).get("stream") if last is not None else None
 
     def take_over(self, step: int) -> None:
@@ -175,8 +177,8 @@ def exported_step(folder: Path) -> int | None:
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return plain_json.read_object(file)["step"]
+    except (ValueError, KeyError):
         raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
 
 

@@ -20,7 +20,7 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         constant = float if nan else _constant
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_number)
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=constant, parse_float=_number)
         why = fault(value)
     except RecursionError:
         why = f"nested more than {DEEPEST} deep"
@@ -102,7 +102,9 @@ class _Refused(ValueError):
     """What JSON's grammar or ours refuses, in the words for the user."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, for json's `object_pairs_hook`. Of a key that stands twice, readers take the first or the last:
+    ValueError."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

@@ -22,10 +22,20 @@ def on_one_line(text: str, longest: int | None = None) -> str:
     return line if longest is None or len(line) <= longest else f"{line[:longest]}..."
 
 
+def error_line(error: BaseException, longest: int | None = None) -> str:
+    """The type and the message of an error, as `on_one_line`."""
+    return on_one_line(f"{type(error).__name__}: {error}", longest)
+
+
 def printable(text: str) -> str:
     """`text` with what could drive a terminal written as an escape: control characters but newline and tab, line
     separators, halves of surrogate pairs, and what turns the direction of writing."""
     return "".join(c if c.isprintable() or c in "\n\t" or not _drives(c) else _escape(c) for c in text)
+
+
+def escaped_line(text: str) -> str:
+    """As `printable`, on one line: a newline is an escape too."""
+    return printable(text).replace("\n", "\\n")
 
 
 def show(text: str, file: TextIO | None = None) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from dynamo_megatron.whole_files import replacing
+
 SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder, and the key that tells which it is
 SECRET_BYTES, CODE = 32, 64  # CODE: characters
 POLL_EVERY = 0.05  # seconds
@@ -81,9 +83,7 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
     if rank == 0:
         secret = secrets.token_bytes(SECRET_BYTES)
         folder.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "wb") as out:
+        with replacing(file, 0o600) as out:
             out.write(secret)
         store.set(PROOF, _code(secret, PROOF))
         return secret

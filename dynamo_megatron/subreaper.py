@@ -10,7 +10,6 @@ this process, and so all that the command has started is below it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
@@ -18,25 +17,23 @@ import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from dynamo_megatron.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
+
 STDIN = 0
 KILLED_WITHIN = 3.0  # seconds for killed processes to end; one in the kernel's hands may not
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SLURM sends them to every process of a job
 
 
 def main(descriptor: int, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    for number in (signal.SIGCHLD, *PARENTS_SIGNALS):
+    for number in (signal.SIGCHLD, *FOR_THE_RANKS):
         signal.signal(number, lambda *_: None)
     parent = os.getpid()
     if (child := os.fork()) == 0:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with_parent(signal.SIGKILL, parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
         os.execv(command[0], command)
     os.close(descriptor)
@@ -57,12 +54,6 @@ def main(descriptor: int, command: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         os.kill(parent, number)
     return 0 if status is None else os.waitstatus_to_exitcode(status)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _reap() -> dict[int, int]:

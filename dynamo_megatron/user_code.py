@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line
 
 NOT_THE_USERS = ("<frozen ", os.path.dirname(__file__) + os.sep, *(p + os.sep for p in sysconfig.get_paths().values()))
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -64,4 +64,4 @@ def failure(error: BaseException) -> tuple[str, str]:
     users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
     where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
     shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
-    return on_one_line(f"{type(error).__name__}: {error}") + where, "\n".join(shown)
+    return error_line(error) + where, "\n".join(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
     """A file to write, in binary mode, that takes the name `path` when the block ends; if the block raises, an older
-    file of that name stays. One process at a time may write a `path`.
+    file of that name stays. One process at a time may write a `path`, several with `shared`.
 
     `mode`: its permissions, less the umask. `sync`: it is on disk when this returns, so that a power cut does not lose
     it. Raises OSError. A link that somebody has put in the place of one of the two files is not followed."""
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = path.with_name(f".{path.name}{f'.{uuid.uuid4().hex}' if shared else ''}.tmp")
     aside.unlink(missing_ok=True)  # left by a kill
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:

@@ -8,22 +8,22 @@ on once. They die with it (PR_SET_PDEATHSIG), even when it is killed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.checkpoint_folder import after_a_stop
 from dynamo_megatron.launcher.command import free_port
+from dynamo_megatron.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
@@ -33,12 +33,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     first step ends within START_GRACE whatever it does: it leaves SIGTERM as it is, and gets it after other signals.
     The others get it once rank 0 has ended.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a killed rank become ours to end
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
+    adopt_orphans()  # of a killed rank: they are ours to end
     received: dict[int, float] = {}  # signal -> when, time.monotonic
 
     def send(number: int, ranks: Sequence[subprocess.Popen]) -> None:
@@ -52,7 +47,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
         send(number, processes[:1] if number == signal.SIGUSR1 else processes)
 
     processes: list[subprocess.Popen] = []
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, pass_on) for number in FOR_THE_RANKS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # blocked by the process that this one has replaced
     if received:
         print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
@@ -74,7 +69,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
                 env=environment,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
                 process_group=0,
             )
         )

@@ -28,6 +28,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
+from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.process_signals import ASK_TO_STOP
 
 # What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
 # secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such as ~/.netrc.
@@ -89,8 +91,8 @@ def _connect(address: str | None, actors: int) -> None:
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"--address: no Ray cluster at {address}: {text:.200}; start one with `ray start`") from None
+        text = on_one_line(str(error), 200)
+        raise ConfigError(f"--address: no Ray cluster at {address}: {text}; start one with `ray start`") from None
 
 
 def _default_ranks(config: Config, servers: int) -> int:
@@ -113,7 +115,7 @@ class Run:
 
     def carry_out(self, wait: float) -> int:
         """Returns the run's exit code. Raises RunFailed and ConfigError; nothing is left behind."""
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        before = {number: signal.signal(number, self._ask) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
             if not group.wait(wait):
@@ -247,7 +249,7 @@ class Run:
         except GetTimeoutError:
             raise RunFailed(f"{placed.name} on {placed.address or placed.node}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
-            text = " ".join(str(error).split())
+            text = on_one_line(str(error))
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             raise RunFailed(
                 f"{placed.name} on {placed.address or placed.node}: its actor died "

@@ -13,6 +13,7 @@ from pathlib import Path
 import ray
 
 from dynamo_megatron.launcher.command import free_port
+from dynamo_megatron.log_files import open_log
 
 COMPARED = 4096  # bytes that were read last: by them the place is found in a log that was moved
 
@@ -29,8 +30,7 @@ class Child:
         temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove
         guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, *command]
         try:
-            Path(log).parent.mkdir(parents=True, exist_ok=True)
-            with open(log, "ab") as file:
+            with open(open_log(Path(log), 0o644), "ab") as file:
                 self._log = open(log, "rb", buffering=0)  # noqa: SIM115 (as long as the actor lives)
                 self._log.seek(max(0, file.tell() - COMPARED))
                 self._last, self._half = self._log.read(), b""

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dynamo_megatron import plain_json
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line
 
 DATASETS = "datasets:"
 LONGEST_LINE = 64 << 20  # bytes; a prompt of that length has more tokens than any model takes
@@ -63,7 +63,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{path} row {number}", row
     except unreadable as error:
         after = f" after row {number}" if number else ""
-        raise ValueError(f"data.source: cannot read {path} as parquet{after}: {_one_line(error)}") from error
+        raise ValueError(f"data.source: cannot read {path} as parquet{after}: {error_line(error)}") from error
 
 
 def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -90,7 +90,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             dataset = datasets.load_dataset(name, **{"split": "train"} | options)
     except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
         # While it builds a dataset, the library wraps what went wrong in an error that does not say it.
-        raise ValueError(f"data.source: {source}: {_one_line(error.__cause__ or error)}") from error
+        raise ValueError(f"data.source: {source}: {error_line(error.__cause__ or error)}") from error
     if saved:
         dataset = _saved_split(dataset, source, options)
     number = 0
@@ -98,7 +98,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(dataset, 1):
             yield f"{source} row {number}", row
     except (OSError, LookupError, TypeError, ValueError, OverflowError, DatasetsError) as error:
-        raise ValueError(f"data.source: {source}: cannot be read after row {number}: {_one_line(error)}") from error
+        raise ValueError(f"data.source: {source}: cannot be read after row {number}: {error_line(error)}") from error
 
 
 def _saved_split(dataset: Any, source: str, options: dict[str, Any]) -> Any:
@@ -130,7 +130,3 @@ def yaml_value(source: str, key: str, value: str) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError:
         raise ValueError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return on_one_line(f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from dynamo_megatron.data.readers import (
     query_options,
     yaml_value,
 )
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line, on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.user_code import SPEC, failure, load_callable
 
@@ -289,10 +289,7 @@ def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(
-            f"data.source: {REASONING_GYM}{name} refuses {options}: {type(error).__name__}: {text}"
-        ) from error
+        raise ValueError(f"data.source: {REASONING_GYM}{name} refuses {options}: {error_line(error)}") from error
 
 
 def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from dynamo_megatron import plain_json
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line, on_one_line
 from dynamo_megatron.records import Prompt
 
 if TYPE_CHECKING:
@@ -119,10 +119,8 @@ def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Dat
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())
         raise ValueError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
-            "on it: "
-            f"{type(error).__name__}: {text}"
+            f"on it: {error_line(error)}"
         ) from error
     return list(encoded["input_ids"])

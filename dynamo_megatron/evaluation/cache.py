@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import ProblemResult, read_results, write_results
 from dynamo_megatron.records import Prompt
+from dynamo_megatron.whole_files import replacing
 
 FORMAT = 2  # of the key and of what is kept
 VERSION_TIMEOUT = 30.0  # seconds for an interpreter to start and read a package's metadata
@@ -94,19 +94,10 @@ def _content(folder: Path, on_poll: Callable[[], None]) -> list[tuple[str, str]]
                 settled[str(name)] = [*state, digest]
     if settled != kept:
         with contextlib.suppress(OSError):  # it only saves time
-            _write_aside(memory, lambda aside: aside.write_text(json.dumps(settled)))
+            memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(memory, shared=True) as whole:
+                whole.write(json.dumps(settled).encode())
     return list(found.items())
-
-
-def _write_aside(file: Path, write: Callable[[Path], object]) -> None:
-    """The file appears when complete, also where several processes write it at once. Raises OSError."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_name(f"{uuid.uuid4().hex}.jsonl")
-    try:
-        write(aside)
-        aside.rename(file)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_cached(file: Path, prompts: Sequence[Prompt], samples: int) -> list[ProblemResult] | None:
@@ -124,4 +115,5 @@ def write_cached(file: Path, results: Sequence[ProblemResult]) -> None:
     """Nothing where a response failed: the next run asks again. Several processes may write at once. Raises OSError."""
     if any(reason not in ("stop", "length") for result in results for reason in result.finish_reasons):
         return
-    _write_aside(file, lambda aside: write_results(aside, results))
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_results(file, results, shared=True)

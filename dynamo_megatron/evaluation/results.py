@@ -64,10 +64,10 @@ def results_file(folder: Path, step: int) -> Path:
     return folder / "eval" / f"step-{step:06d}.jsonl"
 
 
-def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
-    """One line a problem. The file appears when complete."""
+def write_results(path: Path, results: Sequence[ProblemResult], shared: bool = False) -> None:
+    """One line a problem. The file appears when complete; `shared`: several processes may write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replacing(path, shared=shared) as file:
         file.writelines(f"{result.to_json()}\n".encode() for result in results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -71,6 +72,14 @@ def companion_files(folder: Path) -> list[Path]:
         and not file.name.startswith((".", "model"))
         and file.name not in NOT_COMPANIONS
     )
+
+
+def set_dtype(folder: Path, dtype: str) -> None:
+    """In config.json, under the key that it has for it. Raises ValueError as `plain_json.read_object`."""
+    file = folder / "config.json"
+    config = plain_json.read_object(file)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class SafetensorsFiles:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from dynamo_megatron.checksums import ChecksumWriter
 from dynamo_megatron.models.torch_dist_metadata import METADATA_FILE, read_metadata
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line
 
 BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -147,8 +147,7 @@ class TorchDistReader:
             with open(file, "rb") as stream:
                 return load_plain(_create_file_view(stream, info.offset, info.length))
         except DAMAGED as error:
-            text = on_one_line(f"{type(error).__name__}: {error}", 200)
-            raise ValueError(f"{file}: {index.fqn} cannot be read ({text})") from None
+            raise ValueError(f"{file}: {index.fqn} cannot be read ({error_line(error, 200)})") from None
 
 
 def load_plain(stream: BinaryIO) -> Any:

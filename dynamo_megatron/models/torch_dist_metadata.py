@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dynamo_megatron import plain_json
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.plain_text import error_line, on_one_line
 
 METADATA_FILE = ".metadata"
 LARGEST = 1 << 30  # bytes; a part of a tensor takes about 140, so that 7 million parts fit
@@ -126,7 +126,7 @@ def read_metadata(folder: Path) -> Metadata:
     except MetadataError as error:
         raise ValueError(f"{file}: {on_one_line(str(error), 300)}") from None
     except DAMAGED as error:
-        raise ValueError(f"{file}: not readable ({type(error).__name__}: {on_one_line(str(error), 200)})") from None
+        raise ValueError(f"{file}: not readable ({error_line(error, 200)})") from None
 
 
 # What the unpickler raises on wrong bits: it expects that its instructions fit each other.

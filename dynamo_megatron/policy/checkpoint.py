@@ -41,6 +41,7 @@ from torch.futures import Future
 
 from dynamo_megatron.checkpoint_folder import check_model, fault, publish, unfinished_folder, write_state
 from dynamo_megatron.checksums import ChecksumWriter
+from dynamo_megatron.plain_text import error_line, on_one_line
 from dynamo_megatron.policy.checked_loading import CheckedCommon, CheckedParts
 from dynamo_megatron.policy.loading import verify_bytes
 from dynamo_megatron.policy.policy import Policy
@@ -213,10 +214,8 @@ def _file_error(error: BaseException) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return (
-        text if text and isinstance(error, OSError | RuntimeError | ValueError) else f"{type(error).__name__}: {text}"
-    )
+    text = on_one_line(str(error))
+    return text if text and isinstance(error, OSError | RuntimeError | ValueError) else error_line(error)
 
 
 def _not_saved(root: Path, step: int, why: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dynamo_megatron.plain_text import error_line, on_one_line
+
 Level = Literal["ok", "note", "FAILED", "skipped"]
 
 
@@ -54,9 +56,7 @@ def run_checks(checks: Sequence[tuple[str, Check]], say: Callable[[str, Finding,
                 say(name, finding, time.monotonic() - start)
                 bad |= finding.level == "FAILED"
         except Exception as error:  # also the user's own data source and reward: the other checks must still run
-            text = " ".join(str(error).split())
-            if not isinstance(error, ValueError):
-                text = f"{type(error).__name__}: {text}"
+            text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
             if text in failures:
                 finding = skipped("not checked: it needs what failed above")
             else:

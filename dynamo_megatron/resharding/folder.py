@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE, INDEX, companion_files
+from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE, INDEX, companion_files, set_dtype
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.resharding.gather import BucketSource
 from dynamo_megatron.resharding.plan import Plan, make_plan
@@ -88,9 +88,7 @@ def write_companions(policy: Policy, folder: Path, plan: Plan) -> None:
         shutil.copy(file, folder / file.name)
     if policy.config.data.chat_template is not None:
         shutil.copy(Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = policy.config.model.dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    set_dtype(folder, policy.config.model.dtype)
 
 
 def _file(number: int) -> str:

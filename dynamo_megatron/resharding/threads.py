@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from dynamo_megatron.plain_text import on_one_line
+
 POLL_EVERY = 0.1  # seconds
 T = TypeVar("T")
 FORESEEN = (RuntimeError, OSError)  # ServerError, torch's errors of groups and stores, the network's
@@ -57,5 +59,5 @@ def for_each(
         try:
             done.append((thing, call.result()))
         except FORESEEN as error:
-            failed.append((thing, " ".join(str(error).split()) or type(error).__name__))
+            failed.append((thing, on_one_line(str(error)) or type(error).__name__))
     return done, failed

@@ -27,7 +27,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from dynamo_megatron.plain_text import on_one_line, show_exception
+from dynamo_megatron import plain_json
+from dynamo_megatron.plain_text import error_line, on_one_line, show_exception
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
 
@@ -160,7 +161,7 @@ class HttpReward:
                         if status != 429 and status < 500:
                             break
                     except aiohttp.ClientError as error:
-                        failure = on_one_line(f"{type(error).__name__}: {error}", SHOWN)
+                        failure = error_line(error, SHOWN)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
@@ -189,7 +190,7 @@ class HttpReward:
 
     def _rewards(self, reply: bytes, count: int) -> list[tuple]:
         try:
-            rewards = json.loads(reply, object_pairs_hook=_once)["rewards"]
+            rewards = json.loads(reply, object_pairs_hook=plain_json.unique_keys)["rewards"]
         except (ValueError, TypeError, LookupError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):
@@ -207,11 +208,3 @@ class HttpReward:
 
 class _Unreadable(Exception):
     """An answer that holds no rewards; the message says why, in one line."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a key that stands twice, readers take the first or the last: ValueError."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found

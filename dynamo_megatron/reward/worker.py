@@ -14,19 +14,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from dynamo_megatron.log_files import never_fail
+from dynamo_megatron.process_signals import FOR_THE_RANKS
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
 from dynamo_megatron.user_code import failure
 
-SIGNALS_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 def main(descriptor: int) -> None:
     never_fail()  # the user's function may print responses
-    for number in SIGNALS_LEFT_TO_THE_PARENT:
+    for number in FOR_THE_RANKS:
         # A handler, not SIG_IGN: programs that a reward function runs would inherit that.
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_THE_PARENT)  # or nothing could end those programs by one
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # or nothing could end those programs by one
     os.set_inheritable(descriptor, False)  # a forked grandchild must not keep the socket open
     connection = Connection(descriptor)
     try:

@@ -10,7 +10,6 @@ killed server cannot clear away itself goes with it: its temporary FOLDER and it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import select
@@ -20,44 +19,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from dynamo_megatron.log_files import bound_log, copy_output
+from dynamo_megatron.process_signals import die_with_parent
 
 POLL_EVERY = 0.5  # seconds
 KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
 COPIED_WITHIN = 1.0  # seconds for the last words to get to the log; who left the group may hold the pipe open
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
 SHARED_MEMORY = "/dev/shm/"
-
-ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
-END = signal.SIGUSR2  # what ends the processes between a rank and its servers instead: nohup ignores SIGHUP
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(number: int, parent: int) -> None:
-    """Asks Linux to send this process signal `number` when `parent` (a pid) ends.
-
-    It is the thread that started this process whose end counts: start such processes from a main thread.
-    """
-    PR_SET_PDEATHSIG = 1
-    if _libc.prctl(PR_SET_PDEATHSIG, number) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def keeping(*numbers: int) -> Iterator[None]:
-    """What is started here, and what that starts, never gets the signals `numbers`: for what asks the ranks to save and
-    stop, which takes servers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(folder: str, command: list[str]) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.log_files import log_to
+from dynamo_megatron.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
-from dynamo_megatron.rollout.guard import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 STOP_GRACE = 20.0  # seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.plain_text import printable
+from dynamo_megatron.plain_text import escaped_line, printable
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.store import read_lines, step_files
@@ -145,7 +145,7 @@ class _Texts:
 def _asked(choice: Choice, places: Sequence[_Place]) -> str:
     steps = sorted({place.step for place in places})
     of = f" of step {steps[0]}" if len(steps) == 1 else f" of steps {steps[0]} to {steps[-1]}"
-    return of + (f" to {one_line(choice.prompt_id)}" if choice.prompt_id is not None else "")
+    return of + (f" to {escaped_line(choice.prompt_id)}" if choice.prompt_id is not None else "")
 
 
 def _as_json(rollout: Rollout) -> str:
@@ -156,11 +156,11 @@ def _as_json(rollout: Rollout) -> str:
 
 
 def _as_text(rollout: Rollout) -> str:
-    parts = ", ".join(f"{one_line(name)} {value:g}" for name, value in rollout.reward_parts.items())
+    parts = ", ".join(f"{escaped_line(name)} {value:g}" for name, value in rollout.reward_parts.items())
     status = "" if rollout.status == "ok" else f", {rollout.status}"
     lines = [
         RULE,
-        f"step {rollout.step}, prompt {one_line(rollout.prompt_id)}, rollout {one_line(rollout.rollout_id)}",
+        f"step {rollout.step}, prompt {escaped_line(rollout.prompt_id)}, rollout {escaped_line(rollout.rollout_id)}",
         f"reward {rollout.reward:g} ({'success' if rollout.success else 'no success'}{status})"
         + (f" from {parts}" if parts else ""),
         f"finish: {rollout.finish_reason}, {sum(rollout.response_mask)} tokens",
@@ -180,7 +180,3 @@ def _plain(answer: Any) -> str:
 
 def indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in printable(text).split("\n"))
-
-
-def one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import signal
 import weakref
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -16,11 +15,11 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 
+from dynamo_megatron.process_signals import FOR_THE_RANKS, keeping
 from dynamo_megatron.resharding.server_api import TRANSFER_TIMEOUT, call
 from dynamo_megatron.resharding.transports.base import Streamed
 from dynamo_megatron.resharding.transports.flat import FlatBuffer
 from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.guard import ASK_TO_STOP, keeping
 
 
 class TensorTransport(Streamed):
@@ -29,7 +28,7 @@ class TensorTransport(Streamed):
         # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        with keeping(*ASK_TO_STOP, signal.SIGINT):
+        with keeping(*FOR_THE_RANKS):
             _shared(1)  # starts torch's shared-memory manager, which would die of them, and every later push with it
         self._buffer = FlatBuffer(_shared)
 
