@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from dynamo_megatron.log_files import bound_log, copy_output
@@ -55,6 +56,8 @@ def keeping(*numbers: int) -> Iterator[None]:
     stop, which takes servers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        resource_tracker.ensure_running()  # else multiprocessing starts it before its first child, and unblocks SIGTERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -64,7 +67,7 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it. Its output comes through a pipe, so that it never hears of a full disk, and where stdout
+    Its output comes through a pipe, so that it never hears of a full disk, and where stdout
     is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
@@ -80,7 +83,6 @@ def main(folder: str, command: list[str]) -> int:
     copying.start()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:

@@ -220,7 +220,6 @@ Given: TypeAlias = "tuple[Config, tuple[int, ...], int, Tokenizer | None]"
 def _child(connection: Connection, given: Given, log: Path, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to(log)
     with contextlib.suppress(asyncio.CancelledError):
