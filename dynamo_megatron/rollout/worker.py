@@ -28,6 +28,7 @@ from dynamo_megatron.log_files import log_to
 from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.announcements import end_run
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.guard import ASK_TO_STOP, END, die_with_parent, keeping
@@ -160,6 +161,8 @@ class RolloutWorker:
         if self._process.is_alive():
             self._process.kill()  # the server and the reward workers die with it
             self._process.join()
+        if self._process.exitcode and self._config.rollout.placement == "split":
+            end_run(self._config.output_dir)
         self._connection.close()
         self._process = self._connection = None
 
