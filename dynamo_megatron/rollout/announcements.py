@@ -29,9 +29,9 @@ from dynamo_megatron.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until a node counts as gone; it may come back
-# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN or writes another token, and
-# rank 0 ends one that hangs after `worker.SILENCE`, two minutes: so long is silent only one whose host is gone, and what
-# waits for it costs idle GPUs alone.
+# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN, the next one writes
+# another token, and rank 0 ends one that hangs after two minutes (`worker.SILENCE`): so long is silent only one whose
+# host is gone, and waiting for it costs idle GPUs alone.
 RUN_SILENCE = 600.0
 RUN = "run.json"
 
@@ -129,7 +129,7 @@ class NodeSide:
         self._token = said["token"]
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Beats, and passes on what the controller says of servers; returns when the run has ended, or is long silent."""
+        """Beats, and passes on what the controller says of servers; returns when the run has ended."""
         while True:
             said = self._run.read()
             if said is None or said["token"] != self._token or self._run.silence > RUN_SILENCE:
