@@ -101,6 +101,28 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
     asyncio.run(work())
 
 
+def test_the_nodes_of_a_killed_rollout_process_are_told_to_end(tiny_model, tmp_path):
+    config = Config(
+        model={"path": str(tiny_model), "dtype": "float32"},
+        data={"source": "unused"},
+        output_dir=str(tmp_path),
+        rollout={"placement": "split"},
+        reward={"functions": ["math"], "workers": 1},
+    )
+    file = announcements.servers_folder(tmp_path) / announcements.RUN
+    worker = RolloutWorker(config, [END], VOCABULARY)
+    worker.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not file.exists():
+            assert time.monotonic() < deadline, worker.log.read_text()
+            time.sleep(0.1)
+        os.kill(worker._process.pid, signal.SIGKILL)
+    finally:
+        worker.close()
+    assert not file.exists()
+
+
 def test_servers_that_are_no_equal_share_are_refused(tiny_model, command_line, tmp_path):
     words = [f"model.path={tiny_model}", "data.source=x", "output_dir=run", "rollout.servers=3"]
     code, said = command_line(tmp_path, "serve", *words, "--nodes", 2, "--node", 0)
