@@ -146,6 +146,9 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    # It asks the ranks to save, which takes servers; SLURM may send it to every process of a job. What is started here
+    # ignores it, too, and so do the threads that libraries have begun.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, _ = compose(*_files_and_keys(options.config + rest))
     if not 0 <= options.node < options.nodes:
         raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")

@@ -40,8 +40,12 @@ def _prctl(option: int, value: int) -> None:
 def keeping(*numbers: int) -> Iterator[None]:
     """What is started here, and what that starts, never gets the signals `numbers`: for what asks the ranks to save and
     stop, which takes servers."""
+    from multiprocessing import resource_tracker  # not above: the subreaper of every reward worker imports this module
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        resource_tracker.ensure_running()  # else multiprocessing starts it before its first child, and unblocks SIGTERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

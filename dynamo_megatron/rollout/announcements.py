@@ -28,7 +28,11 @@ from dynamo_megatron.rollout.supervisor import Listener, Supervisor
 from dynamo_megatron.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
-SILENCE = 20.0  # seconds without a beat until the other side counts as gone
+SILENCE = 20.0  # seconds without a beat until a node counts as gone; it may come back
+# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN, the next one writes
+# another token, and rank 0 ends one that hangs after two minutes (`worker.SILENCE`): so long is silent only one whose
+# host is gone, and waiting for it costs idle GPUs alone.
+RUN_SILENCE = 600.0
 RUN = "run.json"
 
 
@@ -63,6 +67,9 @@ class Announced:
                 _write(self._folder / RUN, {"token": self._token, "condemned": self._condemned, "served": self._served})
                 for name, file in files.items():
                     said = file.read()
+                    if said is None and heard.get(name, (0, False))[1]:
+                        heard[name] = heard[name][0], False
+                        self._listener.down(name, f"its node has ended ({file.path} is gone)", False)
                     if said is None or said["token"] != self._token:
                         continue
                     now = said["incarnation"], "endpoint" in said and file.silence < SILENCE
@@ -81,6 +88,11 @@ class Announced:
         finally:
             for path in (self._folder / RUN, *(f.path for f in files.values())):
                 _remove(path)
+
+
+def end_run(output_dir: str | os.PathLike) -> None:
+    """Has the nodes of a run end, whose controller was killed and could not tell them."""
+    _remove(servers_folder(output_dir) / RUN)
 
 
 def unreachable(said: dict[str, Any]) -> bool:
@@ -120,7 +132,7 @@ class NodeSide:
         """Beats, and passes on what the controller says of servers; returns when the run has ended."""
         while True:
             said = self._run.read()
-            if said is None or said["token"] != self._token or self._run.silence > SILENCE:
+            if said is None or said["token"] != self._token or self._run.silence > RUN_SILENCE:
                 return
             for name, (incarnation, why) in said["condemned"].items():
                 if name in self._incarnations:

@@ -36,7 +36,7 @@ def main(folder: str, command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it. Its output comes through a pipe, so that it never hears of a full disk, and where stdout
+    Its output comes through a pipe, so that it never hears of a full disk, and where stdout
     is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
@@ -52,7 +52,6 @@ def main(folder: str, command: list[str]) -> int:
     copying.start()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:

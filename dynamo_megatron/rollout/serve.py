@@ -86,6 +86,5 @@ class NodeServers:
 def _child(config: Config, nodes: int, node: int, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     log_to(Path(config.output_dir) / "logs" / f"servers-node-{node}.log")
     sys.exit(serve(config, nodes, node))

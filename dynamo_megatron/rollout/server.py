@@ -32,6 +32,7 @@ from dynamo_megatron.rollout.result import RolloutError
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
+RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
     r"(TORCHELASTIC_\w+|(GROUP_|ROLE_|LOCAL_)?RANK|(GROUP_|ROLE_|LOCAL_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -233,7 +234,7 @@ class SGLangServer:
 
     def _command(self, on_cpu: bool) -> list[str]:
         config = self._config
-        command = [config.python or sys.executable, "-P", "-m", "sglang.launch_server"]
+        command = [config.python or sys.executable, "-P", str(RUN_MASKED), "sglang.launch_server"]
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]

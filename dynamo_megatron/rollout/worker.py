@@ -29,6 +29,7 @@ from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
+from dynamo_megatron.rollout.announcements import end_run
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
@@ -160,6 +161,8 @@ class RolloutWorker:
         if self._process.is_alive():
             self._process.kill()  # the server and the reward workers die with it
             self._process.join()
+        if self._process.exitcode and self._config.rollout.placement == "split":
+            end_run(self._config.output_dir)
         self._connection.close()
         self._process = self._connection = None
 
@@ -220,7 +223,6 @@ Given: TypeAlias = "tuple[Config, tuple[int, ...], int, Tokenizer | None]"
 def _child(connection: Connection, given: Given, log: Path, parent: int) -> None:
     os.setsid()
     die_with_parent(END, parent)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # multiprocessing has unblocked SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to(log)
     with contextlib.suppress(asyncio.CancelledError):

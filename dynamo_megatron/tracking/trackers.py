@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """A wandb run that goes on under the same id (output_dir/wandb-id) on resume.
 
-    wandb cannot take points back: it passes over rows of steps that it has already got from before a kill.
+    wandb cannot take points back: it passes over rows of steps that it has already got from before a kill. Its own
+    process ends at SIGTERM, also where that is blocked as it starts; SLURM sends it to every process of a job. The run
+    goes on to its save, without wandb.
     """
 
     def __init__(self, config: Config):
@@ -63,10 +66,16 @@ class WandbTracker:
             file.write(self._run.id.encode())
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
+        try:
+            self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
+        except ConnectionError as error:
+            print(
+                f"wandb: its process has ended; step {metrics['step']} is in metrics.jsonl alone: {error}", flush=True
+            )
 
     def close(self) -> None:
-        self._run.finish()
+        with contextlib.suppress(ConnectionError):  # as `write` has said
+            self._run.finish()
 
 
 def check_trackers(config: Config) -> None:

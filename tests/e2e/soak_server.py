@@ -1,6 +1,6 @@
 """A rollout server behind a proxy that a soak can have alter and delay its replies: `rollout.python` of a soak.
 
-    soak_server.py CONTROL -P -m sglang.launch_server ... --host HOST --port PORT ...
+    soak_server.py CONTROL -P run_masked.py sglang.launch_server ... --host HOST --port PORT ...
 
 Starts that server at another port, and answers at PORT. While the file CONTROL/SERVER.json is there it says what
 becomes of replies to /generate: {"share": of them that are altered, "delay": seconds, "seed": int, "model": a folder

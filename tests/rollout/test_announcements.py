@@ -48,6 +48,7 @@ async def until(condition) -> None:
 def fast(monkeypatch):
     monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
     monkeypatch.setattr(announcements, "SILENCE", 0.5)
+    monkeypatch.setattr(announcements, "RUN_SILENCE", 3.0, raising=False)
 
 
 def test_servers_come_and_go_and_are_condemned(tmp_path):
@@ -103,6 +104,50 @@ def test_an_older_runs_files_are_not_taken(tmp_path):
         await asyncio.sleep(0.3)
         assert fleet.heard == []
         running.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_node_outlasts_a_run_that_stalls(tmp_path):
+    """What holds the rollout process for half a minute, a garbage collection or a disk, must not end the servers."""
+
+    async def work():
+        run = asyncio.create_task(Announced(tmp_path, NAMES, Recorder()).run())
+        side = NodeSide(tmp_path, NAMES)
+        await side.join(10)
+        file = servers_folder(tmp_path) / "run.json"
+        content = json.loads(file.read_text())
+        run.cancel()
+        await asyncio.wait([run])
+        file.write_text(json.dumps(content))
+        serving = asyncio.create_task(side.run(Recorder()))
+        await asyncio.sleep(3 * announcements.SILENCE)
+        assert not serving.done()
+        file.write_text(json.dumps(content | {"token": "of the next run"}))
+        await asyncio.wait_for(serving, 1)
+
+    asyncio.run(work())
+
+
+def test_a_node_that_takes_back_what_it_said_is_down(tmp_path):
+    async def work():
+        fleet = Recorder()
+        run = asyncio.create_task(Announced(tmp_path, NAMES, fleet).run())
+        side = NodeSide(tmp_path, NAMES)
+        await side.join(10)
+        serving = asyncio.create_task(side.run(Recorder()))
+        side.up(endpoint("server-0", 2))
+        await until(lambda: fleet.heard == [("up", "server-0", 2)])
+        serving.cancel()
+        side.leave()
+        file = servers_folder(tmp_path) / "server-0.json"
+        await until(lambda: fleet.heard[1:] == [("down", "server-0", f"its node has ended ({file} is gone)", False)])
+        await asyncio.sleep(0.3)
+        assert len(fleet.heard) == 2
+        again = asyncio.create_task(side.run(Recorder()))
+        await until(lambda: fleet.heard[2:] == [("up", "server-0", 2)])
+        for task in (again, run):
+            task.cancel()
 
     asyncio.run(work())
 

@@ -61,9 +61,10 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         assert after["server-0"].incarnation > before["server-0"].incarnation
         assert after["server-1"] == before["server-1"]
         family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
-        # kill -9 of the run: its nodes' servers are gone within 30 s.
+        # kill -9 of the rollout process: once rank 0 has closed it, its nodes' servers are gone within 30 s.
         killed = time.monotonic()
         os.kill(worker._process.pid, signal.SIGKILL)
+        worker.close()
         for node in nodes:
             assert node.wait(30) == 0, (tmp_path / "node-0.log").read_text()
         assert time.monotonic() - killed < 30
@@ -98,6 +99,28 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
             await serving
 
     asyncio.run(work())
+
+
+def test_the_nodes_of_a_killed_rollout_process_are_told_to_end(tiny_model, tmp_path):
+    config = Config(
+        model={"path": str(tiny_model), "dtype": "float32"},
+        data={"source": "unused"},
+        output_dir=str(tmp_path),
+        rollout={"placement": "split"},
+        reward={"functions": ["math"], "workers": 1},
+    )
+    file = announcements.servers_folder(tmp_path) / announcements.RUN
+    worker = RolloutWorker(config, [END], VOCABULARY)
+    worker.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not file.exists():
+            assert time.monotonic() < deadline, worker.log.read_text()
+            time.sleep(0.1)
+        os.kill(worker._process.pid, signal.SIGKILL)
+    finally:
+        worker.close()
+    assert not file.exists()
 
 
 def test_servers_that_are_no_equal_share_are_refused(tiny_model, command_line, tmp_path):

@@ -104,6 +104,32 @@ def test_a_resumed_wandb_run_goes_on_under_its_id(tmp_path, monkeypatch):
     assert seen == [(1, "0.5", None), (2, "0.5", "0.25"), (3, "0.5", None), (3, "0.75", None), (4, "0.75", "0.375")]
 
 
+def test_a_run_goes_on_when_wandbs_own_process_is_ended(tmp_path):
+    """SLURM sends SIGTERM to every process of a job; the ranks save, and log."""
+    pytest.importorskip("wandb")
+    program = (
+        "import psutil\n"
+        "from dynamo_megatron.config import Config\n"
+        "from dynamo_megatron.tracking.trackers import open_trackers\n"
+        f"setting = Config.model_validate_json({config(tmp_path, 'wandb').model_dump_json()!r})\n"
+        "(tracker,) = open_trackers(setting, 0)\n"
+        "(core,) = [p for p in psutil.Process().children() if 'wandb-core' in ' '.join(p.cmdline())]\n"
+        "core.terminate()\n"
+        "core.wait(20)\n"
+        "for step in (1, 2):\n"
+        "    tracker.write({'step': step, 'reward/mean': 0.5})\n"
+        "tracker.close()\n"
+        "print('closed')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    environment["WANDB_MODE"] = "offline"
+    command = [sys.executable, "-P", "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "wandb: its process has ended; step 1 is in metrics.jsonl alone" in result.stdout
+    assert result.stdout.endswith("closed\n")
+
+
 def test_wandb_without_a_key_is_refused_before_it_asks_for_one(tmp_path):
     pytest.importorskip("wandb")
     program = (

@@ -1,0 +1,22 @@
+"""Runs a module as `python -m` does, and has what is blocked here stay blocked in all processes that it starts.
+
+    PYTHON -P run_masked.py MODULE ARGUMENTS...
+
+multiprocessing unblocks SIGTERM and SIGINT as it starts its resource tracker, which it does before a process's first
+child: the server's own processes would hear a SIGTERM that is for the ranks. With a tracker that runs already it leaves
+the signals alone, and its children inherit the tracker. PYTHON may be another interpreter than ours, without this
+package: hence the standard library alone.
+"""
+
+import runpy
+import signal
+import sys
+from multiprocessing import resource_tracker
+
+# Its children import this file by no name: `alter_sys` makes MODULE their main module.
+if __name__ == "__main__":
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

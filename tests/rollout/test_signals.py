@@ -1,0 +1,129 @@
+"""Who of a server's processes hears of a signal that SLURM sends to every process of a job."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
+from dynamo_megatron.config_files import to_plain
+from dynamo_megatron.rollout.guard import ASK_TO_STOP, keeping
+from dynamo_megatron.rollout.server import SGLangServer
+
+# Starts processes as SGLang does: a scheduler, which starts one of its own.
+FAKE = """
+import multiprocessing, os, pathlib, sys, time
+
+def write(name):
+    path = pathlib.Path(os.environ["SAID"]) / name
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    time.sleep(300)
+
+def scheduler():
+    multiprocessing.get_context("spawn").Process(target=write, args=("worker",)).start()
+    write("scheduler")
+
+if __name__ == "__main__":
+    assert sys.modules["__main__"].scheduler is scheduler and "--host" in sys.argv[1:]
+    multiprocessing.get_context("spawn").Process(target=scheduler).start()
+    write("server")
+"""
+# The run's side of a split fleet, without servers' names: nobody listens.
+RUN = """
+import asyncio, sys
+from dynamo_megatron.rollout.announcements import Announced
+asyncio.run(Announced(sys.argv[1], [], None).run())
+"""
+NAMES = ("server", "scheduler", "worker")
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    """A folder where the processes of a fake sglang.launch_server write their pids."""
+    package = tmp_path / "fake" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(FAKE)
+    said = tmp_path / "said"
+    said.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("SAID", str(said))
+    return said
+
+
+def pids(said: Path, log: Path) -> list[int]:
+    deadline = time.monotonic() + 60
+    while not all((said / name).exists() for name in NAMES):
+        assert time.monotonic() < deadline, f"waited 60 s for the server's processes: {log.read_text()}"
+        time.sleep(0.05)
+    return [int((said / name).read_text()) for name in NAMES]
+
+
+def living(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def blocked(pid: int) -> set[int]:
+    """The signals that a process blocks."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:")]
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def test_the_processes_that_a_server_starts_block_what_asks_the_ranks_to_stop(said, tmp_path):
+    """multiprocessing unblocks SIGTERM as it starts a process's first child."""
+    log = tmp_path / "sglang.log"
+    server = SGLangServer(RolloutConfig(), ModelConfig(path=str(tmp_path)), log)
+    with keeping(*ASK_TO_STOP):
+        server.start()
+    try:
+        family = pids(said, log)
+        assert [blocked(pid) for pid in family] == [set(ASK_TO_STOP)] * 3
+        assert "sglang.launch_server" in psutil.Process(family[0]).cmdline()
+    finally:
+        server.stop()
+    assert living(family) == []
+
+
+def test_a_node_of_servers_goes_on_when_the_ranks_are_asked_to_stop(said, tmp_path):
+    config = Config(
+        model={"path": str(tmp_path)},
+        data={"source": "unused"},
+        output_dir=str(tmp_path / "run"),
+        rollout={"placement": "split"},
+        reward={"functions": ["math"]},
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    log = tmp_path / "node.log"
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "serve", "config.yaml", "--nodes", "1", "--node", "0"]
+    run = [sys.executable, "-P", "-c", RUN, config.output_dir]
+    with log.open("w") as file:
+        run = subprocess.Popen(run, stdout=file, stderr=file)
+        node = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
+    try:
+        pids(said, log)
+        family = [node.pid, *(p.pid for p in psutil.Process(node.pid).children(recursive=True))]
+        for pid in family:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(2)
+        assert living(family) == family
+        node.terminate()
+        assert node.wait(20) == 0 and log.read_text() == "stopped\n"
+        assert living(family) == []
+    finally:
+        for process in (node, run):
+            process.kill()
+            process.wait()
