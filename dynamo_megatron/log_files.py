@@ -73,20 +73,22 @@ def copy_output(pipe: int) -> None:
 def bound_log(descriptor: int) -> None:
     """Moves what a long log holds to NAME.1. Leaves alone what is no log: a terminal, a file that is not appended to.
 
-    What is written between the last read and the cut, microseconds, is lost."""
+    The log is cut when NAME.1 has its name: a kill in between leaves both whole. What is written between the last read
+    and the cut, about a millisecond, is lost. One process at a time does it: while a server is restarted, two have its
+    log."""
     status = os.fstat(descriptor)
     appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
     if not (stat.S_ISREG(status.st_mode) and appends and status.st_nlink) or status.st_size <= LOG_BYTES:
         return
     path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-    with (
-        contextlib.suppress(OSError),  # a full disk: nothing is cut, and it is tried again at the next check
-        open(f"/proc/self/fd/{descriptor}", "rb") as log,
-        replacing(_older(path), stat.S_IMODE(status.st_mode)) as older,
-    ):
-        log.seek(-LOG_BYTES, os.SEEK_END)
-        shutil.copyfileobj(log, older)
-        older.flush()
+    # A full disk, or another process at it: nothing is cut, and it is tried again at the next check.
+    with contextlib.suppress(OSError), open(f"/proc/self/fd/{descriptor}", "r+b") as log:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `log` is closed, which was opened here alone
+        if log.seek(0, os.SEEK_END) <= LOG_BYTES:
+            return
+        with replacing(_older(path), stat.S_IMODE(status.st_mode)) as older:
+            log.seek(-LOG_BYTES, os.SEEK_END)
+            shutil.copyfileobj(log, older)
         os.ftruncate(descriptor, 0)
 
 

@@ -42,9 +42,9 @@ class Job:
     def __init__(self, config: Config, output: OutputDir | None = None):
         self.config, self.output = config, output
 
-    def check(self, ranks: int) -> dict[str, Any]:
+    def check(self, ranks: int, *, generates: bool = True) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
-        order. Raises ConfigError."""
+        order. `generates`: the run makes rollouts. Raises ConfigError."""
         if bad := [finding.text for finding in trainer_faults() if finding.level == "FAILED"]:
             raise ConfigError(bad[0])
         faults = missing_data(self.config)
@@ -58,7 +58,7 @@ class Job:
         if self.output is not None:
             check_trackers(self.config)
             try:
-                derived["disk"] = check_room(self.config, spec)
+                derived["disk"] = check_room(self.config, spec, generates=generates)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         return derived

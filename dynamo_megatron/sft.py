@@ -46,7 +46,7 @@ class SFTJob(Job):
                 f"{asked[0]}: not for sft, which evaluates nothing and cuts prompt and completion together at "
                 "model.max_length"
             )
-        return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
+        return {**super().check(ranks, generates=False), "examples an update": self.config.data.batch_prompts}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

@@ -83,7 +83,8 @@ class TrainJob(Job):
             server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
         self._rollout = server
         if config.rollout.engine == "recorded":
-            self._rollout = RecordedRollouts(config.rollout.recorded, server)
+            limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
+            self._rollout = RecordedRollouts(config.rollout.recorded, server, **limits)
         if evaluates:
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")

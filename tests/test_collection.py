@@ -116,7 +116,7 @@ def test_informative():
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
 def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
     live, config = collector(prompts, 30, Answering(RolloutStore(tmp_path)))
-    replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path))
+    replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path, vocab_size=1000, max_new_tokens=100))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     for step in (1, 2):
         batch, collected = batch_of(live, step)

@@ -65,6 +65,50 @@ def test_only_a_log_is_bounded_and_a_full_disk_cuts_nothing(tmp_path, monkeypatc
         os.close(descriptor)
 
 
+def test_a_log_whose_copy_does_not_get_its_name_is_not_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_files, "LOG_BYTES", 10)
+    log = tmp_path / "rollout.log"
+    descriptor = open_log(log, 0o600)
+    os.write(descriptor, b"y" * 20)
+    Path(f"{log}.1").mkdir()
+    bound_log(descriptor)
+    assert log.read_text() == "y" * 20 and not list(tmp_path.glob(".*"))
+    Path(f"{log}.1").rmdir()
+
+    def killed(descriptor, length):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "ftruncate", killed)
+        bound_log(descriptor)
+    assert log.read_text() == "y" * 20 and Path(f"{log}.1").read_text() == "y" * 10
+    os.close(descriptor)
+
+
+def test_two_guards_of_one_log_lose_nothing(tmp_path, monkeypatch):
+    """As while a server is restarted: the second looks while the first is copying."""
+    monkeypatch.setattr(log_files, "LOG_BYTES", 10)
+    log, copy = tmp_path / "rollout.log", log_files.shutil.copyfileobj
+    first, second = open_log(log, 0o600), open_log(log, 0o600)
+    os.write(first, b"y" * 20)
+
+    def slow(source, target):
+        monkeypatch.setattr(log_files.shutil, "copyfileobj", copy)
+        bound_log(second)
+        os.write(second, b"last")
+        copy(source, target)
+
+    monkeypatch.setattr(log_files.shutil, "copyfileobj", slow)
+    bound_log(first)
+    assert Path(f"{log}.1").read_text() + log.read_text() == "y" * 10 + "last"
+    bound_log(second)
+    os.write(second, b"z" * 11)
+    bound_log(second)
+    assert Path(f"{log}.1").read_text() == "z" * 10 and not log.read_text() and not list(tmp_path.glob(".*"))
+    for descriptor in (first, second):
+        os.close(descriptor)
+
+
 def test_a_process_and_its_children_log_to_a_bounded_file(tmp_path):
     code = """
 import subprocess, sys, time

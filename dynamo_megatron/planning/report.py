@@ -138,13 +138,17 @@ def _rest(plan: Plan) -> list[str]:
 def _rollouts(plan: Plan) -> str:
     config = plan.config
     step = stored_step(config.rollout_budget, plan.work.response)
-    kept = config.rollout.keep_last
-    stay = (
-        f"all {config.trainer.steps} steps are {_gib(step * config.trainer.steps)} GiB, kept while they take less than "
-        f"{SHARE:.0%} of the disk's room, then the newest; rollout.keep_last keeps a number of steps"
-        if kept is None
-        else f"{kept} steps and the one being made are kept, {_gib(step * (kept + 1))} GiB"
-    )
+    kept, steps = config.rollout.keep_last, config.trainer.steps
+    whole = f"all {steps} steps are {_gib(step * steps)} GiB"
+    if kept is not None:
+        stay = f"{kept} steps and the one being made are kept, {_gib(step * (kept + 1))} GiB"
+    elif config.checkpoint.every is None:
+        stay = f"{whole}, and all are kept: without checkpoints (checkpoint.every: null) a resume needs them all"
+    else:
+        stay = (
+            f"{whole}, kept while they take less than {SHARE:.0%} of the disk's room, then the newest; "
+            "rollout.keep_last keeps a number of steps"
+        )
     return f"rollouts on disk: {_gib(step)} GiB a step; {stay}"
 
 

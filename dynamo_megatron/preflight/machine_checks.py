@@ -66,16 +66,22 @@ def check_ports(config: Config) -> None:
                 raise ValueError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
 
 
-def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
+def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> dict[str, int]:
     """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, the
     weights being pushed, and of the rollouts, whose lengths nobody knows, the steps that stay at their longest: one,
-    or `rollout.keep_last` and the one that is being made."""
+    or `rollout.keep_last` and the one that is being made; all without checkpoints, since a resume begins with them.
+    `generates`: not for sft."""
     weights = formulas.weight_bytes(spec, config.model.dtype)
     exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
     if config.checkpoint.export_hf == "every":
         exports = -(-config.trainer.steps // (config.checkpoint.every or config.trainer.steps))
     checkpoints = config.checkpoint.keep_last + 1
-    steps = 1 + (config.rollout.keep_last or 0)
+    if not generates or config.rollout.engine == "recorded":
+        steps = 0
+    elif config.checkpoint.every is None:
+        steps = config.trainer.steps
+    else:
+        steps = 1 + (config.rollout.keep_last or 0)
     step = stored_step(config.rollout_budget, config.rollout.max_new_tokens)
     return {
         f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
@@ -85,20 +91,26 @@ def room_needed(config: Config, spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def check_room(config: Config, spec: ModelSpec) -> str:
+def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
     """What the run needs and what there is. Raises ValueError where the disk has no room for it.
 
-    Checkpoints, exports and pushed weights that an earlier start has left count as room: they will be replaced."""
+    Checkpoints, exports and pushed weights that an earlier start has left count as room: they will be replaced. So do
+    its rollouts where the steps that stay are a part of what is needed."""
     output = Path(config.output_dir)
-    needed = room_needed(config, spec)
-    there = sum(_folder_size(folder) for name in ("checkpoints", "hf*", "push") for folder in output.glob(name))
+    needed = room_needed(config, spec, generates=generates)
+    replaced, ways = ["checkpoints", "hf*", "push"], "lower checkpoint.keep_last"
+    if config.rollout.keep_last is not None:
+        replaced, ways = [*replaced, "rollouts"], f"{ways} or rollout.keep_last"
+    elif config.checkpoint.every is None:
+        replaced, ways = [*replaced, "rollouts"], f"{ways}, or set checkpoint.every: old rollouts go after a checkpoint"
+    there = sum(_folder_size(folder) for name in replaced for folder in output.glob(name))
     stat = os.statvfs(_existing(output))
     free = stat.f_bavail * stat.f_frsize
     told = ", ".join(f"{what} {_size(size)}" for what, size in needed.items() if size)
     if sum(needed.values()) > free + there:
         raise ValueError(
             f"output_dir: {output} has {_size(free)} free, the run needs {_size(sum(needed.values()))} ({told}); "
-            "free some, name a folder on another disk, or lower checkpoint.keep_last"
+            f"free some, name a folder on another disk, or {ways}"
         )
     return f"{_size(free)} free for {told}"
 
@@ -137,7 +149,9 @@ def disk(subject: Subject) -> Iterator[Finding]:
         f"rollouts: {_size(step)} a step of responses half as long as rollout.max_new_tokens, {_size(steps * step)} in "
         f"{steps} steps"
     )
-    if steps * step <= room:
+    if config.checkpoint.every is None:
+        yield ok(f"{told}; all are kept: without checkpoints (checkpoint.every: null) a resume needs them all")
+    elif steps * step <= room:
         yield ok(f"{told}; all are kept, they may take {SHARE:.0%} of what is free")
     else:
         yield note(

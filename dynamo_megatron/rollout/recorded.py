@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynamo_megatron.records import Prompt, Rollout
+from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.result import Accounted, RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
+from dynamo_megatron.rollout.validation import rollout_fault
 from dynamo_megatron.rollout.worker import RolloutWorker
 
 
@@ -21,11 +24,20 @@ class RecordedRollouts:
 
     The k-th occurrence of a prompt in a step gets the k-th group recorded for it in that step, and of it the first n
     rollouts. Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None.
-    Raises ValueError where the folder is no run's.
+    `vocab_size`, `max_new_tokens`: the folder may be another's, and what is not in them is refused. Raises ValueError
+    where the folder is no run's.
     """
 
-    def __init__(self, folder: str | os.PathLike, evaluator: RolloutWorker | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        evaluator: RolloutWorker | None = None,
+        *,
+        vocab_size: int,
+        max_new_tokens: int,
+    ):
         self._folder, self._evaluator = Path(folder), evaluator
+        self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
         if not (self._folder / "rollouts").is_dir():
             raise ValueError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
@@ -67,7 +79,8 @@ class RecordedRollouts:
         on_count: Callable[[int, int], None] | None = None,
         first: int = 0,
     ) -> RolloutResult:
-        """Raises ValueError naming the step, prompt or group that was not recorded or is too small."""
+        """Raises ValueError naming the step, prompt or group that was not recorded or is too small, and (path: id: why)
+        the rollout that is damaged."""
         started = time.monotonic()
         check_request(prompts, counts)
         path = step_file(self._folder, step)
@@ -94,6 +107,8 @@ class RecordedRollouts:
                     f"{group[0].group_id}, {n} were asked for"
                 )
             for index, rollout in enumerate(group[:n]):
+                if fault := self._fault(rollout):
+                    raise ValueError(f"{path}: {rollout.rollout_id}: {fault}")
                 if rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens:
                     raise ValueError(
                         f"{path}: rollout {rollout.rollout_id} was recorded for other tokens of prompt "
@@ -103,4 +118,18 @@ class RecordedRollouts:
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
         return RolloutResult.of(
             {r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": time.monotonic() - started}, notes=[]
+        )
+
+    def _fault(self, rollout: Rollout) -> str:
+        """Why nothing may be made of a rollout whose fields have the right types, in a few words; "" where it may."""
+        if rollout.status in NOT_TRAINED:  # it is only counted
+            return (
+                "" if rollout.finish_reason in OUTCOMES else f"finish reason {on_one_line(rollout.finish_reason, 40)}"
+            )
+        # NaN may be what a server had sent: the training rejects such a rollout and goes on.
+        logprobs = [0.0 if math.isnan(p) else p for p in rollout.engine_logprobs]
+        return rollout_fault(
+            dataclasses.replace(rollout, engine_logprobs=logprobs),
+            vocab_size=self._vocab_size,
+            max_new_tokens=self._max_new_tokens,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.rollout.result import Accounted, position_of
 from dynamo_megatron.rollout.validation import identity_fault, rollout_fault
@@ -55,7 +56,7 @@ def reusable(
         if not why:
             damage = rollout_fault(rollout, vocab_size=vocab_size, max_new_tokens=max_new_tokens)
             why = DAMAGED if damage else _of_others(rollout, wanted[name], version)
-        reuse.damage = reuse.damage or (damage and f"{name}: {damage}")
+        reuse.damage = reuse.damage or (damage and f"{on_one_line(name, 80)}: {damage}")
         reuse.kept.pop(name, None)
         reuse.discarded.pop(name, None)
         if why:

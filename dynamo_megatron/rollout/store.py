@@ -12,6 +12,7 @@ from pathlib import Path
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.validation import identity_fault, type_fault
 from dynamo_megatron.whole_files import replacing
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
@@ -36,13 +37,27 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file in the order of their first line; of two lines with one rollout_id the later one counts.
 
     A last line that a kill has torn is left out. Raises ValueError (path:line) for any other line that is not a
-    rollout, and where bytes are damaged.
+    rollout of a step, and where bytes are damaged.
     """
-    return list({rollout.rollout_id: rollout for rollout in read_lines(path)}.values())
+    found = {}
+    for number, rollout in enumerate(read_typed_lines(path), 1):
+        if fault := identity_fault(rollout):
+            raise ValueError(f"{path}:{number}: {fault}")
+        found[rollout.rollout_id] = rollout
+    return list(found.values())
+
+
+def read_typed_lines(path: Path) -> Iterator[Rollout]:
+    """As `read_lines`, for who uses the fields as they are: raises ValueError also where one has a wrong type."""
+    for number, rollout in enumerate(read_lines(path), 1):
+        if fault := type_fault(rollout):
+            raise ValueError(f"{path}:{number}: {fault}")
+        yield rollout
 
 
 def read_lines(path: Path) -> Iterator[Rollout]:
-    """The rollout of each line, one in memory at a time. Raises ValueError as `read_rollouts`."""
+    """The rollout of each line, one in memory at a time; its fields may hold anything that JSON can. Raises ValueError
+    (path:line) for a line that is no rollout, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
             rollout = Rollout.from_json(line)
@@ -63,17 +78,25 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
 
 
 def check_rollouts(folder: Path, step: int) -> None:
-    """Reads the rollouts that a run finds when it goes on after `step`. Raises ValueError: as `read_rollouts`, and what
-    to do."""
+    """Looks at the rollouts that a run finds when it goes on after `step`: reads those of the next step, and of later
+    ones, which may be many GBs, only where each line's frame begins and ends. Raises ValueError: as `read_lines`, and
+    what to do."""
     for later, path in step_files(folder).items():
         if later > step:
             try:
-                for _ in read_lines(path):
+                for _ in read_lines(path) if later == step + 1 else _frames(path):
                     pass
             except ValueError as error:
                 raise ValueError(
                     f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
                 ) from None
+
+
+def _frames(path: Path) -> Iterator[tuple[int, int]]:
+    """None in a file of plain lines."""
+    if path.suffix == ".zst":
+        with path.open("rb") as file:
+            yield from whole_frames(file.fileno(), path)
 
 
 class RolloutStore:
@@ -116,11 +139,12 @@ class RolloutStore:
             self.append(dataclasses.replace(Rollout.from_json(line), status="rejected"))
 
     def discard(self, step: int, rollout_ids: Collection[str]) -> None:
-        """Leaves these rollouts out of the file of this step."""
+        """Leaves these rollouts out of the file of this step. The file may be another's, and its ids any JSON: those
+        that are no texts go by `str` of them."""
         names = set(rollout_ids)
         self.close()
         try:
-            self._rewrite(step, lambda line: _id_of(line) not in names)
+            self._rewrite(step, lambda line: str(Rollout.from_json(line).rollout_id) not in names)
         except OSError as error:
             raise self._cannot_write(step, error.strerror) from error
 

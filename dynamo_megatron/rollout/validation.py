@@ -13,6 +13,8 @@ ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds
 LARGEST_VERSION = 1 << 62
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
+TEXTS = ("rollout_id", "group_id", "prompt_id", "finish_reason", "status", "server")
+LARGEST_TOKEN = 1 << 31
 ENDS = ("stop", "length")  # finish reasons of a response that came
 
 
@@ -60,6 +62,34 @@ def _spans_fault(spans: Any, length: int) -> str:
             return f"weight version {version} from token {_shown(start)} to {_shown(end)}, where {covered} comes next"
         covered = end
     return "" if covered == length else f"weight versions of {covered} tokens of {length}"
+
+
+def type_fault(rollout: Rollout) -> str:
+    """Which field of a line of a file is of another type than a rollout's ("" where none is), in a few words."""
+    texts = {name: getattr(rollout, name) for name in TEXTS}
+    numbers = {"step": [rollout.step], "reward": [rollout.reward], "engine_logprobs": rollout.engine_logprobs}
+    integers = {"tokens": rollout.tokens, "response_mask": rollout.response_mask}
+    parts = rollout.reward_parts
+    wrong = [name for name, text in texts.items() if not isinstance(text, str)]
+    wrong += [name for name in ("prompt", "response") if not isinstance(getattr(rollout, name), str | None)]
+    wrong += [name for name, values in numbers.items() if not isinstance(values, list) or not all(map(_number, values))]
+    wrong += [name for name, values in integers.items() if not isinstance(values, list) or not all(map(_small, values))]
+    if not all(len(span) == 3 and all(type(n) is int for n in span) for span in rollout.weight_versions):
+        wrong.append("weight_versions")
+    if type(rollout.success) is not bool:
+        wrong.append("success")
+    if not isinstance(parts, dict) or not all(map(_number, parts.values())):
+        wrong.append("reward_parts")
+    return f"{wrong[0]} {_shown(getattr(rollout, wrong[0]))} is of another type than a rollout's" if wrong else ""
+
+
+def _number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST_REWARD)
+
+
+def _small(value: Any) -> bool:
+    """An integer that a token id may be."""
+    return type(value) is int and 0 <= value < LARGEST_TOKEN
 
 
 def identity_fault(rollout: Rollout) -> str:

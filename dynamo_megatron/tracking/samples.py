@@ -13,7 +13,7 @@ from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.plain_text import escaped_line, printable
 from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import read_raw_lines
-from dynamo_megatron.rollout.store import read_lines, step_files
+from dynamo_megatron.rollout.store import read_typed_lines, step_files
 from dynamo_megatron.tracking.run_record import read_config
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
         files = next(([file] for file in reversed(files) if _begun(file)), files[-1:])
     found, prompts = {}, {}
     for file in files:
-        for rollout in read_lines(file):
+        for rollout in read_typed_lines(file):
             prompts[rollout.prompt_id] = None
             if choice.prompt_id in (None, rollout.prompt_id):
                 found[rollout.rollout_id] = _Place(rollout.reward, rollout.step, rollout.rollout_id, file)
@@ -111,7 +111,7 @@ def _read(places: Sequence[_Place]) -> dict[str, Rollout]:
     """By rollout_id. A resumed run may discard lines meanwhile: so the later of two lines is found anew."""
     names = {place.rollout_id for place in places}
     files = dict.fromkeys(place.file for place in places)
-    found = {r.rollout_id: r for file in files for r in read_lines(file) if r.rollout_id in names}
+    found = {r.rollout_id: r for file in files for r in read_typed_lines(file) if r.rollout_id in names}
     if gone := sorted(names - found.keys()):
         raise ValueError(f"rollout {gone[0]} was discarded meanwhile by the run, which was resumed; try again")
     return found

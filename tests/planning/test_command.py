@@ -32,6 +32,9 @@ def test_what_rollouts_take_on_disk_and_how_many_steps_stay(capsys):
     assert "rollouts on disk: 0.4 GiB a step; all 10000 steps are 4451.3 GiB, kept while they take less" in said
     main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "rollout.keep_last=9"])
     assert "0.4 GiB a step; 9 steps and the one being made are kept, 4.5 GiB" in capsys.readouterr().out
+    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "trainer.steps=10000", "checkpoint.every=null"])
+    said = capsys.readouterr().out
+    assert "all 10000 steps are 4451.3 GiB, and all are kept: without checkpoints (checkpoint.every: null)" in said
 
 
 def test_one_that_does_not(capsys):

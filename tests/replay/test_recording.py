@@ -85,6 +85,14 @@ def test_what_is_missing_is_one_line(tmp_path):
     path.write_bytes(compressed(b"nonsense\n") + content)
     with pytest.raises(ValueError, match=r"step-000002.jsonl.zst:1: "):
         read_run(tmp_path)
+    line = json.loads(next(read_raw_lines(step_file(tmp_path, 1))))
+    for field, value in (("reward", "1"), ("rollout_id", ["x"]), ("group_id", 5), ("success", None)):
+        path.write_bytes(content + compressed(json.dumps(line | {field: value}).encode() + b"\n"))
+        with pytest.raises(ValueError, match=rf"step-000002.jsonl.zst:\d+: {field} .* is of another type"):
+            read_run(tmp_path)
+    path.write_bytes(content + compressed(json.dumps(line | {"rollout_id": "a"}).encode() + b"\n"))
+    with pytest.raises(ValueError, match=r"step-000002.jsonl.zst:\d+: rollout_id 'a' in group"):
+        read_run(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match=r"step-000002.jsonl.zst: no such file; a replay needs"):
         read_run(tmp_path)

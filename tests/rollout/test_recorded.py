@@ -42,7 +42,11 @@ def folder(tmp_path):
 
 
 def generate(folder, request, step=5):
-    return RecordedRollouts(folder).generate(step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
+    return source(folder).generate(step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
+
+
+def source(folder):
+    return RecordedRollouts(folder, vocab_size=100, max_new_tokens=4)
 
 
 def test_unequal_groups_and_a_prompt_twice(folder):
@@ -97,11 +101,58 @@ def test_what_was_not_recorded_is_named(folder, request_, step, message):
 
 def test_other_prompts_are_refused(folder):
     with pytest.raises(ValueError, match="prompt 'z' has 0 recorded groups"):
-        RecordedRollouts(folder).generate(5, [Prompt("z", text="z", tokens=[1])], [1])
+        source(folder).generate(5, [Prompt("z", text="z", tokens=[1])], [1])
     with pytest.raises(ValueError, match="recorded for other tokens of prompt 'a'"):
-        RecordedRollouts(folder).generate(5, [Prompt("a", text="a", tokens=[10, 12])], [1])
+        source(folder).generate(5, [Prompt("a", text="a", tokens=[10, 12])], [1])
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"rollout.recorded: .* has no rollouts/ folder"):
-        RecordedRollouts(tmp_path)
+        source(tmp_path)
+
+
+DAMAGED = "000005-0001-002"
+
+
+def put(folder, **changes):
+    """In the place of a rollout of the record."""
+    store = RolloutStore(folder)
+    store.append(dataclasses.replace(next(r for r in store.finished(5) if r.rollout_id == DAMAGED), **changes))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tokens": [11, 11, 10_000_000]}, r"token id 10000000 is not in the vocabulary \(0 to 99\)"),
+        ({"tokens": [11, 11, -1]}, "tokens .* is of another type"),
+        ({"engine_logprobs": [0.5]}, "0.5 is no logprob"),
+        ({"engine_logprobs": [-1.0, -1.0]}, "2 logprobs of 1 tokens"),
+        ({"tokens": [11, 11, *range(5)], "response_mask": [0, 0] + [1] * 5}, "5 tokens, 1 to 4 were asked for"),
+        ({"response_mask": [0, 1, 0]}, "response_mask is not 0"),
+        ({"weight_versions": [(4, 0, 2)]}, "weight versions of 2 tokens of 1"),
+        ({"reward": float("nan")}, "reward nan"),
+        ({"finish_reason": "abort"}, "finish reason 'abort'"),
+        ({"finish_reason": "\x1b[2J tired", "status": "failed"}, "finish reason tired"),
+        ({"tokens": "abc"}, "tokens 'abc' is of another type than a rollout's"),
+        ({"engine_logprobs": ["-1"]}, "engine_logprobs .* is of another type"),
+        ({"weight_versions": ["abc"]}, "weight_versions .* is of another type"),
+        ({"prompt_id": ["b"]}, "prompt_id .* is of another type"),
+        ({"group_id": 7}, "group_id 7 is of another type"),
+        ({"group_id": "000005-0000"}, "rollout_id '000005-0001-002' in group '000005-0000'"),
+        ({"success": 1}, "success 1 is of another type"),
+        ({"reward": 10**400}, "reward 1000.* is of another type"),
+    ],
+)
+def test_a_damaged_record_is_refused_with_its_place_in_one_line(folder, changes, why):
+    put(folder, **changes)
+    with pytest.raises(ValueError, match=why) as error:
+        generate(folder, [("b", 4)])
+    said, path = str(error.value), folder / "rollouts" / "step-000005.jsonl.zst"
+    assert said.startswith((f"{path}: {DAMAGED}: ", f"{path}:26: ")) and said.isprintable() and len(said) < 400
+
+
+def test_nan_logprobs_of_a_record_come_to_the_training_which_rejects_them(folder):
+    put(folder, engine_logprobs=[float("nan")])
+    batch = generate(folder, [("b", 4)]).batch
+    assert np.isnan(batch.engine_logprobs).tolist() == [False, False, True, False]

@@ -130,6 +130,22 @@ def test_a_broken_file_of_a_step_that_is_over_is_not_in_the_way(tmp_path):
     OutputDir(config(tmp_path)).claim()
 
 
+def test_a_start_reads_the_next_step_and_of_later_ones_only_where_lines_begin(tmp_path):
+    """A step may have GBs, which take minutes to parse."""
+    make_run(tmp_path, 9, 4)
+    OutputDir(config(tmp_path)).take_over(4)
+    later = step_file(tmp_path, 7)
+    whole = later.read_bytes()
+    later.write_bytes(whole + compressed(b"not parsed before its turn\n"))
+    check_rollouts(tmp_path, 4)
+    (tmp_path / "rollouts" / "step-000008.jsonl").write_bytes(b"plain lines of before\n")
+    step_file(tmp_path, 8).with_suffix(".zst").unlink()
+    OutputDir(config(tmp_path)).claim()
+    later.write_bytes(b"no frame begins with this" + whole)
+    with pytest.raises(ValueError, match=r"step-000007\.jsonl\.zst: damaged at byte 0: .*step 7 is then sampled anew$"):
+        check_rollouts(tmp_path, 4)
+
+
 OPENED = """
 import sys
 opened = []

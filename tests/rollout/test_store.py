@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import re
 import secrets
@@ -9,10 +10,11 @@ import tracemalloc
 
 import pytest
 
-from dynamo_megatron.records import Rollout
+from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout import line_files
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file, step_files
 
 
@@ -207,6 +209,25 @@ def test_discard_and_append(tmp_path):
     store.append(rollouts[2])
     assert read_rollouts(step_file(tmp_path, 3)) == [rollouts[0], rollouts[2]]
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.jsonl.zst"]
+
+
+def test_whatever_ids_a_file_has_they_are_discarded_by_and_shown_short(tmp_path):
+    store = RolloutStore(tmp_path)
+    sound = rollout("000003-0000-000")
+    store.append(sound)
+    for name in ("\x1b]0;owned\x07" + "9" * 1_000_000, 'a"b\\é', ["x", {"y": 1}], 5, None):
+        store.append(dataclasses.replace(sound, rollout_id=name))
+    path = step_file(tmp_path, 3)
+    spaced = json.dumps(vars(dataclasses.replace(sound, rollout_id="000003-0000-007"))).encode()
+    escaped = spaced.replace(b'"000003-0000-007"', b'"\\u003000003-0000-008"')
+    path.write_bytes(path.read_bytes() + compressed(spaced + b"\n") + compressed(escaped + b"\n"))
+    prompt = Prompt(sound.prompt_id, text="a", tokens=[1])
+    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, range(1), 2, 100, 4)
+    assert list(reuse.kept) == [sound.rollout_id] and len(reuse.discarded) == 7
+    (_, note) = reuse.notes(path)
+    assert note.isprintable() and len(note) < 500
+    store.discard(3, reuse.discarded)
+    assert store.finished(3) == [sound]
 
 
 def test_reject_parses_no_other_line(tmp_path):

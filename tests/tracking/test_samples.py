@@ -156,6 +156,16 @@ def test_what_is_not_there_is_named(make_run, tmp_path):
         list(read_samples(run, Choice()))
 
 
+@pytest.mark.parametrize(
+    "field",
+    [{"reward": "1"}, {"reward_parts": [1]}, {"prompt_id": 5}, {"tokens": 5}, {"prompt": ["x"]}, {"status": {}}],
+)
+def test_a_field_of_another_type_is_named_with_its_place(make_run, field):
+    run = make_run(rollout(1, 0, 0, 0.5), dataclasses.replace(rollout(1, 0, 1, 0.5), **field))
+    with pytest.raises(ValueError, match=rf"step-000001\.jsonl\.zst:2: {next(iter(field))} .* of another type"):
+        list(read_samples(run, Choice(best=1)))
+
+
 def test_the_command_in_a_pipe_that_closes_and_a_terminal_without_unicode(make_run):
     run = make_run(*[rollout(1, g, k, 0.1, response="é 漢\n" * 2000) for g in range(8) for k in range(8)])
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "samples", run, "--limit", "64"]
