@@ -24,7 +24,7 @@ class Child:
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot, or None."""
         temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove
-        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, *command]
+        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, "--", *command]
         try:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
             with open(log, "ab") as file:
