@@ -5,21 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 SECRET_NAME = re.compile(  # of an environment variable
     r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)PASS(_|$)", re.IGNORECASE
 )
 SECRET_OPTION = re.compile(r"api[-_]?key\b|auth[-_]token\b|secret|passw(or)?d|passphrase|credential", re.IGNORECASE)
-USER_IN_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/?#\s@]*@", re.IGNORECASE)
-WITH_QUERIES = ("http://", "https://", "datasets:")
-SECRET_PARAMETER = re.compile(r"(.*[-_])?(api[-_]?key|key|token|secret|password|passwd|pass)", re.IGNORECASE)
+# A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
+USER_IN_URL = re.compile(
+    r"\b(([a-z0-9+.-]+\+)?https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE
+)
+SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are none
+    r"\b(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?"
+    r"(api[-_]?key|(access|secret|private|account|auth)[-_]?key|(access|auth|security|refresh|id|bearer|hf)[-_]?token"
+    r"|secret|password|passwd|passphrase|signature))=",
+    re.IGNORECASE,
+)
 INSTEAD = {
     "reward.functions": "name the environment variable that holds the service's key with reward.api_key_env",
     "rollout.urls": "name the environment variable that holds the servers' key with rollout.api_key_env",
     "data.source": "give it to the job's environment, as HF_TOKEN for datasets:",
     "eval.data": "give it to the job's environment, as HF_TOKEN for datasets:",
 }
+
+
+def secret_in_url(text: str) -> str:
+    """Which secret some URL in a text has, in words that do not show it; "" for none."""
+    if USER_IN_URL.search(text):
+        return "a user or password"
+    found = SECRET_PARAMETER.search(unquote(text))
+    return f"the parameter {found['name']}" if found else ""
 
 
 def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -31,14 +46,9 @@ def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(tree, list):
         for value in tree:
             yield from in_urls(value, key)
-    elif isinstance(tree, str):
-        what = "a user or password" if USER_IN_URL.search(tree) else ""
-        if not what and tree.startswith(WITH_QUERIES) and "?" in tree:
-            names = [name for name, _ in parse_qsl(tree.partition("?")[2], keep_blank_values=True)]
-            what = next((f"the parameter {name}" for name in names if SECRET_PARAMETER.fullmatch(name)), "")
-        if what:
-            instead = INSTEAD.get(key, "give it to the job's environment")
-            yield (
-                key,
-                f"the URL has {what} in it, which would be written to config.yaml, logs and messages; {instead}",
-            )
+    elif isinstance(tree, str) and (what := secret_in_url(tree)):
+        instead = INSTEAD.get(key, "give it to the job's environment")
+        yield (
+            key,
+            f"the URL has {what} in it, which would be written to config.yaml, logs and messages; {instead}",
+        )

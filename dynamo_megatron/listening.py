@@ -12,16 +12,22 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
-import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+ANOTHER_HOST = "192.0.2.1"  # of RFC 5737: nobody's
 
 
 def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     """Serves a store on `address`, an IP address of this host ("": on all of them), at `port` (0: a free one). Raises
     OSError where that cannot be listened to."""
+    import torch.distributed as dist  # not above: the rollout process imports this module, and no torch
+
     listener = socket.create_server((address, port), family=_family(address))
     return dist.TCPStore(
         address or "127.0.0.1",
@@ -48,18 +54,24 @@ def address_towards(host: str) -> str:
 
 
 def store_address() -> str:
-    """The address of this host that MASTER_ADDR means; "" where it is a name that means loopback here, and there are
+    """The address of this host that MASTER_ADDR means; "" where it is a name that means loopback here, and there may be
     ranks on other hosts, to whom it means another one. Raises OSError for an unknown name."""
     host, ranks = os.environ["MASTER_ADDR"], os.environ["WORLD_SIZE"]
     address = address_of(host)
-    elsewhere = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
-    return "" if elsewhere and address != host and is_loopback(address) else address
+    # A launcher that does not say how many ranks are here names localhost only where all are.
+    here = os.environ.get("LOCAL_WORLD_SIZE", ranks if host == "localhost" else "1")
+    return "" if here != ranks and address != host and is_loopback(address) else address
 
 
 def ranks_address() -> str:
-    """This host's address on the way to rank 0; "" as `store_address`."""
-    address = store_address()
-    return address and address_towards(address)
+    """This host's address on the way to rank 0; on rank 0's host, where `store_address` is "", that of its default
+    route, and "" where it has none."""
+    if address := store_address():
+        return address_towards(address)
+    try:
+        return address_towards(ANOTHER_HOST)
+    except OSError:
+        return ""
 
 
 def is_loopback(address: str) -> bool:

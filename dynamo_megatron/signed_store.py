@@ -88,12 +88,15 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
         store.set(PROOF, _code(secret, PROOF))
         return secret
     deadline = time.monotonic() + timeout
-    while True:  # a network's file system may show an earlier start's file for a while
-        secret = file.read_bytes() if file.is_file() else b""
-        signed = store.get(PROOF) if store.check([PROOF]) else b""
-        # A stranger could have signed with what is no whole secret.
-        if len(secret) == SECRET_BYTES and hmac.compare_digest(signed, _code(secret, PROOF).encode()):
-            return secret
+    while True:
+        if store.check([PROOF]):  # NFS remembers for a minute that a file was not there: none looks before it is
+            try:
+                secret = file.read_bytes()
+            except OSError:  # a network's file system may show an earlier start's for a while, and then none
+                secret = b""
+            # A stranger could have signed with what is no whole secret.
+            if len(secret) == SECRET_BYTES and hmac.compare_digest(store.get(PROOF), _code(secret, PROOF).encode()):
+                return secret
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank {rank} waited {timeout:g} s for what rank 0 writes to {file}: all nodes must see output_dir"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.credentials import SECRET_NAME, SECRET_OPTION
+from dynamo_megatron.credentials import SECRET_NAME, SECRET_OPTION, secret_in_url
 from dynamo_megatron.run_folder import refuse_foreign
 
 SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
@@ -67,7 +67,8 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
 
 def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
-    that is a secret by its name, or one of `words` looks like one. The message never shows the value."""
+    that is a secret by its name, one of `words` looks like one, or a URL in them has one. The message never shows the
+    value."""
     bare = text.translate(UNQUOTED)
     for name, value in sorted(environment.items()):
         secret = value.translate(UNQUOTED)
@@ -81,4 +82,10 @@ def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, st
             raise ConfigError(
                 f"{word.partition('=')[0]}: looks like a secret, which would be written into the script; leave it to "
                 "the environment of the submission or to --env-file"
+            )
+    for where, said in (("the script", text), ("the options and keys", "\n".join(words))):
+        if what := secret_in_url(said.translate(UNQUOTED)):
+            raise ConfigError(
+                f"{where}: a URL has {what} in it, which would be written into the script; leave it to the environment "
+                "of the submission or to --env-file"
             )

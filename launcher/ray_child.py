@@ -28,7 +28,7 @@ class Child:
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot, or None."""
         temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove
-        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, *command]
+        guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, "--", *command]
         try:
             with open(open_log(Path(log), 0o644), "ab") as file:
                 self._log = open(log, "rb", buffering=0)  # noqa: SIM115 (as long as the actor lives)

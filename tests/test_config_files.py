@@ -199,6 +199,19 @@ def test_urls_without_secrets_are_taken(word):
     assert "the URL has" not in "".join(refused(word, "data.template={prompt}"))
 
 
+SECRET_NAMES = ("key", "token", "pass", "sig", "Signature", "api-key", "apikey", "openai_api_key", "access_token")
+SECRET_NAMES += ("auth-token", "X-Amz-Signature", "X-Amz-Security-Token", "client_secret", "password", "api%5Fkey")
+PLAIN_NAMES = ("max_token", "cache_key", "sort_key", "prompt_key", "stop-token", "compass", "tokens", "keys", "design")
+
+
+def test_parameters_of_urls_are_secrets_by_their_whole_names():
+    for name in SECRET_NAMES:
+        (line,) = refused(f"reward.functions=[math,'http://h/?a=b,c&{name}=hunter22']")
+        assert "the URL has the parameter" in line and "hunter22" not in line, name
+    for name in PLAIN_NAMES:
+        compose([], [f"reward.functions=['http://h/?a=b&{name}=2']"], NEEDED)
+
+
 def test_one_reward_function_needs_no_list():
     assert compose([], ["reward.functions=my:f"], NEEDED)[0].reward.functions == ["my:f"]
 

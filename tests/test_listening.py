@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,8 +11,18 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from dynamo_megatron import listening as addresses
 from dynamo_megatron.coordination import connect_store
-from dynamo_megatron.listening import address_of, gloo_listens_on, interface_of, serve_store
+from dynamo_megatron.listening import (
+    address_of,
+    address_towards,
+    gloo_listens_on,
+    interface_of,
+    is_loopback,
+    ranks_address,
+    serve_store,
+    store_address,
+)
 
 
 def listening() -> set[str]:
@@ -53,6 +64,59 @@ def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
         rank_0.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(ValueError, match="Address already in use"):
             connect_store(10)
+
+
+@pytest.fixture
+def node0(rank_0):
+    """MASTER_ADDR is this host's name, which its own /etc/hosts has as Debian's installer leaves it."""
+    rank_0.setenv("MASTER_ADDR", "node0")
+    rank_0.setattr(addresses, "address_of", lambda host: {"node0": "127.0.1.1"}.get(host) or address_of(host))
+    return rank_0
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "ranks", "address"),
+    [
+        ("node0", None, "2", ""),  # a launcher that does not say which ranks are here
+        ("node0", "1", "2", ""),
+        ("node0", "2", "2", "127.0.1.1"),
+        ("node0", None, "1", "127.0.1.1"),
+        ("localhost", None, "2", "127.0.0.1"),
+        ("localhost", "1", "2", ""),
+        ("127.0.0.1", None, "2", "127.0.0.1"),
+    ],
+)
+def test_loopback_is_for_ranks_of_one_host(node0, host, local, ranks, address):
+    node0.setenv("MASTER_ADDR", host)
+    node0.setenv("WORLD_SIZE", ranks)
+    node0.delenv("LOCAL_WORLD_SIZE")
+    if local is not None:
+        node0.setenv("LOCAL_WORLD_SIZE", local)
+    assert store_address() == address
+
+
+def has_route() -> bool:
+    try:
+        return bool(address_towards("192.0.2.1"))
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_route(), reason="this host has no default route")
+def test_rank_0_takes_the_interface_of_its_default_route_where_its_name_is_loopback(node0):
+    node0.setenv("LOCAL_WORLD_SIZE", "1")
+    assert ranks_address() == address_towards("192.0.2.1") and not is_loopback(ranks_address())
+    assert interface_of(ranks_address()) not in (None, "lo")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="makes a network: as root")
+def test_a_host_without_a_route_leaves_it_to_gloo():
+    asks = "import socket; from dynamo_megatron import listening; listening.address_of = lambda host: "
+    asks += "'127.0.1.1' if host == 'node0' else host; print(repr(listening.ranks_address()))"
+    environment = {**os.environ, "MASTER_ADDR": "node0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    command = ["unshare", "--net", sys.executable, "-P", "-c", asks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout == "''\n", done.stderr
 
 
 GROUP = """

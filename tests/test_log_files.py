@@ -32,7 +32,7 @@ def test_a_guarded_command_fills_no_more_than_two_logs_and_its_last_words_are_fo
     os.write(descriptor, b"RuntimeError: of an earlier incarnation\n")
     begin = mark(log)
     (tmp_path / "folder").mkdir()
-    guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(tmp_path / "folder")]
+    guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(tmp_path / "folder"), "--"]
     older = log.with_name("sglang-server-0.log.1")
     writer = [sys.executable, "-P", "-c", WRITER, str(older)]
     process = subprocess.Popen([*guard, *writer], stdin=subprocess.PIPE, stdout=descriptor, stderr=descriptor)

@@ -1,15 +1,19 @@
 """A stranger who reaches the ranks' store: no rank acts on what it writes there."""
 
 import datetime
+import errno
 import hmac
 import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from dynamo_megatron import signed_store
 
 RANK = """
 import os, sys, time
@@ -113,3 +117,33 @@ def test_a_secret_is_not_written_through_a_link(tmp_path):
     (tmp_path / ".ranks").symlink_to(tmp_path / "elsewhere")
     share_secret(dist.HashStore(), tmp_path, 0, 1)
     assert not (tmp_path / "elsewhere").exists() and not (tmp_path / ".ranks").is_symlink()
+
+
+class Fleeting(type(Path())):
+    """Goes between a look and the reading, as an earlier start's file does that rank 0 takes away."""
+
+    errors = ()
+
+    def open(self, *words, **options):
+        if self.name == ".ranks" and self.errors:
+            raise OSError(self.errors.pop(), "gone")
+        return super().open(*words, **options)
+
+
+def test_the_secret_of_an_earlier_start_may_go_while_a_rank_reads_it(tmp_path, monkeypatch):
+    store = dist.HashStore()
+    secret = signed_store.share_secret(store, tmp_path, 0, 1)
+    monkeypatch.setattr(Fleeting, "errors", [errno.ENOENT, errno.ESTALE])
+    assert signed_store.share_secret(store, Fleeting(tmp_path), 1, 20) == secret and not Fleeting.errors
+
+
+class Unseen(type(Path())):
+    def stat(self, **_):
+        raise AssertionError("a network's file system remembers that the file was not there")
+
+    open = stat
+
+
+def test_no_rank_looks_for_the_secret_before_it_is_there(tmp_path):
+    with pytest.raises(TimeoutError):
+        signed_store.share_secret(dist.HashStore(), Unseen(tmp_path), 1, 0.2)

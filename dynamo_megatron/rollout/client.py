@@ -232,7 +232,8 @@ class SGLangClient:
             vocab_size=self._vocab_size,
             max_new_tokens=request.sampling["max_new_tokens"],
         )
-        if not fault and finish["type"] == "stop" and not isinstance(matched, str) and matched != tokens[-1]:
+        end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
+        if not fault and finish["type"] == "stop" and isinstance(end, int) and end != tokens[-1]:
             fault = f"stopped by {own_words(matched)}, which the last token is not"
         if fault:
             raise ValueError(fault)

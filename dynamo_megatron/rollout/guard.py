@@ -1,10 +1,10 @@
 """Runs a server's command, and ends and clears away all of it when the command or whoever started the guard is gone.
 
-    python -P -m dynamo_megatron.rollout.guard FOLDER COMMAND...
+    python -P -m dynamo_megatron.rollout.guard FOLDER... -- COMMAND...
 
 A signal at the parent's death reaches one process only. SGLang's scheduler arms its own late, after half a minute of
 imports: a server killed while it starts would leave it behind. The guard holds the read end of a pipe instead. What a
-killed server cannot clear away itself goes with it: its temporary FOLDER and its segments of shared memory.
+killed server cannot clear away itself goes with it: its temporary FOLDERs and its segments of shared memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has 
 SHARED_MEMORY = "/dev/shm/"
 
 
-def main(folder: str, command: list[str]) -> int:
+def main(folders: list[str], command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
@@ -71,7 +71,8 @@ def main(folder: str, command: list[str]) -> int:
     others = [pid for pid in processes() if pid not in left]
     for segment in segments - shared_memory_of(others):
         Path(segment).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     if process.returncode < 0 and process.returncode != -signal.SIGKILL:
         signal.signal(-process.returncode, signal.SIG_DFL)
     if process.returncode < 0:
@@ -114,4 +115,5 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    end = sys.argv.index("--")
+    sys.exit(main(sys.argv[1:end], sys.argv[end + 1 :]))

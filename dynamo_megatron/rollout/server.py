@@ -27,6 +27,7 @@ from dynamo_megatron.plain_text import on_one_line
 from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
+from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
@@ -138,13 +139,23 @@ class SGLangServer:
         on_cpu = not cuda_available()
         # What it leaves in its temporary folder goes with that; it is mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
+        # Its ranks meet under a lock (flock), which the temporary folder's file system may not have.
+        self._meeting = Path(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=SHARED_MEMORY))
         secret = self._folder / "server.yaml"
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
         self._log_start = mark(self.log)
         descriptor = open_log(self.log, 0o600)
         try:
-            guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(self._folder)]
+            guard = [
+                sys.executable,
+                "-P",
+                "-m",
+                "dynamo_megatron.rollout.guard",
+                str(self._folder),
+                str(self._meeting),
+                "--",
+            ]
             self._process = subprocess.Popen(
                 [*guard, *self._command(on_cpu), "--config", str(secret)],
                 env=self._environment(on_cpu),
@@ -224,7 +235,8 @@ class SGLangServer:
         self._process.kill()
         self._process.wait()
         self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)  # a guard that was killed has left it, and the key in it
+        for folder in (self._folder, self._meeting):  # a guard that was killed has left them, and the key in one
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _last_words(self) -> str:
         text = text_since(self.log, self._log_start)
@@ -259,7 +271,7 @@ class SGLangServer:
         environment["TMPDIR"] = str(self._folder)
         if not any(argument.startswith(SEVERAL_GROUPS) for argument in self._config.server_args):
             # Its ranks meet in a file: torch's store at a port would listen on every interface, and ask nobody.
-            environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder}/ranks")
+            environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._meeting}/ranks")
         if (interface := interface_of(self._host)) is not None:
             environment.setdefault(GLOO_INTERFACE, interface)
         if takes_turns(self._config):

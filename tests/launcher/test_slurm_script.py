@@ -175,6 +175,22 @@ def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
     refuse_secrets("/home/hunter22", [], {"PWD": "/home/hunter22", "SSH_ASKPASS": "hunter22", "BYPASS": "hunter22"})
 
 
+def test_a_url_with_a_password_stays_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
+    launch = ["launch", "slurm", "c.yaml", "--dry-run"]
+    for value in ("http://user:hunter22@proxy:3128", "https://hunter22@h", "'http://h/?a=b&access_token=hunter22'"):
+        assert main([*launch, f"--sbatch=--export=ALL,HTTPS_PROXY={value}"]) == 2
+        out, said = capsys.readouterr()
+        assert said.startswith("the script: a URL has ") and "hunter22" not in out + said and said.count("\n") == 1
+        with pytest.raises(ConfigError, match=r"^the options and keys: a URL has ") as error:
+            refuse_secrets("", ["a=b", f"tracking.project={value}"], {})
+        assert "hunter22" not in str(error.value)
+    for value in ("docker://$oauthtoken@nvcr.io#nvidia/pytorch", "http://proxy:3128/?size=9&max_token=3", "me@h.org"):
+        assert main([*launch, f"--sbatch=--comment={value}"]) == 0
+    capsys.readouterr()
+
+
 def test_a_rank_takes_its_place_from_srun():
     task = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16"}
     task |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}

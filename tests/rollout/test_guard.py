@@ -33,14 +33,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGKILL of the command", "SIGSTOP of the command"])
 def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
-    folder, said = tmp_path / "folder", tmp_path / "said"
+    folder, meeting, said = tmp_path / "folder", tmp_path / "meeting", tmp_path / "said"
     folder.mkdir()
+    meeting.mkdir()
     (folder / "socket").touch()
     (tmp_path / "command.py").write_text(COMMAND)
     command = [sys.executable, "-P", str(tmp_path / "command.py"), str(said)]
-    guard = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder), *command], stdin=subprocess.PIPE
-    )
+    words = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder), str(meeting), "--", *command]
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not (said.exists() and said.read_text()):
         assert time.monotonic() < deadline
@@ -70,7 +70,8 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
         guard.stdin.close()
     assert guard.wait(15) == -signal.SIGKILL
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert left == [] and not [path for path in mapped if os.path.exists(path)] and not folder.exists()
+    assert left == [] and not [path for path in mapped if os.path.exists(path)]
+    assert not folder.exists() and not meeting.exists()
 
 
 RUNS_A_PROGRAM = """
@@ -112,7 +113,7 @@ def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path):
     try:
         (disk / "ballast").write_bytes(bytes(1 << 15))
         (tmp_path / "command.py").write_text(PRINTING)
-        command = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder)]
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(folder), "--"]
         with (disk / "log").open("ab") as log:
             guard = subprocess.Popen(
                 [*command, sys.executable, "-P", str(tmp_path / "command.py"), str(said)],

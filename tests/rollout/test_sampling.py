@@ -70,6 +70,17 @@ def one_span(**said) -> dict:
     return {"weight_versions": [{"version": "0", "start": 0, "end": 3} | said]}
 
 
+# What SGLang types as int | list[int] | str, and others leave out.
+@pytest.mark.parametrize("matched", [7, [7], [3, 7], None])
+def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched):
+    def stops(rid, number):
+        return web.json_response(reply(f"{rid};", finish={"type": "stop", "matched": matched}))
+
+    outcomes, sampling, _ = sample(Server(stops), requests=4, max_new_tokens=6)
+    assert len(outcomes) == 4 and not any(r.error for r, _ in outcomes.values())
+    assert sampling.uses["server-0"].retries == 0
+
+
 # Of the reply that the server otherwise sends, these keys.
 GARBAGE = {
     "an id beyond the vocabulary": one_token(10_000_000),
@@ -93,6 +104,7 @@ GARBAGE = {
         "weight_versions": [{"version": "0", "start": 0, "end": 7}],
     },
     "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
+    "another end of several tokens": {"finish_reason": {"type": "stop", "matched": [7, 8]}},
     "another's response": {"id": "another;"},
 }
 

@@ -2,8 +2,11 @@ import asyncio
 import http.server
 import json
 import os
+import re
+import shutil
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -71,6 +74,57 @@ def test_a_silent_server_times_out(tmp_path):
         server.stop()
 
 
+NO_FLOCK = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int flock(int descriptor, int operation) {
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, getenv("NO_FLOCK"))) {
+        errno = EOPNOTSUPP;
+        return -1;
+    }
+    return syscall(SYS_flock, descriptor, operation);
+}
+"""
+MEETS = """
+import os, torch.distributed as dist
+path = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://")
+store = dist.FileStore(path, 1)
+store.set("key", "value")
+print("met in", path, oct(os.stat(os.path.dirname(path)).st_mode), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a file system without flock")
+def test_a_servers_ranks_meet_where_the_temporary_folder_has_no_flock(tmp_path, monkeypatch):
+    """As on Lustre mounted without it, and on some NFS."""
+    library, python, log = tmp_path / "no_flock.so", tmp_path / "python", tmp_path / "sglang.log"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=NO_FLOCK, text=True, check=True)
+    (tmp_path / "meets.py").write_text(MEETS)
+    command = f"LD_PRELOAD={library} NO_FLOCK={tmp_path} {sys.executable} -P {tmp_path}/meets.py"
+    python.write_text(f"#!/bin/sh\n{command} 2>&1\nsleep 100\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", raising=False)
+    server = SGLangServer(RolloutConfig(python=str(python)), ModelConfig(path="unused"), log)
+    server.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not (said := re.search(r"met in (\S+)/ranks (\S+)\n|Error: .*", log.read_text())):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+    finally:
+        server.stop()
+    assert said[2] == "0o40700", said[0]
+    assert not Path(said[1]).exists()
+
+
 def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     silent = tmp_path / "silent"
@@ -82,11 +136,13 @@ def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
         living = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
         (guard,) = (p for p in living if "dynamo_megatron.rollout.guard" in p.cmdline())
         assert list(tmp_path.glob("dynamo-megatron-*/server.yaml"))
+        meeting = guard.cmdline()[5]
+        assert Path(meeting).stat().st_mode & 0o777 == 0o700
         guard.kill()
         guard.wait(10)
     finally:
         server.stop()
-    assert list(tmp_path.glob("dynamo-megatron-*")) == []
+    assert list(tmp_path.glob("dynamo-megatron-*")) == [] and not Path(meeting).exists()
 
 
 FALLS = """#!{python}

@@ -6,7 +6,9 @@ A bucket is written once, for all servers; each server rank maps it and copies i
 from __future__ import annotations
 
 import base64
+import errno
 import io
+import os
 import weakref
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -62,6 +64,8 @@ def _shared(nbytes: int) -> torch.Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        if os.strerror(errno.ENOSPC) not in reason:
+            raise
         raise OSError(
             f"/dev/shm has no room for {nbytes / 1e6:.2f} MB of weights ({reason}); free some there, or lower "
             "rollout.sync.bucket_bytes, and resume"
