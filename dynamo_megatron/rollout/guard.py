@@ -36,8 +36,8 @@ def main(folders: list[str], command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    Its output comes through a pipe, so that it never hears of a full disk, and where stdout
-    is a log, the log's size stays bounded.
+    SIGUSR1 is passed on to it: ranks save and stop, servers ignore it. Its output comes through a pipe, so that it never
+    hears of a full disk, and where stdout is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
@@ -52,6 +52,7 @@ def main(folders: list[str], command: list[str]) -> int:
     copying.start()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:

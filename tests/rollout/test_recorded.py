@@ -117,7 +117,7 @@ DAMAGED = "000005-0001-002"
 def put(folder, **changes):
     """In the place of a rollout of the record."""
     store = RolloutStore(folder)
-    store.append(dataclasses.replace(next(r for r in store.finished(5) if r.rollout_id == DAMAGED), **changes))
+    store.append(dataclasses.replace(next(r for r in store.lines(5) if r.rollout_id == DAMAGED), **changes))
     store.close()
 
 

@@ -227,7 +227,7 @@ def test_whatever_ids_a_file_has_they_are_discarded_by_and_shown_short(tmp_path)
     (_, note) = reuse.notes(path)
     assert note.isprintable() and len(note) < 500
     store.discard(3, reuse.discarded)
-    assert store.finished(3) == [sound]
+    assert read_rollouts(path) == [sound]
 
 
 def test_reject_parses_no_other_line(tmp_path):
