@@ -36,8 +36,8 @@ def main(folders: list[str], command: list[str]) -> int:
     """Returns the command's exit code; a signal that ended it ends this process too.
 
     SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it: ranks save and stop, servers ignore it. Its output comes through a pipe, so that it never
-    hears of a full disk, and where stdout is a log, the log's size stays bounded.
+    SIGUSR1 is passed on to it: ranks save and stop, servers ignore it. Its output comes through a pipe, so that a full
+    disk does not reach it, and where stdout is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
