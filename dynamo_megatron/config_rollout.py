@@ -52,8 +52,8 @@ class RolloutConfig(Section):
     min_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a step's rollouts, to train on at its deadline
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
-    # steps whose rollouts stay on disk, besides those after the last checkpoint; None: all while they take less than
-    # half of the room on output_dir's disk, then the newest
+    # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all, until they use
+    # half of the space on output_dir's disk, then the newest
     keep_last: Positive | None = None
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()
