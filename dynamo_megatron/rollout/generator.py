@@ -81,6 +81,8 @@ class Generator:
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._disk = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
+        self._ready: list[Rollout] = []  # to be written by the next one that holds `_writing`
+        self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
@@ -171,7 +173,7 @@ class Generator:
             rollout, failure = await self._score(step, request.name, wanted[request.name], response, server)
             if failure:
                 call.unscored[rollout.status] = failure
-            await self._on_disk(self._store.append, rollout)
+            await self._keep(rollout)
             rollouts[request.name] = accounted = Accounted.of(rollout)
             if accounted.batch is not None:
                 call.arena.grow(accounted.batch.nbytes)
@@ -227,6 +229,14 @@ class Generator:
             for name, prompt in wanted.items()
             if name not in there
         ]
+
+    async def _keep(self, rollout: Rollout) -> None:
+        """Until it is on disk. What gets ready during a write is written together by the next one."""
+        self._ready.append(rollout)
+        async with self._writing:
+            ready, self._ready = self._ready, []
+            if ready:
+                await self._on_disk(self._store.append, *ready)
 
     async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
         """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""

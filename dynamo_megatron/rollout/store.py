@@ -108,19 +108,20 @@ class RolloutStore:
         self._descriptor = -1
         step_file(self._folder, 0).parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, rollout: Rollout) -> None:
-        """Raises RolloutError where the disk does not take the line."""
-        frame = compressed(rollout.to_json().encode() + b"\n")
+    def append(self, *rollouts: Rollout) -> None:
+        """At least one, all of one step. Raises RolloutError where the disk does not take all their lines."""
+        step = rollouts[0].step
+        frames = b"".join(compressed(rollout.to_json().encode() + b"\n") for rollout in rollouts)
         try:
-            if rollout.step != self._step:
-                self._open(rollout.step)
-            written = os.write(self._descriptor, frame)
+            if step != self._step:
+                self._open(step)
+            written = os.write(self._descriptor, frames)
         except OSError as error:
             self.close()
-            raise self._cannot_write(rollout.step, error.strerror) from error
-        if written < len(frame):
+            raise self._cannot_write(step, error.strerror) from error
+        if written < len(frames):
             self.close()  # the next append cuts the torn frame off
-            raise self._cannot_write(rollout.step, "the disk is full; free some space and resume")
+            raise self._cannot_write(step, "the disk is full; free some space and resume")
 
     def lines(self, step: int) -> Iterator[Rollout]:
         """What the file of this step has, as `read_lines`; nothing without a file."""
@@ -135,8 +136,8 @@ class RolloutStore:
         for line in read_raw_lines(step_file(self._folder, step)):
             if (name := _id_of(line)) in names:
                 found[name] = line
-        for line in found.values():
-            self.append(dataclasses.replace(Rollout.from_json(line), status="rejected"))
+        if found:
+            self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
 
     def discard(self, step: int, rollout_ids: Collection[str]) -> None:
         """Leaves these rollouts out of the file of this step. The file may be another's, and its ids any JSON: those

@@ -72,6 +72,23 @@ def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_ge
     with_generator(work, Server())
 
 
+def test_rollouts_that_get_ready_during_a_write_are_written_together(with_generator, monkeypatch, tmp_path):
+    written, append = [], RolloutStore.append
+
+    def slow(store, *rollouts):
+        written.append([r.rollout_id for r in rollouts])
+        time.sleep(0.5)
+        append(store, *rollouts)
+
+    async def work(generator, push):
+        monkeypatch.setattr(RolloutStore, "append", slow)
+        await generator.generate(1, PROMPTS[:2], [8, 8], 0)
+        assert len(written) <= 3 and len({name for names in written for name in names}) == sum(map(len, written)) == 16
+        assert len(read_rollouts(step_file(tmp_path, 1))) == 16
+
+    with_generator(work, Server())
+
+
 def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):
     """The first one takes too long; then the server fails, and comes back."""
     failing = True

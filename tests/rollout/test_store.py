@@ -262,8 +262,16 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
         patch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:20]))
         with pytest.raises(RolloutError, match="disk is full"):
             store.append(rollout("000003-0000-001"))
+    with monkeypatch.context() as patch:  # of two lines the first one is whole
+        patch.setattr(os, "write", lambda descriptor, lines: write(descriptor, lines[:-9]))
+        with pytest.raises(RolloutError, match="disk is full"):
+            store.append(rollout("000003-0000-003"), rollout("000003-0000-004"))
     store.append(rollout("000003-0000-002"))
-    assert [r.rollout_id for r in read_rollouts(step_file(tmp_path, 3))] == ["000003-0000-000", "000003-0000-002"]
+    assert [r.rollout_id for r in read_rollouts(step_file(tmp_path, 3))] == [
+        "000003-0000-000",
+        "000003-0000-003",
+        "000003-0000-002",
+    ]
 
 
 def test_failed_rollouts_are_stored(tmp_path):
