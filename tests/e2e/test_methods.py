@@ -27,7 +27,7 @@ def record(folder: Path, model: Path, problems: list[dict]) -> None:
         for i, problem in enumerate(problems):
             group, prompt = group_id(step, 1000 + i), tokenizer.encode(problem["problem"])
             for k in range(GROUP):
-                right = i % 4 == 0 or (i % 2 and generator.random() < 0.5)
+                right = i % 4 == 0 or bool(i % 2 and generator.random() < 0.5)
                 text = problem["answer"] if right else str(generator.integers(200, 1000))
                 response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
                 store.append(
