@@ -85,7 +85,7 @@ def run_rank(job_file: Path) -> None:
         placement = "split" if case["transport"] == "nccl" else "colocated"
         rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
         policy.config = config.model_copy(update={"rollout": rollout})
-        pusher = WeightPusher(policy, fleet, _Keys(coordinator, f"{number}-"))
+        pusher = WeightPusher(policy, fleet, coordinator)
         source = torch.zeros(pusher.plan.nbytes, dtype=torch.uint8, device=layout.device)
         target = torch.empty_like(source)
         reports, copies = [], []
@@ -141,16 +141,6 @@ class _Fleet:
 
     def end_push(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Any) -> None:
         self.outcomes = {e.name: why for e, why in outcomes.items()}
-
-
-class _Keys:
-    """A coordinator whose keys have a prefix: several pushers in one job would use the same."""
-
-    def __init__(self, coordinator: Any, prefix: str):
-        self._coordinator, self._prefix = coordinator, prefix
-
-    def from_rank_0(self, key: str, *arguments: Any) -> Any:
-        return self._coordinator.from_rank_0(self._prefix + key, *arguments)
 
 
 def run_layout(name: str, cases: list[dict[str, Any]], model: Path, folder: Path, pushes: int) -> list[dict[str, Any]]:

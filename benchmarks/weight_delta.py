@@ -109,8 +109,9 @@ def measured(run: Path, lr: float | None, settled: bool, steps: int, layout: Lay
     first = before
     batches = ((step, step_batch(run, step, config)) for step in range(1, config.trainer.steps + 1))
     for step, batch in itertools.islice(((n, b) for n, b in batches if b.advantages.any()), steps):
-        stats = policy.token_stats(batch.rollouts, batch.mini_batches)
-        updates = [policy.update(batch, mini, stats, None, lr) for mini in batch.mini_batches]
+        mini_batches = policy.pack(batch.rollouts, batch.mini_batches)
+        stats = policy.token_stats(batch.rollouts, mini_batches)
+        updates = [policy.update(batch, mini, stats, None, lr) for mini in mini_batches]
         after = bit_patterns(policy)
         rows.append({"step": step, "updates": len(updates), **delta(before, after)})
         print(f"{run.name} lr {lr:g} {'settled' if settled else 'fresh'}: {rows[-1]}", flush=True)

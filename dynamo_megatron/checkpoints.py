@@ -26,7 +26,7 @@ class HasState(Protocol):
 class Checkpoints:
     """The policy together with `parts`, rank 0's own state. `parts` and `say` are rank 0's alone.
 
-    All methods but `take_waited` are collective over all ranks; those that save raise OSError where the disk is full,
+    All methods are collective over all ranks; those that save raise OSError where the disk is full,
     with `checkpoint.async` possibly at a later call than the one that began the save.
     """
 
@@ -40,7 +40,6 @@ class Checkpoints:
         self._reached = self._saved = 0
         self._state: dict[str, Any] | None = None
         self._under_way: Save | None = None
-        self._waited = 0.0
 
     def resume(self) -> int:
         """Loads the newest complete checkpoint, if there is one; returns its step, else 0. Raises ValueError where
@@ -77,11 +76,9 @@ class Checkpoints:
         """Saves the step reached, where that is not done already; with `checkpoint.async` only begins to."""
         if self._saved != self._reached:
             self.settle()
-            start = time.monotonic()
             self._under_way = begin_save(
                 self._policy, self._root, self._reached, self._state, background=self._config.async_save
             )
-            self._waited += time.monotonic() - start
             self._saved = self._reached
             if not self._config.async_save:
                 self.settle()
@@ -90,16 +87,9 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Waits until the save under way, if there is one, is complete."""
-        start = time.monotonic()
         if self._under_way is not None:
             self._under_way.complete(self._config.keep_last, self._timeout, self._say)
             self._under_way = None
-        self._waited += time.monotonic() - start
-
-    def take_waited(self) -> float:
-        """Seconds that the training has waited for saves and exports since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
 
     def export_best(self) -> None:
         """What was reached is the best so far. Saved first, so that an export that fails loses no step."""
@@ -117,6 +107,4 @@ class Checkpoints:
         exported = self._policy.layout.gather(exported_step(folder) == self._reached)
         if not exported[0]:  # rank 0 decides: the others may see the shared folder late
             self.settle()  # a kill must not leave an export of a step that is trained again, otherwise
-            start = time.monotonic()
             export_huggingface(self._policy, folder, self._reached)
-            self._waited += time.monotonic() - start

@@ -61,7 +61,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
     with _loading_packages():
         if options.command == "train":
-            from dynamo_megatron.train import TrainJob as Job
+            from dynamo_megatron.train_job import TrainJob as Job
         else:
             from dynamo_megatron.sft import SFTJob as Job
         from dynamo_megatron.layout_checks import default_ranks

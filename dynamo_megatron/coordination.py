@@ -98,7 +98,7 @@ class Coordinator:
     """This rank's end of the store.
 
     `secret`: what `share_secret` gave all ranks; `heartbeat_timeout`: seconds without a beat of rank 0 until it counts
-    as dead; `step_timeout`: seconds that a step may take, from when `step` is set until it is again (None: any number).
+    as dead; `step_timeout`: seconds from one `begin_step` to the next (None: any number).
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Coordinator:
         self._step_timeout = step_timeout
         self._store = SignedStore(store, secret)
         self._step, self._step_began = 0, None
+        self._calls = 0  # of `from_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
@@ -125,8 +126,8 @@ class Coordinator:
         """The step under way; 0 before the first one."""
         return self._step
 
-    @step.setter
-    def step(self, number: int) -> None:
+    def begin_step(self, number: int) -> None:
+        """The step that messages name from now on; the time that a step may take begins anew."""
         self._step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -142,15 +143,14 @@ class Coordinator:
         if (by := self._store.get(STOP)) is not None:
             raise StopRequested(by)
 
-    def from_rank_0(
-        self, key: str, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf
-    ) -> T:
-        """What `make` returns on rank 0, on every rank of `group`; `key` is used once.
+    def from_rank_0(self, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf) -> T:
+        """What `make` returns on rank 0, on every rank of `group`. All ranks make the same calls in the same order.
 
-        The others poll until it is there, outside of any collective, at most `timeout` seconds. Where `make` raises
-        StopRequested, all ranks do.
+        The others poll until it is there, outside of any collective, at most `timeout` seconds; `what` they wait for is
+        in the message. Where `make` raises StopRequested, all ranks do.
         """
-        box = [None]
+        self._calls += 1
+        key, box = f"call-{self._calls}", [None]
         if self.rank == 0:
             try:
                 box = [make()]

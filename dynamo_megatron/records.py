@@ -169,7 +169,10 @@ class RolloutBatch(Sequences):
         batches: Sequence[RolloutBatch],
         concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutBatch:
-        """The rollouts of all of `batches`, at least one, in order; `concatenate` says where the arrays go."""
+        """The rollouts of all of `batches`, at least one, in order; `concatenate` says where the arrays go. A single
+        batch is returned as it is."""
+        if len(batches) == 1:
+            return batches[0]
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
         return cls(
@@ -185,7 +188,9 @@ class RolloutBatch(Sequences):
         )
 
     def take(self, members: np.ndarray) -> RolloutBatch:
-        """The rollouts `members`, int64, ascending."""
+        """The rollouts `members`, int64, ascending; all of them: this batch itself."""
+        if len(members) == len(self.prompt_ids):
+            return self
         kept = np.zeros(len(self.prompt_ids), bool)
         kept[members] = True
         lengths = np.diff(self.offsets)

@@ -1,4 +1,5 @@
-"""What every rank does to have servers that answer with the policy's weights: pushing, asking, and both again."""
+"""Servers that answer with the policy's weights: every rank pushes the weights, and rank 0 asks. Lost servers are
+handled here alone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dynamo_megatron.coordination import Coordinator
-from dynamo_megatron.resharding.memory import MemoryTurns
+from dynamo_megatron.phases import Phases
 from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 
@@ -17,24 +18,19 @@ TRIES = 5  # in a row that servers are lost in, until the run ends
 
 
 class Serving:
-    """Every rank's. `say` tells rank 0's user, None elsewhere; `turns`: None where servers have memory of their own."""
+    """Every rank's. `say` prints a line for the user on rank 0, None elsewhere."""
 
     def __init__(
         self,
         pusher: WeightPusher,
         coordinator: Coordinator,
         host: dist.ProcessGroup,
+        phases: Phases,
         say: Callable[[str], None] | None,
-        turns: MemoryTurns | None,
     ):
         self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
-        self._turns = turns
+        self._phases = phases
         self._spent = PushReport()  # on pushes since `push` last returned
-
-    def memory(self, phase: str) -> None:
-        """Has servers and ranks take turns with memory (`resharding.memory.PHASES`). Collective over all ranks."""
-        if self._turns is not None:
-            self._turns.enter(phase)
 
     def push(self, version: int, on_wait: Callable[[], None] | None = None) -> PushReport:
         """Brings the servers to `version`. The report is of all pushes since the last call: those that reached no
@@ -48,26 +44,24 @@ class Serving:
         return spent
 
     def _push(self, version: int, on_wait: Callable[[], None]) -> None:
-        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError.
-
-        `on_wait` is called while it waits for a server to be up, and may raise.
-        """
+        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
-            self.memory("weights")
+            self._phases.begin("push weights")
             self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
             if not self._spent.needed:
-                if self._turns is not None:
-                    self._turns.know(self._pusher.endpoints)
+                if self._phases.turns is not None:
+                    self._phases.turns.know(self._pusher.endpoints)
                 return
         raise RolloutError(f"{TRIES} pushes in a row reached no server; {self._spent.needed}")
 
     def close(self) -> None:
         self._pusher.close()
 
-    def ask(self, key: str, what: str, make: Callable[[], T], version: int) -> T:
-        """What `make`, which asks the servers, gives on rank 0, on every rank, however long it takes there.
+    def ask(self, phase: str, what: str, make: Callable[[], T], version: int) -> T:
+        """What `make`, which asks the servers, returns on rank 0, on every rank, however long it takes there. `phase`
+        lasts meanwhile; `what` is waited for, in messages.
 
-        Where no server with the weights of `version` is left, those that were restarted get them and it is asked again.
+        If no server with the weights of `version` is left, those that were restarted get them and it is asked again.
         Raises RolloutError.
         """
 
@@ -78,9 +72,9 @@ class Serving:
                 self._say(str(needed))
                 return None, str(needed)
 
-        for number in range(TRIES):
-            self.memory("generate")
-            made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
+        for _ in range(TRIES):
+            self._phases.begin(phase)
+            made, needed = self._coordinator.from_rank_0(what, attempt, self._host)
             if needed is None:
                 return made
             # The step before is saved already or can be: no need to wait for a server in order to stop.

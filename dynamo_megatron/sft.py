@@ -7,14 +7,14 @@ the same weight.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import ModelSpec, open_weights
@@ -26,8 +26,6 @@ from dynamo_megatron.tracking.journal import Journal
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
-
-LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
 
 
 class SFTJob(Job):
@@ -68,77 +66,26 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.checkpoints import Checkpoints  # needs Megatron
+        from dynamo_megatron.checkpoints import Checkpoints  # these need Megatron
+        from dynamo_megatron.phases import Phases
+        from dynamo_megatron.sft_trainer import SFTTrainer
 
-        self._policy, self._coordinator = policy, coordinator
-        say = self.journal.say if self._leads else None
-        self._checkpoints = Checkpoints(policy, self.config, {"stream": self._stream}, say)
-        self._start = self._checkpoints.resume()
-        if self._leads:
-            self.output.take_over(self._start)
+        journal, leads = self.journal, policy.layout.rank == 0
+        parts = {"stream": self._stream} if leads else {}
+        checkpoints = Checkpoints(policy, self.config, parts, journal.say if leads else None)
+        start = checkpoints.resume()
+        if leads:
+            self.output.take_over(start)
+        phases = Phases(journal.progress if leads else None, None)
+        run = (self.config, policy, coordinator, checkpoints, phases, journal, start)
+        self._trainer = SFTTrainer(*run, next_examples=self._next)
 
     def run(self) -> None:
-        config, steps = self.config, self.config.trainer.steps
-        if self._leads:
-            self.journal.open(self._start)
-            self.journal.progress.start(self._start)
-        self._checkpoints.save()  # makes up for an export that a kill cut off
-        for step in range(self._start + 1, steps + 1):
-            self._coordinator.step = step
-            start = time.monotonic()
-            try:
-                sequences, finished = self._share(step)
-            except StopRequested:
-                self._checkpoints.save()
-                self._checkpoints.settle()
-                raise
-            if finished:
-                self._checkpoints.save()
-                break
-            tokens = int(sequences.response_lengths.sum())
-            weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)
-            lr = config.learning_rate(step)
-            update = self._policy.fit(sequences, weights, lr)
-            if self._leads:
-                metrics = {
-                    "step": step,
-                    "sft/loss": update["loss"],
-                    "sft/tokens": tokens,
-                    "policy/grad_norm": update["grad_norm"],
-                    "policy/learning_rate": lr,
-                    "time/step": time.monotonic() - start,
-                    "time/save": self._checkpoints.take_waited(),
-                }
-                shown = step % max(1, steps // LINES) == 0 or step == steps
-                self.journal.step(metrics, _line(metrics, steps) if shown else None)
-            self._checkpoints.reached(step)
-            every = config.checkpoint.every
-            if every and (step % every == 0 or step == steps):
-                self._checkpoints.save()
-        self._coordinator.step = max(self._start, self._coordinator.step)  # the export may take as long as a step
-        if self._leads:
-            self.journal.progress.phase("export")
-        self._checkpoints.export_final()
-        if self._leads:
-            self.journal.ended(self._coordinator.step)
+        self._trainer.run()
 
-    def _share(self, step: int) -> tuple[Sequences | None, str | None]:
-        """Rank 0's next examples on every rank; or why the run is finished. Raises StopRequested on all ranks."""
-
-        def share() -> tuple[Sequences | None, str | None]:
-            self._coordinator.check_stop()
-            finished = self.journal.finished()
-            return None if finished else self._next(), finished
-
-        if not self._leads:
-            self._coordinator.pass_on_stop()
-        what, host = f"the examples of step {step}", self._policy.layout.host
-        return self._coordinator.from_rank_0(f"examples-{step}", what, share, host)
-
-    def _next(self) -> Sequences:
-        self.journal.progress.phase("reading data")
-        examples = self._stream.next(self.config.data.batch_prompts, self._coordinator.check_stop)
-        self.journal.progress.phase("update")
+    def _next(self, on_poll: Callable[[], None]) -> Sequences:
+        """The examples of the next update. `on_poll` is called while the data gives none."""
+        examples = self._stream.next(self.config.data.batch_prompts, on_poll)
         lengths = np.asarray([len(e.tokens) for e in examples])
         return Sequences(
             prompt_ids=[e.prompt_id for e in examples],
@@ -156,14 +103,3 @@ class SFTJob(Job):
                 f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
             )
         return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
-
-    @property
-    def _leads(self) -> bool:
-        return self._policy.layout.rank == 0
-
-
-def _line(metrics: dict[str, Any], steps: int) -> str:
-    return (
-        f"step {metrics['step']:>{len(str(steps))}}/{steps}  loss {metrics['sft/loss']:.4f}"
-        f"  grad {metrics['policy/grad_norm']:.3f}  {metrics['time/step']:.2f} s"
-    )

@@ -1,153 +1,154 @@
-"""`dynamo-megatron train`: what is checked before a run, and what rank 0 opens for it."""
+"""The training loop. Every rank runs it; what only rank 0 does is marked so.
+
+DynaMO (arXiv 2602.19208) is two things in it: `allocate` divides a step's rollouts among its prompts by how much the
+rewards of each have varied in earlier steps, and the policy's loss modulates each token's advantage by its entropy.
+
+Rank 0's `Controller` has the prompts, the allocator's history, the client of the rollout servers and the record of the
+run; all ranks together have the policy. A NaN ends the run, on all ranks and with one message that names the prompt:
+`token_stats` raises it, and `update` before the optimizer's step. What survives a kill is on disk: the last checkpoint,
+and each rollout of the step under way, which rank 0 writes as it finishes and a resumed run does not sample again.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import numpy as np
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator, StopRequested
-from dynamo_megatron.data.limits import max_prompt_length
-from dynamo_megatron.data.strata import prompt_strata
-from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
-from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
-from dynamo_megatron.models.rope import check_served_rope
-from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.preflight.machine_checks import check_ports
-from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.resharding.transports import check_transport
-from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.serve import NodeServers
-from dynamo_megatron.rollout.server import check_reachable
-from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.run import Job
-from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.controller import Controller
+from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
+from dynamo_megatron.policy.policy import ResponseStats
+from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.resharding.memory import memory_metrics
+from dynamo_megatron.resharding.push import PushReport
+from dynamo_megatron.serving import Serving
+from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
+from dynamo_megatron.training_run import TrainingRun
 
 
-class TrainJob(Job):
-    def __init__(self, config: Config):
-        super().__init__(config, OutputDir(config))
-        self._stream = self._allocator = self._rollout = self._evaluation = None
+class Trainer(TrainingRun):
+    """The loop of `train` and of `sft`."""
 
-    def check(self, ranks: int) -> dict[str, Any]:
-        config = self.config
-        derived = super().check(ranks)
-        try:
-            spec = load_model_config(config.model.path, config.model.family)
-            limit = max_prompt_length(config, spec)
-            check_served_rope(spec)
-            check_ports(config)
-            transport = check_transport(config.rollout)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        return {
-            **derived,
-            "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
-            "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
-            "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
-            f"{config.algorithm.loss.mini_batches} updates",
-        }
+    def train(self) -> None:
+        """To `trainer.steps` or `trainer.stop_when`."""
+        self.begin()
+        self.phases.clock.restart()
+        finished = self.evaluate(self.start)
+        for step in range(self.start + 1, self.config.trainer.steps + 1):
+            if finished:
+                break
+            self.coordinator.begin_step(step)
+            self.train_step(step)
+            self.checkpoints.reached(step)
+            finished = self.evaluate(step)
+            self.save_if_due(step, finished)
 
-    def prepare(self, spec: ModelSpec) -> None:
-        config = self.config
-        self.journal = Journal(config)
-        progress = self.journal.progress
-        progress.phase("loading tokenizer")
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
-        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        check_vocabulary(config.model.path, spec, tokenizer)
+    def begin(self) -> None:
+        """What comes before the first step."""
 
-        def encode(prompt):
-            return encode_prompt(prompt, tokenizer, config.data)
+    def train_step(self, step: int) -> None:
+        raise NotImplementedError
 
-        limit = max_prompt_length(config, spec)
-        progress.phase("loading data", unit="problems")
-        before = self.output.stream_state()
-        self._stream = open_stream(config.prompt_stream, encode, limit, before, progress.count)
-        prompts = self._stream.prompts
-        allocation = config.algorithm.allocation
-        self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
-        evaluates = config.eval.every is not None
-        server = None
-        if config.rollout.engine == "sglang" or evaluates:
-            ends = end_token_ids(config.model.path, tokenizer)
-            server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
-        self._rollout = server
-        if config.rollout.engine == "recorded":
-            limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
-            self._rollout = RecordedRollouts(config.rollout.recorded, server, **limits)
-        if evaluates:
-            longest = max_prompt_length(config, spec, evaluation=True)
-            progress.phase("loading evaluation data")
-            held_out = load_problems(config, encode, longest, training=prompts)
-            self._evaluation = PeriodicEvaluation(config, held_out, server)
-        self.output.claim()
-        if config.data.chat_template is not None:
-            self.output.keep_chat_template(tokenizer.chat_template)
-        self._rollout.start()
+    def evaluate(self, step: int) -> str | None:
+        """Returns why the run ends after `step`; None: it goes on."""
+        raise NotImplementedError
 
-    def prepare_node(self) -> None:
-        rollout = self.config.rollout
-        if rollout.engine == "sglang" and rollout.placement == "colocated":
-            ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-            self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
-    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
-        names = [""] * dist.get_world_size(host)
-        dist.all_gather_object(names, socket.gethostname(), group=host)
-        check_reachable(self.config.rollout, names)
-        self.show("starting server")
-        coordinator.from_rank_0(
-            "rollouts-ready",
-            "the rollout server to start",
-            lambda: self._rollout.wait_ready(coordinator.check_stop),
-            host,
-            timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
-        )
+class RLTrainer(Trainer):
+    """`control` is rank 0's, None elsewhere. `end_servers` ends the servers that this rank has started."""
 
-    def set_up(self, policy: Any, coordinator: Coordinator) -> None:
-        # These need Megatron, which may only be imported once the backend is set up.
-        from dynamo_megatron.policy.backend import Fusions
-        from dynamo_megatron.trainer import Trainer
+    def __init__(self, *run: Any, serving: Serving, control: Controller | None, end_servers: Callable[[], None]):
+        super().__init__(*run)
+        self.serving, self.control, self.end_servers = serving, control, end_servers
+        self.resources = ResourceMeter()
 
-        config, leads = self.config, policy.layout.rank == 0
-        if leads:
-            self.journal.say(f"optional packages: {Fusions.detect()}")
-        self._trainer = Trainer(
-            config,
-            policy,
-            coordinator,
-            self._stream,
-            self._allocator,
-            self._rollout if leads else None,
-            self._evaluation,
-            self.journal,
-            self._end_servers,
-        )
-        if leads:
-            self.output.take_over(self._trainer.start)
+    def begin(self) -> None:
+        if self.control is not None:
+            self.control.explain()
+        self.serving.push(self.start, self.coordinator.check_stop)
+        if self.journal is not None:
+            self.journal.progress.start(self.start)
 
-    def run(self) -> None:
-        try:
-            self._trainer.run()
-        except StopRequested:
-            self._trainer.serving.close()
-            raise
-        self._trainer.serving.close()  # not after a failure: the ranks may be out of step, and it is what is to be told
+    def train_step(self, step: int) -> None:
+        rollouts, mini_batches, stats = self.sample(step)
+        # A pure function of the rollouts: their advantages within each group, and the weight of each token, which is
+        # normalised over its mini-batch (algorithm.loss.aggregation), whatever the micro-batches and the layout are.
+        batch = TrainBatch.build(rollouts, self.config)
+        reference = self.policy.reference_logprobs(rollouts, mini_batches)  # None without a KL term
+        self.phases.begin("update")
+        lr = self.config.learning_rate(step)
+        updates = [self.policy.update(batch, mini_batch, stats, reference, lr) for mini_batch in mini_batches]
+        pushed = self.serving.push(step)  # the servers sample step + 1 from these weights, proved to have arrived
+        self.log(batch, stats, updates, pushed)
 
-    def close(self) -> None:
-        super().close()
-        self._end_servers()
+    def sample(self, step: int) -> tuple[RolloutBatch, list[MiniBatch], ResponseStats]:
+        """The rollouts that `step` trains on, packed, and the policy's statistics of their tokens, on every rank.
 
-    def _end_servers(self) -> None:
-        if self._rollout is not None:
-            self._rollout.close()
+        One round; with `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) further rounds replace groups whose
+        rewards are all equal. A group is the rollouts of one draw of a prompt.
+        """
+        control, rounds, kept = self.control, [], None
+
+        def allocate() -> None:  # rank 0
+            prompts = control.draw(step)
+            control.allocate(prompts)  # by what `observe` saw in earlier steps; one without history counts as average
+
+        def choose() -> np.ndarray | None:  # rank 0
+            control.reject(stats.logprobs.numpy())  # what cannot have been sampled from the policy
+            control.observe()  # the allocator learns; after it has allocated this step, and before the update
+            return control.select()  # None: another round
+
+        while kept is None:
+            self.phases.begin("read data")
+            self.from_rank_0(f"the prompts of step {step}", allocate)
+            what = f"the rollouts of step {step}"
+            rounds.append(self.serving.ask("generate", what, lambda: control.generate(), version=step - 1))
+            mini_batches, stats = self.measure(rounds[-1])
+            kept = self.from_rank_0(what, choose)
+        rollouts = RolloutBatch.join(rounds).take(kept)
+        if rollouts is not rounds[-1]:  # not all of one round: the updates need micro-batches of their own
+            mini_batches, stats = self.measure(rollouts)
+        return rollouts, mini_batches, stats
+
+    def measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], ResponseStats]:
+        """Mini-batches of whole groups, packed, and logprob, entropy and E[pi Lambda] of each response token under the
+        policy, from the micro-batches of the updates: in the first update every ratio is exactly 1."""
+        self.phases.begin("logprobs")
+        members = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
+        mini_batches = self.policy.pack(rollouts, members)
+        return mini_batches, self.policy.token_stats(rollouts, mini_batches)
+
+    def evaluate(self, step: int) -> str | None:
+        """If `eval.every` says so, rank 0 has the servers answer the problems of `eval.data`."""
+        verdict = self.from_rank_0(f"the end of step {step}", lambda: self.control.verdict(step))
+        if verdict.evaluate:
+            what = f"the evaluation of step {step}"
+            verdict = self.serving.ask("evaluate", what, lambda: self.control.evaluate(step), version=step)
+        if verdict.best:
+            self.phases.begin("save")
+            self.checkpoints.export_best()
+        return verdict.finished
+
+    def log(
+        self,
+        batch: TrainBatch,
+        stats: ResponseStats,
+        updates: Sequence[Mapping[str, float]],
+        pushed: PushReport,
+    ) -> None:
+        layout, turns = self.policy.layout, self.phases.turns
+        resources = layout.gather(self.resources.sample())
+        moved = layout.gather(turns.report()) if turns is not None else None
+        if self.control is not None:
+            ranks = resource_metrics(resources, Path(self.config.output_dir))
+            if moved is not None:
+                ranks |= memory_metrics(moved)
+            self.control.log(batch, stats, updates, pushed, self.phases.clock, ranks)
+        self.phases.clock.restart()  # an evaluation and a save come after the metrics: their time is the next step's
+
+    def stop(self) -> None:
+        if self.phases.turns is not None:  # servers may still be generating, and a save needs their memory
+            self.end_servers()
+            self.phases.turns.know([])

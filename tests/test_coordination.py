@@ -29,7 +29,7 @@ else:
     except StopRequested as stopped:
         coordinator.announce("stopped", f"stopped by {stopped}")
 for step in (6, 7):  # a new step has its own time
-    coordinator.step = step
+    coordinator.begin_step(step)
     time.sleep(2 if step == 6 else 60)
 """
 

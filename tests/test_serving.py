@@ -3,6 +3,7 @@
 import pytest
 
 from dynamo_megatron.coordination import StopRequested
+from dynamo_megatron.phases import Phases
 from dynamo_megatron.resharding.push import PushReport
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.serving import TRIES, Serving
@@ -34,12 +35,12 @@ class Alone:
         if self.asked:
             raise StopRequested("SIGTERM")
 
-    def from_rank_0(self, key, what, make, host):
+    def from_rank_0(self, what, make, host):
         return make()
 
 
 def serving(lost: int, asked: bool = False) -> Serving:
-    return Serving(Pushes(lost), Alone(asked), None, lambda text: None, None)
+    return Serving(Pushes(lost), Alone(asked), None, Phases(None, None), lambda text: None)
 
 
 def test_the_report_of_a_step_has_all_its_pushes():
@@ -53,7 +54,7 @@ def test_the_report_of_a_step_has_all_its_pushes():
             raise answer
         return answer
 
-    assert one.ask("rollouts", "the rollouts", make, version=1) == "rollouts"
+    assert one.ask("generate", "the rollouts", make, version=1) == "rollouts"
     assert one.push(2) == PushReport(4.0, 3.0, 1.0, 20, 16)
     assert one.push(3) == PushReport(2.0, 1.5, 0.5, 10, 8)
     assert serving(2).push(1) == PushReport(6.0, 4.5, 1.5, 30, 24)
@@ -71,4 +72,4 @@ def test_a_stop_is_heard_where_a_push_within_a_step_waits_and_not_where_one_ends
     one = serving(0, asked=True)
     one.push(1)
     with pytest.raises(StopRequested):
-        one.ask("rollouts", "the rollouts", make, version=1)
+        one.ask("generate", "the rollouts", make, version=1)

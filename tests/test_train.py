@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo_megatron.coordination import StopRequested
-from dynamo_megatron.train import TrainJob
+from dynamo_megatron.train_job import TrainJob
 
 
 @pytest.mark.parametrize(("ending", "closes"), [(None, 1), (StopRequested("SIGTERM"), 1), (ValueError("the cause"), 0)])
@@ -15,7 +15,7 @@ def test_links_to_servers_are_closed_where_the_ranks_are_in_step(ending, closes)
             raise ending
 
     job = TrainJob.__new__(TrainJob)
-    job._trainer = SimpleNamespace(run=run, serving=SimpleNamespace(close=lambda: closed.append(1)))
+    job._trainer, job._serving = SimpleNamespace(run=run), SimpleNamespace(close=lambda: closed.append(1))
     if ending is None:
         job.run()
     else:

@@ -65,11 +65,16 @@ class RolloutAllocator:
         self.history = History(strata)
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
-        """Rollouts of each prompt, int64 [N], aligned with `prompt_ids`, in which a prompt may occur twice.
+        """As `decide`, the counts alone: int64 [N]. `last` keeps the whole decision."""
+        self.last = self.decide(prompt_ids, budget, step=step)
+        return self.last.counts
+
+    def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
+        """How many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
         Their sum is `budget` and each is within the configured bounds; `on_shortfall` says what happens to a budget
-        that does not fit them (ValueError by default). `last` keeps what was decided and from what. Raises ValueError
-        naming a user's allocator that does not keep its contract.
+        that does not fit them (ValueError by default). Raises ValueError naming a user's allocator that does not keep
+        its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
@@ -84,8 +89,7 @@ class RolloutAllocator:
                 again = self._allocator.counts(prompts, variance, budget, low, high)
                 self._hold(np.array_equal(counts, again), "gave other counts when asked twice the same")
         strata = None if self._strata is None else [self._strata.get(i) for i in ids]
-        self.last = Allocation(step, ids, counts, variance, prompts.trials > 0, strata)
-        return counts
+        return Allocation(step, ids, counts, variance, prompts.trials > 0, strata)
 
     def _check_variance(self, ids: list[str], variance: Any) -> None:
         self._check_array("variance", variance, np.float64, len(ids))

@@ -103,7 +103,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of all T positions
     rows: torch.Tensor  # int64 [r]: the positions, of the t here, that predict a response token
     labels: torch.Tensor  # int64 [r]
-    slots: torch.Tensor  # int64 [r]: their slots (see `Sequences`)
+    slots: torch.Tensor  # int64 [r], on the CPU: their slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
     sequences: list[int]
 
@@ -150,7 +150,16 @@ class MicroBatch:
             cu_seqlens=on_device(bounds, torch.int32),
             rows=on_device(trained),
             labels=on_device(labels),
-            slots=on_device(slots),
+            slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
             sequences=list(sequences),
         )
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The sequences of one update, and this rank's part of them. Packed once: statistics and update run over the same
+    micro-batches, so that their ratio is exactly 1 in the step's first update."""
+
+    members: np.ndarray  # int64, ascending: which of the step's sequences
+    micro_batches: list[MicroBatch]

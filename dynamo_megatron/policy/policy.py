@@ -27,7 +27,7 @@ from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.checkpoint_files import is_finite
-from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
+from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.loading import load_folder
 from dynamo_megatron.policy.model import build_chunks
@@ -121,6 +121,10 @@ class Policy:
             "chunk_tokens": self.config.kernels.chunk_tokens,
         }
 
+    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
+        """This rank's part of each of `mini_batches` (indices of sequences, ascending)."""
+        return [MiniBatch(members, self._micro_batches(source, members)) for members in mini_batches]
+
     def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
         """This rank's micro-batches of the sequences `members`."""
         lengths = np.diff(source.offsets)[members] - 1
@@ -170,10 +174,8 @@ class Policy:
         )
 
     @torch.no_grad()
-    def token_stats(
-        self, source: Sequences, mini_batches: Sequence[np.ndarray], model: str = "policy"
-    ) -> ResponseStats:
-        """Statistics of all response tokens, from the same micro-batches as the updates on `mini_batches`.
+    def token_stats(self, source: Sequences, mini_batches: Sequence[MiniBatch], model: str = "policy") -> ResponseStats:
+        """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
 
         `model`: whose weights they are, for messages. Raises, on every rank, NonFiniteError, and ValueError for a token
         that the vocabulary does not have: its embedding would be zeros or a row of padding."""
@@ -183,10 +185,10 @@ class Policy:
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head)
             rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
-            gathered[:, micro_batch.slots.cpu()] = torch.stack(rows).cpu()
+            gathered[:, micro_batch.slots] = torch.stack(rows).cpu()
             return hidden.new_zeros(())
 
-        self._run([m for mini in mini_batches for m in self._micro_batches(source, mini)], collect, forward_only=True)
+        self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
             bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
@@ -201,14 +203,14 @@ class Policy:
     def _parameters(self) -> list[torch.Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
-    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
-        """float32 [R] logprobs under the reference policy, or None where no KL term is on."""
+    def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
+        """float32 [R] logprobs under the reference policy, or None where no KL term is on. Raises as `token_stats`."""
         kl = self.config.algorithm.kl
         if kl.coef == 0:
             return None
         self._change_places()
         model = f"reference model {kl.reference or self.config.model.path}"
-        stats = self.token_stats(batch.rollouts, batch.mini_batches, model)
+        stats = self.token_stats(source, mini_batches, model)
         self._change_places()
         return stats.logprobs
 
@@ -223,12 +225,12 @@ class Policy:
     def update(
         self,
         batch: TrainBatch,
-        mini_batch: np.ndarray,
+        mini_batch: MiniBatch,
         stats: ResponseStats,
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the rollouts `mini_batch`. Returns this update's sums and gradient norm.
+        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm.
 
         `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
@@ -237,7 +239,7 @@ class Policy:
         loss, device = self.loss_config, self.layout.device
         shaped = shape_tokens(
             batch.rollouts,
-            mini_batch,
+            mini_batch.members,
             batch.advantages,
             batch.weights,
             stats.logprobs,
@@ -254,14 +256,13 @@ class Policy:
         )
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
-            slots = micro_batch.slots.cpu()
+            slots = micro_batch.slots
             log_ratios = self._response_log_ratios(micro_batch, hidden, stats.logprobs[slots])
-            take = slice(None)
+            rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
-                take = trained[slots]  # tokens without gradient never reach the head's GEMM
-                hidden = hidden[take.to(device)]
-            rows = take.to(device) if torch.is_tensor(take) else take
-            here = slots[take]
+                taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
+                rows, here = taken.to(device), slots[taken]
+                hidden = hidden[rows]
             return here, kernels.policy_loss(
                 hidden,
                 self._head_weight,
@@ -309,7 +310,7 @@ class Policy:
         head = {**self._head, "temperature": 1.0}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
-            here = micro_batch.slots.cpu()
+            here = micro_batch.slots
             weight = per_token[here].to(self.layout.device)
             ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
@@ -326,41 +327,42 @@ class Policy:
             )
             return here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()})
 
-        return self._optimize(sequences, np.arange(len(weights)), cross_entropy, learning_rate)
+        (mini_batch,) = self.pack(sequences, [np.arange(len(weights))])
+        return self._optimize(sequences, mini_batch, cross_entropy, learning_rate)
 
     def _optimize(
         self,
         source: Sequences,
-        members: np.ndarray,
+        mini_batch: MiniBatch,
         head_loss: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, PolicyLossOutput]],
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the sequences `members`; `head_loss` gives a micro-batch's trained slots and loss."""
-        sums: dict[str, torch.Tensor] = {}
-        broken: set[str] = set()
+        """One optimizer step on the sequences of `mini_batch`; `head_loss`: a micro-batch's trained slots and loss.
+
+        Nothing of a micro-batch is waited for: sums and flags stay on the device until the last one."""
+        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
+        finite: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each micro-batch the trained slots, and bool of each
 
         def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             slots, output = head_loss(micro_batch, hidden)
-            for name, value in output.metrics.items():
-                sums[name] = sums.get(name, 0) + value.detach().double().cpu()
-            if not torch.isfinite(output.loss):
-                owners = np.searchsorted(source.response_offsets, slots.numpy(), side="right") - 1
-                finite = [torch.isfinite(x) for x in (output.stats.logprobs, output.stats.entropy, output.advantages)]
-                bad = ~torch.stack(finite).all(0).cpu().numpy()
-                broken.update(source.prompt_ids[s] for s in owners[bad])
+            for i, name in enumerate(names):
+                if name in output.metrics:
+                    sums[i] += output.metrics[name].detach().double()
+            values = (output.stats.logprobs, output.stats.entropy, output.advantages)
+            finite.append((slots, torch.stack([torch.isfinite(x) for x in values]).all(0)))
             return output.loss
 
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(self._micro_batches(source, members), on_hidden, forward_only=False)
+        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
-        totals = self.layout.world_sum(torch.tensor([float(sums.get(n, 0.0)) for n in names], dtype=torch.float64))
+        totals = self.layout.world_sum(sums.cpu())
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            self._raise_non_finite(result, broken, source, members)
+            self._raise_non_finite(result, finite, source, mini_batch)
         # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases
         # (wd_mult 0) to a scheduler that is not used here.
         o = self.config.optimizer
@@ -370,9 +372,18 @@ class Policy:
         self.optimizer.step()
         return result
 
-    def _raise_non_finite(self, result: dict, broken: set[str], source: Sequences, members: np.ndarray) -> None:
+    def _raise_non_finite(
+        self,
+        result: dict,
+        finite: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        source: Sequences,
+        mini_batch: MiniBatch,
+    ) -> None:
+        bad = [slots[~flags.cpu()].numpy() for slots, flags in finite]
+        owners = [np.searchsorted(source.response_offsets, slots, side="right") - 1 for slots in bad]
+        broken = {source.prompt_ids[s] for sequences in owners for s in sequences}
         gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self._parameters)
-        trained = {source.prompt_ids[s] for m in self._micro_batches(source, members) for s in m.sequences}
+        trained = {source.prompt_ids[s] for m in mini_batch.micro_batches for s in m.sequences}
         mine = (self.layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained))
         everyone: list = [None] * self.layout.world_size
         dist.all_gather_object(everyone, mine, group=self.layout.host)

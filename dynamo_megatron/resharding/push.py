@@ -83,7 +83,6 @@ class WeightPusher:
         self._endpoints: list[Endpoint] = []
         self._known: set[Endpoint] = set()  # of the last push
         self._devices: dict[Endpoint, str] = {}  # those asked; an incarnation does not change its device
-        self._pushes = 0
 
     def push(
         self, version: int, on_poll: Callable[[], None] | None = None, on_wait: Callable[[], None] | None = None
@@ -94,7 +93,6 @@ class WeightPusher:
         may raise. Where none took them but some will
         be back, the report says why. Raises RolloutError; OSError where the disk is full.
         """
-        self._pushes += 1
         start = time.monotonic()
         endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_wait))
         paused = time.monotonic()
@@ -231,8 +229,7 @@ class WeightPusher:
                 under_way.dropped.add(endpoint.name)
 
     def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
-        key = f"push-{self._pushes}-{what}"
-        return self._coordinator.from_rank_0(key, f"the servers ({what} of a push)", make, self._layout.host)
+        return self._coordinator.from_rank_0(f"the servers ({what} of a push)", make, self._layout.host)
 
     def _make(self, name: str) -> Transport:
         if name == "tensor":

@@ -120,7 +120,9 @@ class RolloutResult:
 
     @classmethod
     def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:
-        """The parts of one step, at least one, in order."""
+        """The parts of one step, at least one, in order. A single part is returned as it is."""
+        if len(results) == 1:
+            return results[0]
         times, uses = Counter(), {}
         for result in results:
             times.update(result.times)

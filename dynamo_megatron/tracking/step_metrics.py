@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,33 +14,41 @@ from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 
-if TYPE_CHECKING:  # names only: this room does not depend on the others
-    from dynamo_megatron.collection import Collected
+if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
+    from dynamo_megatron.algorithm.allocation import Allocation
+    from dynamo_megatron.phases import Clock
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import ResponseStats
     from dynamo_megatron.resharding.push import PushReport
-
+    from dynamo_megatron.rollout.result import RolloutResult
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
 
 
-class Clock:
-    """Seconds by phase of a step, and since its start. Phases do not overlap."""
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step sampled, in one round or, under dynamic sampling, in several."""
 
-    def __init__(self):
-        self._start = time.monotonic()
-        self.seconds: dict[str, float] = {}
+    step: int
+    allocations: list[Allocation]  # one a round
+    result: RolloutResult  # of all rounds, without what was rejected
+    epoch: int
+    skipped_prompts: int
 
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 [prompts drawn], the rollouts of each."""
+        return np.concatenate([a.counts for a in self.allocations])
 
-    def total(self) -> float:
-        return time.monotonic() - self._start
+    @property
+    def history_share(self) -> float:
+        return float(np.concatenate([a.history for a in self.allocations]).mean())
+
+    def allocation_rows(self) -> Iterator[dict[str, Any]]:
+        """The lines of allocation.jsonl; those of a later round say which."""
+        for number, allocation in enumerate(self.allocations):
+            for row in allocation.rows():
+                yield {**row, "round": number} if number else row
 
 
 def _mean(values) -> float:
@@ -49,17 +56,13 @@ def _mean(values) -> float:
 
 
 def step_metrics(
-    step: int,
-    collected: Collected,
+    record: StepRecord,
     batch: TrainBatch,
     stats: ResponseStats,
-    updates: Sequence[dict[str, float]],
-    learning_rate: float,
+    updates: Sequence[Mapping[str, float]],
     pushed: PushReport,
     clock: Clock,
     config: Config,
-    *,
-    measures_kl: bool,
 ) -> dict[str, float]:
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
@@ -71,10 +74,10 @@ def step_metrics(
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
     """
-    rollouts, result, counts = batch.rollouts, collected.result, collected.counts
+    rollouts, result, counts = batch.rollouts, record.result, record.counts
     sampled = result.batch
-    teaches = informative(sampled.rewards, sampled.group_ids)
-    teaching, groups = (len({sampled.group_ids[s] for s in np.flatnonzero(m)}) for m in (teaches, teaches | True))
+    differs = informative(sampled.rewards, sampled.group_ids)
+    differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
     gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
     tokens = len(gap)
     total = {
@@ -91,16 +94,16 @@ def step_metrics(
         penalties = overlong_penalty(sampled.response_lengths, config.rollout.max_new_tokens, buffer, most)
         options["reward/overlong_penalty"] = _mean(penalties)
     if algorithm.dynamic_sampling is not None:
-        options["rollout/refill_rounds"] = len(collected.allocations) - 1
-        options["rollout/missing_groups"] = config.data.batch_prompts - teaching
-    if measures_kl:
+        options["rollout/refill_rounds"] = len(record.allocations) - 1
+        options["rollout/missing_groups"] = config.data.batch_prompts - differing
+    if algorithm.kl.coef:
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
     requested = max(1, result.counts["requested"])
     seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
-    elapsed = clock.total()
+    elapsed = clock.total
     return {
-        "step": step,
+        "step": record.step,
         "reward/mean": _mean(sampled.rewards),
         "reward/success": _mean(sampled.successes),
         "reward/timeouts": result.counts["reward_timeouts"] / requested,
@@ -111,7 +114,7 @@ def step_metrics(
         "rollout/failed": result.counts["failed"] / requested,
         "rollout/rejected": result.counts["rejected"] / requested,
         "rollout/reused": result.counts["reused"] / requested,
-        "rollout/zero_variance_groups": 1 - teaching / groups,
+        "rollout/zero_variance_groups": 1 - differing / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()),
         "rollout/weight_version_max": int(sampled.weight_versions.max()),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
@@ -120,9 +123,9 @@ def step_metrics(
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
-        "allocation/history_share": collected.history_share,
-        "data/epoch": collected.epoch,
-        "data/skipped_prompts": collected.skipped_prompts,
+        "allocation/history_share": record.history_share,
+        "data/epoch": record.epoch,
+        "data/skipped_prompts": record.skipped_prompts,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         "policy/clip_share": total["clipped"] / max(1, tokens),
@@ -131,7 +134,7 @@ def step_metrics(
         "policy/boosted_share": total["boosted"] / max(1, tokens),
         "policy/grad_norm": sum(u["grad_norm"] for u in made) / max(1, len(made)),
         "policy/skipped_updates": len(updates) - len(made),
-        "policy/learning_rate": learning_rate,
+        "policy/learning_rate": config.learning_rate(record.step),
         "policy/tokens": tokens,
         "reshard/bytes": pushed.bytes,
         "reshard/floor_bytes": pushed.floor_bytes,

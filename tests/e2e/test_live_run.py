@@ -47,7 +47,7 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
         "joining ranks",
         "starting server",
         "loading model",
-        "pushing weights",
+        "push weights",
     ]
     found = re.findall(r"^([a-z0-9 ]+): [0-9.]+ s$", seen["said"], re.MULTILINE)
     assert found == phases
@@ -125,12 +125,11 @@ def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, st
         "    import dataclasses\n"
         "    import numpy as np\n"
         "    from dynamo_megatron.algorithm import allocation\n"
-        "    allocate = allocation.RolloutAllocator.allocate\n"
+        "    decide = allocation.RolloutAllocator.decide\n"
         "    def fixed(self, prompt_ids, budget, *, step):\n"
-        "        allocate(self, prompt_ids, budget, step=step)\n"
-        "        self.last = dataclasses.replace(self.last, counts=np.array([2, 7, 15, 4]))\n"
-        "        return self.last.counts\n"
-        "    allocation.RolloutAllocator.allocate = fixed\n"
+        "        decided = decide(self, prompt_ids, budget, step=step)\n"
+        "        return dataclasses.replace(decided, counts=np.array([2, 7, 15, 4]))\n"
+        "    allocation.RolloutAllocator.decide = fixed\n"
     )
     problems = (workspace / "problems.jsonl").read_text().splitlines(keepends=True)[:3]
     (tmp_path / "problems.jsonl").write_text("".join(problems))

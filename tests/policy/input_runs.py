@@ -21,7 +21,6 @@ from megatron.core import parallel_state  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
-from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.records import Rollout, RolloutBatch  # noqa: E402
@@ -63,16 +62,16 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
     for change in [None, *map(tuple, case["changes"])]:
         batch, everyone = rollouts(change), [np.arange(len(LENGTHS))]
         weights = np.full(len(LENGTHS), 0.1)
-        found[f"stats {change}"] = said(lambda b=batch, e=everyone: policy.token_stats(b, e))
+        found[f"stats {change}"] = said(lambda b=batch, e=everyone: policy.token_stats(b, policy.pack(b, e)))
         found[f"fit {change}"] = said(lambda b=batch, w=weights: policy.fit(b, w, 1e-3))
     with torch.no_grad():
         if layout.rank == layout.world_size - 1:
             policy.chunks[-1].head_weight[0, 0] = torch.nan
-    found["NaN"] = said(lambda: policy.token_stats(rollouts(), [np.arange(len(LENGTHS))]))
+    batch = rollouts()
+    everyone = policy.pack(batch, [np.arange(len(LENGTHS))])
+    found["NaN"] = said(lambda: policy.token_stats(batch, everyone))
     policy = Policy(spec, with_reference(config, case["folders"]["huge"]), layout)
-    ones = np.ones(len(LENGTHS))
-    batch = TrainBatch(rollouts(), ones, np.zeros(len(LENGTHS), np.int64), ones)
-    found["reference NaN"] = said(lambda: policy.reference_logprobs(batch))
+    found["reference NaN"] = said(lambda: policy.reference_logprobs(batch, everyone))
     (out / f"rank{layout.rank}.json").write_text(json.dumps(found))
     dist.barrier()
     parallel_state.destroy_model_parallel()

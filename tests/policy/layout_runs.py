@@ -139,7 +139,7 @@ def before_the_step(policy: Policy, act) -> None:
 def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBatch:
     """What the guard must notice."""
     if fault == "micro_batch_mean":
-        micro = policy._micro_batches(batch.rollouts, batch.mini_batches[0])
+        micro = policy.pack(batch.rollouts, batch.mini_batches)[0].micro_batches
         weights = batch.weights.copy()
         for m in micro:
             weights[m.sequences] = 1 / len(micro) / max(1, len(m.slots))
@@ -202,12 +202,13 @@ def run_case(case: dict, store: dist.Store) -> None:
     routing = Routing(policy, len(source.engine_logprobs)) if spec.num_experts else None
     updates, experts = [], None
     values: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": [], "reference": []}
+    mini_batches = policy.pack(batch.rollouts, batch.mini_batches)
     for _ in range(2):
-        stats = policy.token_stats(batch.rollouts, batch.mini_batches)
+        stats = policy.token_stats(batch.rollouts, mini_batches)
         if routing is not None and experts is None:
             experts = routing.finish()
-        reference = policy.reference_logprobs(batch)
-        updates += [policy.update(batch, mini, stats, reference, 1e-3) for mini in batch.mini_batches]
+        reference = policy.reference_logprobs(batch.rollouts, mini_batches)
+        updates += [policy.update(batch, mini, stats, reference, 1e-3) for mini in mini_batches]
         for name, value in zip(values, (stats.logprobs, stats.entropy, reference), strict=True):
             if value is not None:
                 values[name].append(value)
@@ -230,12 +231,12 @@ def run_fault(fault: str, policy: Policy, batch: TrainBatch) -> dict:
     advantages = np.zeros_like(batch.advantages) if fault == "no_signal" else batch.advantages.copy()
     if fault == "nan":
         advantages[batch.rollouts.rollout_ids.index("1-1")] = np.nan
-    stats = policy.token_stats(batch.rollouts, batch.mini_batches)
+    (mini,) = policy.pack(batch.rollouts, [np.arange(len(advantages))])
+    stats = policy.token_stats(batch.rollouts, [mini])
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     said = ""
     try:
-        mini = np.arange(len(advantages))
         said = policy.update(dataclasses.replace(batch, advantages=advantages), mini, stats, None, 1e-3)
     except NonFiniteError as error:
         said = str(error)

@@ -45,10 +45,11 @@ def run(config: Config, layout, moved: bool) -> dict:
             seen = {"freed": freed, "again": offload.release(PARTS)}
             seen["resident"] = sum(p.untyped_storage().nbytes() for p in policy.chunks[0].parameters())
             seen["weights first"] = offload.resume(["weights"])
-        stats = policy.token_stats(data.rollouts, data.mini_batches)
+        mini_batches = policy.pack(data.rollouts, data.mini_batches)
+        stats = policy.token_stats(data.rollouts, mini_batches)
         if moved and step:
             seen["taken"] = offload.resume(PARTS)
-        policy.update(data, data.mini_batches[0], stats, None, 1e-3)
+        policy.update(data, mini_batches[0], stats, None, 1e-3)
     return {"values": values(policy), **seen}
 
 

@@ -140,7 +140,7 @@ class Ranks:
         rollout = self.config.rollout.model_copy(update={"sync": sync})
         self.policy.config = self.config.model_copy(update={"rollout": rollout})
         fleet = self.fleet if self.rank == 0 else None
-        return WeightPusher(self.policy, fleet, _Keys(self.coordinator, f"{transport}-"))
+        return WeightPusher(self.policy, fleet, self.coordinator)
 
     def push(self, pusher: WeightPusher, transport: str) -> None:
         """One push of new random weights, and what every server then is found to have."""
@@ -241,16 +241,6 @@ def run_withheld(job: dict, case: dict) -> None:
     ranks.push(pusher, transport)
     pusher.close()
     ranks.finish()
-
-
-class _Keys:
-    """A coordinator whose keys have a prefix: several pushers in one job would use the same."""
-
-    def __init__(self, coordinator: Coordinator, prefix: str):
-        self._coordinator, self._prefix = coordinator, prefix
-
-    def from_rank_0(self, key, *arguments):
-        return self._coordinator.from_rank_0(self._prefix + key, *arguments)
 
 
 RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld}

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.dynamic_sampling import informative
-from dynamo_megatron.collection import Collector
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import to_plain
+from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import Prompt, Rollout, RolloutBatch
+from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
@@ -22,20 +24,49 @@ from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.train import RLTrainer
 
 BATCH = 4
 
 
-def batch_of(collector: Collector, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
-    """(batch, Collected) of a step on rank 0, where the policy gives `logprobs` of each round's rollouts."""
-    collector.begin(step)
-    rounds, chosen = [], None
-    while chosen is None:
-        collector.draw(lambda: None)
-        rounds.append(collector.sample(lambda: None))
-        chosen = collector.judge(logprobs(rounds[-1]), lambda: None)
-    rollouts = RolloutBatch.join(rounds).take(chosen.members)
-    return TrainBatch(rollouts, chosen.advantages, chosen.mini_batch, chosen.weights), collector.collected
+class Alone:
+    """The coordinator of one rank, and servers that are never lost."""
+
+    def check(self):
+        pass
+
+    check_stop = check
+
+    def from_rank_0(self, what, make, group):
+        return make()
+
+    def ask(self, phase, what, make, version):
+        return make()
+
+
+class Policy:
+    """Packs nothing; its logprobs of rollouts are what `logprobs` says."""
+
+    layout = SimpleNamespace(host=None)
+
+    def __init__(self, logprobs):
+        self.logprobs = logprobs
+
+    def pack(self, rollouts, mini_batches):
+        return list(mini_batches)
+
+    def token_stats(self, rollouts, mini_batches):
+        return SimpleNamespace(logprobs=torch.from_numpy(self.logprobs(rollouts)), rollouts=rollouts)
+
+
+def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
+    """(batch, StepRecord) of a step of the loop with one rank, where the policy gives `logprobs` of rollouts."""
+    config, alone, phases = controller.config, Alone(), SimpleNamespace(begin=lambda phase: None)
+    run = (config, Policy(logprobs), alone, None, phases, None, 0)
+    trainer = RLTrainer(*run, serving=alone, control=controller, end_servers=lambda: None)
+    rollouts, mini_batches, stats = trainer.sample(step)
+    assert stats.rollouts is rollouts and sum(map(len, mini_batches)) == len(rollouts.rollout_ids)
+    return TrainBatch.build(rollouts, config), controller.record
 
 
 class Answering:
@@ -87,8 +118,8 @@ def failed(step, prompts, counts, first) -> RolloutResult:
 
 
 @pytest.fixture
-def collector(tmp_path):
-    """make(prompts, rounds, rollout, **proof) -> (Collector, its config)."""
+def controller(tmp_path):
+    """make(prompts, rounds, rollout, **proof) -> a Controller."""
 
     def make(prompts: int, rounds: int | None, rollout, **proof):
         config = Config(
@@ -100,9 +131,9 @@ def collector(tmp_path):
         )
         items = [Prompt(f"p{i}", text=f"p{i}") for i in range(prompts)]
         stream = PromptStream(items, config.data, lambda p: [1, int(p.prompt_id[1:])], None)
-        return Collector(
-            config, stream, RolloutAllocator(config.algorithm.allocation), rollout, Journal(config)
-        ), config
+        return Controller(
+            config, stream, RolloutAllocator(config.algorithm.allocation), rollout, None, Journal(config), Alone()
+        )
 
     return make
 
@@ -114,22 +145,20 @@ def test_informative():
 
 
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
-def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
-    live, config = collector(prompts, 30, Answering(RolloutStore(tmp_path)))
-    replayed, _ = collector(prompts, 30, RecordedRollouts(tmp_path, vocab_size=1000, max_new_tokens=100))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts):
+    live = controller(prompts, 30, Answering(RolloutStore(tmp_path)))
+    replayed = controller(prompts, 30, RecordedRollouts(tmp_path, vocab_size=1000, max_new_tokens=100))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(live.config)))
     for step in (1, 2):
-        batch, collected = batch_of(live, step)
+        batch, record = batch_of(live, step)
         rollouts = batch.rollouts
         assert len(set(rollouts.group_ids)) == BATCH and {int(p[1:]) % 3 for p in rollouts.prompt_ids} == {2}
-        assert len(collected.allocations) > 1 and collected.result.counts["requested"] == collected.counts.sum()
+        assert len(record.allocations) > 1 and record.result.counts["requested"] == record.counts.sum()
         assert (batch.advantages != 0).all()
-        rounds = [row.get("round", 0) for row in collected.allocation_rows()]
-        assert (
-            rounds == sorted(rounds) and rounds[:BATCH] == [0] * BATCH and rounds[-1] == len(collected.allocations) - 1
-        )
+        rounds = [row.get("round", 0) for row in record.allocation_rows()]
+        assert rounds == sorted(rounds) and rounds[:BATCH] == [0] * BATCH and rounds[-1] == len(record.allocations) - 1
         with (tmp_path / "allocation.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in collected.allocation_rows())
+            file.writelines(json.dumps(row) + "\n" for row in record.allocation_rows())
         again, _ = batch_of(replayed, step)
         assert again.rollouts.rollout_ids == rollouts.rollout_ids
         np.testing.assert_array_equal(again.rollouts.tokens, rollouts.tokens)
@@ -141,33 +170,33 @@ def test_a_batch_is_filled_with_groups_that_teach(collector, tmp_path, prompts):
 
 
 @pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])
-def test_rounds_are_bounded(collector, tmp_path, rounds, prompts):
+def test_rounds_are_bounded(controller, tmp_path, rounds, prompts):
     """One round of replacement at most; without dynamic sampling nothing is left out."""
-    batch, collected = batch_of(collector(300, rounds, Answering(RolloutStore(tmp_path)))[0], 1)
-    assert len(collected.counts) <= prompts
-    teaching = {p for p in collected.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
-    sampled = set(collected.result.batch.prompt_ids)
+    batch, record = batch_of(controller(300, rounds, Answering(RolloutStore(tmp_path))), 1)
+    assert len(record.counts) <= prompts
+    teaching = {p for p in record.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
+    sampled = set(record.result.batch.prompt_ids)
     assert set(batch.rollouts.prompt_ids) == (teaching if rounds else sampled)
     assert 0 < len(teaching) < BATCH < len(sampled) + (rounds is None)
 
 
-def test_a_batch_that_teaches_nothing_stays_whole(collector, tmp_path):
-    batch, collected = batch_of(collector(1, 2, Answering(RolloutStore(tmp_path)))[0], 1)
-    assert set(batch.rollouts.prompt_ids) == {"p0"} and len(collected.allocations) == 3
+def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
+    batch, record = batch_of(controller(1, 2, Answering(RolloutStore(tmp_path))), 1)
+    assert set(batch.rollouts.prompt_ids) == {"p0"} and len(record.allocations) == 3
     assert not batch.advantages.any()
 
 
-def test_a_later_round_without_a_response_costs_its_groups_alone(collector, tmp_path):
+def test_a_later_round_without_a_response_costs_its_groups_alone(controller, tmp_path):
     class Failing(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
             return result if first == 0 else failed(step, prompts, counts, first)
 
-    batch, collected = batch_of(collector(300, 2, Failing(RolloutStore(tmp_path)))[0], 1)
-    assert len(collected.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
+    batch, record = batch_of(controller(300, 2, Failing(RolloutStore(tmp_path))), 1)
+    assert len(record.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
-def test_a_round_past_the_deadline_is_the_last(collector, tmp_path):
+def test_a_round_past_the_deadline_is_the_last(controller, tmp_path):
     class Late(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             result = super().generate(step, prompts, counts, on_poll, on_count, first)
@@ -177,20 +206,20 @@ def test_a_round_past_the_deadline_is_the_last(collector, tmp_path):
             outcomes = {name: Outcome("aborted", "") for name in late.outcomes}
             return dataclasses.replace(late, outcomes=outcomes)
 
-    batch, collected = batch_of(collector(300, 30, Late(RolloutStore(tmp_path)))[0], 1)
-    assert len(collected.allocations) == 2 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
+    batch, record = batch_of(controller(300, 30, Late(RolloutStore(tmp_path))), 1)
+    assert len(record.allocations) == 2 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
-def test_a_step_without_a_response_is_an_error_that_says_why(collector):
+def test_a_step_without_a_response_is_an_error_that_says_why(controller):
     class Silent:
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             return failed(step, prompts, counts, first)
 
     with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
-        batch_of(collector(30, 2, Silent())[0], 1)
+        batch_of(controller(30, 2, Silent()), 1)
 
 
-def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path):
+def test_what_was_sampled_from_other_weights_teaches_nobody(controller, tmp_path):
     """Every third rollout has garbage logprobs: groups, allocator and rounds are as if it had not come."""
 
     class Garbled(Answering):
@@ -206,22 +235,22 @@ def test_what_was_sampled_from_other_weights_teaches_nobody(collector, tmp_path)
 
     policy = {"logprobs": lambda rollouts: np.full(len(rollouts.engine_logprobs), -1.0, np.float32)}
     garbled, without = Garbled(RolloutStore(tmp_path / "a")), Without(RolloutStore(tmp_path / "b"))
-    one, other = collector(30, 30, garbled)[0], collector(30, 30, without)[0]
+    one, other = controller(30, 30, garbled), controller(30, 30, without)
     for step in (1, 2):
-        (batch, collected), (same, seen) = batch_of(one, step, **policy), batch_of(other, step, **policy)
+        (batch, record), (same, seen) = batch_of(one, step, **policy), batch_of(other, step, **policy)
         assert batch.rollouts.rollout_ids == same.rollouts.rollout_ids
         for name in ("advantages", "mini_batch", "weights"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(same, name))
-        assert [a.counts.tolist() for a in collected.allocations] == [a.counts.tolist() for a in seen.allocations]
-        counts = collected.result.counts
+        assert [a.counts.tolist() for a in record.allocations] == [a.counts.tolist() for a in seen.allocations]
+        counts = record.result.counts
         assert counts == seen.result.counts and counts["requested"] == counts["completed"] + counts["rejected"]
     assert set(garbled.rejected) and not without.rejected
-    note = collected.result.notes[0]
+    note = record.result.notes[0]
     assert note.startswith("step 2: 11 of 32 rollouts rejected; the first, 000002-0000-000: logprobs 1 nats from")
 
 
 @pytest.mark.parametrize("share", [0.25, 0.4])
-def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
+def test_too_many_rejected_rollouts_end_the_run(controller, tmp_path, share):
     class Stale(Answering):
         servers = ("",)
 
@@ -231,13 +260,13 @@ def test_too_many_rejected_rollouts_end_the_run(collector, tmp_path, share):
             result.batch.servers[:] = (32 * self.servers)[:32]
             return result
 
-    stale, _ = collector(30, None, Stale(RolloutStore(tmp_path)), max_rejected_share=share)
+    stale = controller(30, None, Stale(RolloutStore(tmp_path)), max_rejected_share=share)
     if share == 0.4:
         assert batch_of(stale, 1)[1].result.counts["rejected"] == 11
         return
     two = Stale(RolloutStore(tmp_path))
     two.servers = ("server-1", "server-0", "server-0")  # of every three the first is rejected
-    assert batch_of(collector(30, None, two, max_rejected_share=share)[0], 1)[1].result.counts["rejected"] == 11
+    assert batch_of(controller(30, None, two, max_rejected_share=share), 1)[1].result.counts["rejected"] == 11
     said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
     with pytest.raises(RolloutError, match=said):
         batch_of(stale, 1)

@@ -1,0 +1,68 @@
+"""The loop of supervised fine-tuning: the next examples, and an update on the cross-entropy of their completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.records import Sequences
+from dynamo_megatron.train import Trainer
+
+LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
+
+
+class SFTTrainer(Trainer):
+    """`next_examples(on_poll)`: rank 0's; it calls `on_poll` while it waits."""
+
+    def __init__(self, *run: Any, next_examples: Callable[[Callable[[], None]], Sequences]):
+        super().__init__(*run)
+        self.next_examples = next_examples
+
+    def begin(self) -> None:
+        if self.journal is not None:
+            self.journal.progress.start(self.start)
+
+    def train_step(self, step: int) -> None:
+        self.phases.begin("read data")
+        if self.journal is None:
+            self.coordinator.pass_on_stop()
+        sequences = self.from_rank_0(f"the examples of step {step}", self.draw)
+        self.phases.begin("update")
+        tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
+        weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
+        update = self.policy.fit(sequences, weights, lr)
+        if self.journal is not None:
+            self.log(step, tokens, lr, update)
+        self.phases.clock.restart()
+
+    def draw(self) -> Sequences:
+        self.coordinator.check_stop()
+        return self.next_examples(self.coordinator.check_stop)
+
+    def evaluate(self, step: int) -> str | None:
+        if self.config.trainer.stop_when is None:
+            return None
+        return self.from_rank_0(f"the end of step {step}", lambda: self.journal.finished())
+
+    def log(self, step: int, tokens: int, lr: float, update: dict[str, float]) -> None:
+        clock, steps = self.phases.clock, self.config.trainer.steps
+        metrics = {
+            "step": step,
+            "sft/loss": update["loss"],
+            "sft/tokens": tokens,
+            "policy/grad_norm": update["grad_norm"],
+            "policy/learning_rate": lr,
+            "time/step": clock.total,
+            "time/save": clock.seconds.get("save", 0.0),
+        }
+        shown = step % max(1, steps // LINES) == 0 or step == steps
+        self.journal.step(metrics, _line(metrics, steps) if shown else None)
+
+
+def _line(metrics: dict[str, Any], steps: int) -> str:
+    return (
+        f"step {metrics['step']:>{len(str(steps))}}/{steps}  loss {metrics['sft/loss']:.4f}"
+        f"  grad {metrics['policy/grad_norm']:.3f}  {metrics['time/step']:.2f} s"
+    )

@@ -1,0 +1,158 @@
+"""`dynamo-megatron train`: what is checked before a run, and what rank 0 opens for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.config import Config
+from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.strata import prompt_strata
+from dynamo_megatron.data.stream import open_stream
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
+from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
+from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.preflight.machine_checks import check_ports
+from dynamo_megatron.preflight.model_checks import check_vocabulary
+from dynamo_megatron.resharding.transports import check_transport
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.serve import NodeServers
+from dynamo_megatron.rollout.server import check_reachable, takes_turns
+from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.run import Job
+from dynamo_megatron.tracking.journal import Journal
+
+
+class TrainJob(Job):
+    def __init__(self, config: Config):
+        super().__init__(config, OutputDir(config))
+        self._stream = self._allocator = self._rollout = self._evaluation = None
+
+    def check(self, ranks: int) -> dict[str, Any]:
+        config = self.config
+        derived = super().check(ranks)
+        try:
+            spec = load_model_config(config.model.path, config.model.family)
+            limit = max_prompt_length(config, spec)
+            check_served_rope(spec)
+            check_ports(config)
+            transport = check_transport(config.rollout)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return {
+            **derived,
+            "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
+            "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
+            "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
+            f"{config.algorithm.loss.mini_batches} updates",
+        }
+
+    def prepare(self, spec: ModelSpec) -> None:
+        config = self.config
+        self.journal = Journal(config)
+        progress = self.journal.progress
+        progress.phase("loading tokenizer")
+        with open_weights(config.model.path, spec):
+            pass  # opening checks every header
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+        check_vocabulary(config.model.path, spec, tokenizer)
+
+        def encode(prompt):
+            return encode_prompt(prompt, tokenizer, config.data)
+
+        limit = max_prompt_length(config, spec)
+        progress.phase("loading data", unit="problems")
+        before = self.output.stream_state()
+        self._stream = open_stream(config.prompt_stream, encode, limit, before, progress.count)
+        prompts = self._stream.prompts
+        allocation = config.algorithm.allocation
+        self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
+        evaluates = config.eval.every is not None
+        server = None
+        if config.rollout.engine == "sglang" or evaluates:
+            ends = end_token_ids(config.model.path, tokenizer)
+            server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
+        self._rollout = server
+        if config.rollout.engine == "recorded":
+            limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
+            self._rollout = RecordedRollouts(config.rollout.recorded, server, **limits)
+        if evaluates:
+            longest = max_prompt_length(config, spec, evaluation=True)
+            progress.phase("loading evaluation data")
+            held_out = load_problems(config, encode, longest, training=prompts)
+            self._evaluation = PeriodicEvaluation(config, held_out, server)
+        self.output.claim()
+        if config.data.chat_template is not None:
+            self.output.keep_chat_template(tokenizer.chat_template)
+        self._rollout.start()
+
+    def prepare_node(self) -> None:
+        rollout = self.config.rollout
+        if rollout.engine == "sglang" and rollout.placement == "colocated":
+            ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
+
+    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
+        names = [""] * dist.get_world_size(host)
+        dist.all_gather_object(names, socket.gethostname(), group=host)
+        check_reachable(self.config.rollout, names)
+        self.show("starting server")
+        coordinator.from_rank_0(
+            "the rollout server to start",
+            lambda: self._rollout.wait_ready(coordinator.check_stop),
+            host,
+            timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
+        )
+
+    def set_up(self, policy: Any, coordinator: Coordinator) -> None:
+        # These need Megatron, which may only be imported once the backend is set up.
+        from dynamo_megatron.checkpoints import Checkpoints
+        from dynamo_megatron.controller import Controller
+        from dynamo_megatron.phases import Phases
+        from dynamo_megatron.policy.backend import Fusions
+        from dynamo_megatron.resharding.memory import MemoryTurns
+        from dynamo_megatron.resharding.push import WeightPusher
+        from dynamo_megatron.serving import Serving
+        from dynamo_megatron.train import RLTrainer
+
+        config, journal, leads = self.config, self.journal, policy.layout.rank == 0
+        rollout, control, parts = self._rollout if leads else None, None, {}
+        if leads:
+            journal.say(f"optional packages: {Fusions.detect()}")
+            parts = {"stream": self._stream, "allocator": self._allocator.history}
+            control = Controller(config, self._stream, self._allocator, rollout, self._evaluation, journal, coordinator)
+        turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
+        phases = Phases(journal.progress if leads else None, turns)
+        pusher = WeightPusher(policy, rollout, coordinator)
+        self._serving = Serving(pusher, coordinator, policy.layout.host, phases, journal.say if leads else None)
+        checkpoints = Checkpoints(policy, config, parts, journal.say if leads else None)
+        start = checkpoints.resume()
+        if leads:
+            self.output.take_over(start)
+        run = (config, policy, coordinator, checkpoints, phases, journal, start)
+        self._trainer = RLTrainer(*run, serving=self._serving, control=control, end_servers=self._end_servers)
+
+    def run(self) -> None:
+        try:
+            self._trainer.run()
+        except StopRequested:
+            self._serving.close()
+            raise
+        self._serving.close()  # not after a failure: the ranks may be out of step, and it is what is to be told
+
+    def close(self) -> None:
+        super().close()
+        self._end_servers()
+
+    def _end_servers(self) -> None:
+        if self._rollout is not None:
+            self._rollout.close()

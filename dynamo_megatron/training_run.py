@@ -1,0 +1,71 @@
+"""What a training command does around its steps: it is asked to stop, saves, and exports the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from dynamo_megatron.checkpoints import Checkpoints
+from dynamo_megatron.config import Config
+from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.phases import Phases
+from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.tracking.journal import Journal
+
+T = TypeVar("T")
+
+
+class TrainingRun:
+    """Every rank's. `journal` is rank 0's, None elsewhere. `start`: the step that the run goes on after."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        coordinator: Coordinator,
+        checkpoints: Checkpoints,
+        phases: Phases,
+        journal: Journal | None,
+        start: int,
+    ):
+        self.config, self.policy, self.coordinator = config, policy, coordinator
+        self.checkpoints, self.phases, self.journal, self.start = checkpoints, phases, journal, start
+
+    def run(self) -> None:
+        """Raises StopRequested, after saving, where the run is asked to stop."""
+        if self.journal is not None:
+            self.journal.open(self.start)
+        try:
+            self.save()  # makes up for an export that a kill cut off
+            self.train()
+        except StopRequested:
+            self.stop()
+            self.save()
+            self.checkpoints.settle()
+            raise
+        self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
+        self.phases.begin("export")
+        self.checkpoints.export_final()
+        if self.journal is not None:
+            self.journal.ended(self.coordinator.step)
+
+    def train(self) -> None:
+        """All steps. Raises StopRequested."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Ends what would be in the way of a save."""
+
+    def save(self) -> None:
+        self.phases.begin("save")
+        self.checkpoints.save()
+
+    def save_if_due(self, step: int, finished: str | None) -> None:
+        """Every `checkpoint.every` steps, and after the last one."""
+        every = self.config.checkpoint.every
+        if every and (finished or step % every == 0 or step == self.config.trainer.steps):
+            self.save()
+
+    def from_rank_0(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on every rank. `what` is waited for, in messages."""
+        return self.coordinator.from_rank_0(what, make, self.policy.layout.host)
