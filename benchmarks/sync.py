@@ -78,7 +78,7 @@ def run_rank(job_file: Path) -> None:
     layout = join_ranks(config, dist.PrefixStore("groups", store))
     policy = Policy(load_model_config(job["model"]), config, layout)
     found, version = [], 0
-    for number, case in enumerate(job["cases"]):
+    for case in job["cases"]:
         endpoint = Endpoint(**case["endpoint"])
         fleet = _Fleet([endpoint]) if rank == 0 else None
         sync = {"transport": case["transport"], "bucket_bytes": BUCKET_BYTES}
