@@ -5,66 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, plain_data
+from dynamo_megatron.records import Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.result import (
-    Accounted,
-    PushNeeded,
-    RolloutError,
-    RolloutResult,
-    ServerUse,
-    group_id,
-    rollout_id,
-)
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.reuse import UNSCORED, Reuse, reusable
-from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-from dynamo_megatron.rollout.shipping import Arena
+from dynamo_megatron.rollout.reuse import Reuse, reusable
+from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.seeds import derived_seed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LISTED = 3  # prompts named in a note
 UNSCORED_STEPS = 3  # in a row, of nothing else, end the run: such steps train nothing, and a service may restart
-
-
-@dataclass
-class _Call:
-    """A call of `generate`. Where it ends for want of a server the next one goes on with it: outcomes are final."""
-
-    wanted: dict[str, Prompt]
-    version: int | None  # of the weights
-    rollouts: dict[str, Accounted]
-    notes: list[str]
-    discarded: int  # rollouts of an interrupted run
-    started: float = field(default_factory=time.monotonic)
-    errors: list[str] = field(default_factory=list)
-    unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
-    finished: list[float] = field(default_factory=list)
-    answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    late: int = 0
-    arena: Arena = field(default_factory=Arena)  # of the batch
-
-    def __post_init__(self) -> None:
-        self.reused = len(self.rollouts)
 
 
 class Generator:
@@ -87,9 +57,8 @@ class Generator:
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self._unscored_steps = 0  # in a row, up to the last one
-        self._uses: dict[str, ServerUse] = {}  # since the last result: calls that ended for want of a server count
-        self._cut: _Call | None = None  # the last call, where it ended for want of a server
-        self._answered: dict[str, str] = {}  # of the last call: rollout_id -> server
+        self._session: StepSession | None = None  # the last one
+        self._interrupted: StepSession | None = None  # the last one, where it ended for want of a server
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -142,93 +111,62 @@ class Generator:
             self._fleet.lost(endpoint, why)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
-        removed = []
+        """As RolloutWorker.generate."""
+        rollout = self._config.rollout
+        session = self._session = await self._open_session(step, prompts, counts, first)
+        self.done = len(session.rollouts)
+        deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
+        requests = session.requests(self._lengths, self._config.seed)
+        sampling = Sampling(self._fleet, rollout, requests, functools.partial(self._take, session), deadline)
+        try:
+            await sampling.run()
+        except PushNeeded:
+            self._interrupted = session
+            raise
+        finally:
+            session.add(sampling)
+        if first == 0:  # a later round only refills: for want of time it ends no run
+            session.check_share(rollout)
+            self._check_rewards(session)
+        uses, said = self._fleet.report()
+        session.use(uses)
+        return session.result(said)
+
+    async def _open_session(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
+    ) -> StepSession:
+        """The interrupted session if it asks for the same, else one with the rollouts that are on disk already."""
+        notes = []
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
-            removed = await self._on_disk(self._retention.trim, step)
+            notes = [f"step {step}: {note}" for note in await self._on_disk(self._retention.trim, step)]
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
             for k in range(n)
         }
-        version = self._fleet.version
-        call, self._cut = self._cut, None
-        if call is None or (call.wanted, call.version) != (wanted, version):
-            positions = range(first, first + len(prompts))
-            reuse = await self._on_disk(self._reusable, step, wanted, positions)
-            said = [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-            call = _Call(wanted, version, reuse.kept, said, len(reuse.discarded))
-            reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
-            await asyncio.to_thread(call.arena.grow, reused)
-        rollouts, notes, self._answered = call.rollouts, call.notes, call.answered
-        notes += [f"step {step}: {note}" for note in removed]
-        self.done = len(rollouts)
+        version, uses = self._fleet.version, {}
+        if self._interrupted is not None:
+            session, self._interrupted = self._interrupted, None
+            if (session.wanted, session.version) == (wanted, version):
+                return session
+            uses = session.uses
+        reuse = await self._on_disk(self._reusable, step, wanted, range(first, first + len(prompts)))
+        notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
+        session = StepSession(step, wanted, version, reuse.kept, notes, len(reuse.discarded), uses)
+        reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
+        await asyncio.to_thread(session.arena.grow, reused)
+        return session
 
-        async def take(request: Request, response: Response, server: str) -> None:
-            if response.error:
-                call.errors.append(response.error)
-            else:
-                call.answered[request.name] = server
-                self._lengths.observe(request.prompt_id, len(response.tokens))
-            rollout, failure = await self._score(step, request.name, wanted[request.name], response, server)
-            if failure:
-                call.unscored[rollout.status] = failure
-            await self._keep(rollout)
-            rollouts[request.name] = accounted = Accounted.of(rollout)
-            if accounted.batch is not None:
-                call.arena.grow(accounted.batch.nbytes)
-            self._finished(response)
-
-        limit = self._config.rollout.step_deadline
-        deadline = None if limit is None else self._begun[1] + limit
-        requests = self._requests(wanted, rollouts)
-        sampling = Sampling(self._fleet, self._config.rollout, requests, take, deadline)
-        try:
-            await sampling.run()
-        except PushNeeded:
-            self._cut = call
-            raise
-        finally:
-            self._count(sampling.uses)
-            call.finished += sampling.finished
-            call.late += sampling.late
-        if first == 0:  # a later round only refills: for want of time it ends no run
-            self._check_share(step, call)
-            self._check_rewards(step, call)
-        happened, said = self._fleet.report()
-        self._count(happened)
-        uses, self._uses = self._uses, {}
-        notes += [f"step {step}: {note}" for note in [*_notes(call), *said]]
-        now = time.monotonic()
-        times = {
-            "generate": now - call.started,
-            "reward_tail": now - max(call.finished, default=call.started),
-            "tail": tail_seconds(call.finished),
-        }
-        return RolloutResult.of(
-            {name: rollouts[name] for name in wanted},
-            reused=call.reused,
-            discarded=call.discarded,
-            times=times,
-            notes=notes,
-            uses=uses,
-            concatenate=call.arena.concatenate,
-        )
-
-    def _requests(self, wanted: dict[str, Prompt], there: Collection[str]) -> list[Request]:
-        """Of what is wanted and not yet there, by rollout_id."""
-        return [
-            Request(
-                name,
-                name.rpartition("-")[0],
-                prompt.prompt_id,
-                prompt.tokens,
-                self._lengths(prompt.prompt_id),
-                derived_seed(self._config.seed, "rollout", name),
-            )
-            for name, prompt in wanted.items()
-            if name not in there
-        ]
+    async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
+        session.answer(request.name, response, server)
+        if not response.error:
+            self._lengths.observe(request.prompt_id, len(response.tokens))
+        prompt = session.wanted[request.name]
+        rollout, failure = await self._score(session.step, request.name, prompt, response, server)
+        await self._keep(rollout)
+        session.keep(rollout, failure)
+        self._finished(response)
 
     async def _keep(self, rollout: Rollout) -> None:
         """Until it is on disk. What gets ready during a write is written together by the next one."""
@@ -242,36 +180,19 @@ class Generator:
         """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
 
-    def _count(self, uses: dict[str, ServerUse]) -> None:
-        for server, use in uses.items():
-            self._uses.setdefault(server, ServerUse()).add(use)
-
-    def _check_share(self, step: int, call: _Call) -> None:
-        """Raises RolloutError where the step's deadline came before enough rollouts did."""
-        rollout, wanted = self._config.rollout, len(call.wanted)
-        there = wanted - call.late
-        if there < rollout.min_share * wanted:
-            waited = ", ".join(sorted(name for name in self._uses if name)) or "a server"
-            raise RolloutError(
-                f"step {step}: {there} of {wanted} rollouts were there at rollout.step_deadline "
-                f"({rollout.step_deadline:g} s), rollout.min_share asks for {rollout.min_share:g} of them; "
-                f"waited for {waited}"
-            )
-
-    def _check_rewards(self, step: int, call: _Call) -> None:
+    def _check_rewards(self, session: StepSession) -> None:
         """Raises RewardError where all rewards of UNSCORED_STEPS steps in a row have failed."""
-        statuses = {r.status for r in call.rollouts.values()} - set(NOT_TRAINED)
-        self._unscored_steps = self._unscored_steps + 1 if statuses and statuses <= set(UNSCORED) else 0
+        self._unscored_steps = self._unscored_steps + 1 if session.all_unscored else 0
         if self._unscored_steps == UNSCORED_STEPS:
             raise RewardError(
-                f"step {step}: not one rollout of {UNSCORED_STEPS} steps in a row could be scored; the last failure: "
-                f"{'; '.join(call.unscored.values())}"
+                f"step {session.step}: not one rollout of {UNSCORED_STEPS} steps in a row could be scored; the last "
+                f"failure: {'; '.join(session.unscored.values())}"
             )
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
         """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
         await self._on_disk(self._store.reject, step, rollout_ids)
-        answered = self._answered
+        answered = {} if self._session is None else self._session.answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 
@@ -387,24 +308,3 @@ class Generator:
         if reuse.discarded:
             self._store.discard(step, reuse.discarded)
         return reuse
-
-
-def _notes(call: _Call) -> list[str]:
-    """What went wrong with rollouts of the call."""
-    wanted, rollouts, notes = call.wanted, call.rollouts, []
-    for status, failure in call.unscored.items():
-        unscored = [p for name, p in wanted.items() if name in rollouts and rollouts[name].status == status]
-        notes.append(
-            f"{len(unscored)} of {len(wanted)} rollouts have reward 0 for a {status}, of {_listed(unscored)}; the "
-            f"last: {failure}"
-        )
-    if call.errors:
-        notes.append(f"{len(call.errors)} of {len(wanted)} rollouts failed; the first: {call.errors[0]}")
-    return notes
-
-
-def _listed(prompts: Sequence[Prompt]) -> str:
-    """The first few of them, each once."""
-    labels = list(dict.fromkeys(p.label for p in prompts))
-    more = f" and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
-    return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
