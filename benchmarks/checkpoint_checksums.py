@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder o
 from measure import machine, summary
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from dynamo_megatron.checksums import ChecksumWriter, file_checksum, file_checksums
+from dynamo_megatron.checkpoint.checksums import ChecksumWriter, file_checksum, file_checksums
 
 TENSOR_BYTES = 64 << 20  # a layer's matrix
 FILES = 4

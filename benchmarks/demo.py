@@ -25,7 +25,7 @@ import psutil
 
 from dynamo_megatron.evaluation.estimates import paired_bootstrap
 from dynamo_megatron.evaluation.results import align, problem_pass_at_k, read_results, results_file
-from dynamo_megatron.tracking.run_record import read_revisits, read_run
+from dynamo_megatron.reports.run_record import read_revisits, read_run
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from measure import machine

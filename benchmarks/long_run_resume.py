@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from dynamo_megatron.algorithm.history import COLUMNS
-from dynamo_megatron.checkpoint_folder import (
+from dynamo_megatron.checkpoint.folder import (
     MANIFEST_FILE,
     latest_checkpoint,
     read_manifest,

@@ -24,9 +24,9 @@ import zstandard
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from measure import machine, summary
 
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import LEVEL
 from dynamo_megatron.rollout.store import RolloutStore, read_lines, step_file, step_files
+from dynamo_megatron.types import Rollout
 
 LEVELS = (1, 3, 9)
 

@@ -31,7 +31,7 @@ from measure import machine
 from tiny_model import make_tiny_model
 
 from dynamo_megatron.config import Config, ModelConfig
-from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server import SGLangServer
@@ -59,11 +59,11 @@ def run_rank(job_file: Path) -> None:
     backend.fix_torch_adam_checkpoints()
     import torch.distributed as dist
 
-    from dynamo_megatron.coordination import Coordinator, StopFlag, connect_store
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.layout import join_ranks
     from dynamo_megatron.policy.policy import Policy
-    from dynamo_megatron.resharding.push import WeightPusher
+    from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store
+    from dynamo_megatron.weight_sync.push import WeightPusher
 
     job = json.loads(job_file.read_text())
     rank, out = int(os.environ["RANK"]), Path(job["out"])

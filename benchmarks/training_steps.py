@@ -23,15 +23,15 @@ import yaml
 from measure import run_logged
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.planning.hardware import GPUS, Cluster
 from dynamo_megatron.planning.plan import make_plan, workload
-from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{prompt}\n"

@@ -38,14 +38,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder o
 from measure import machine  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.config_files import compose  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
+from dynamo_megatron.config.files import compose  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import Layout, join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.records import RolloutBatch  # noqa: E402
 from dynamo_megatron.rollout.store import read_groups, step_file  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import RolloutBatch  # noqa: E402
 
 
 def step_batch(run: Path, step: int, config: Config) -> TrainBatch:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynamo_megatron.checkpoint_folder import UNVERIFIED, choose_checkpoint, read_state
+from dynamo_megatron.checkpoint.exports import every_export, exported_step
+from dynamo_megatron.checkpoint.folder import UNVERIFIED, choose_checkpoint, read_state
+from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_checkpoint
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import every_export, exported_step
-from dynamo_megatron.policy.checkpoint import Save, begin_save, load_checkpoint
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.resharding.folder import export_huggingface
+from dynamo_megatron.weight_sync.folder import export_huggingface
 
 
 class HasState(Protocol):

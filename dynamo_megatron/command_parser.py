@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-from dynamo_megatron.peer_keys import whole_name
+from dynamo_megatron.config.peer_keys import whole_name
 
 REPORTED = ("torch", "megatron-core", "sglang")
 

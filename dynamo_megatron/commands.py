@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron import shipped
 from dynamo_megatron.command_options import EXAMPLES, parser
 from dynamo_megatron.command_parser import unknown_command, unknown_options
-from dynamo_megatron.config_files import ConfigError, compose, describe
+from dynamo_megatron.config import shipped
+from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.launcher.local import stopped_early
-from dynamo_megatron.plain_text import escaped_line, printable, show, show_exception
-from dynamo_megatron.process_signals import FOR_THE_RANKS
+from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
 
@@ -185,7 +185,7 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.inspection import inspect_command
+    from dynamo_megatron.checkpoint.inspection import inspect_command
 
     try:
         return inspect_command(options.path, options.diff)
@@ -207,9 +207,9 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.tracking.comparison import write_comparison
+    from dynamo_megatron.reports.comparison import write_comparison
+    from dynamo_megatron.reports.report import write_report
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
-    from dynamo_megatron.tracking.report import write_report
 
     out = options.out or options.run[0]
     try:
@@ -221,7 +221,7 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.tracking.samples import Choice, read_samples
+    from dynamo_megatron.reports.samples import Choice, read_samples
 
     choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
     sys.stdout.reconfigure(errors="backslashreplace")

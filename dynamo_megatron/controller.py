@@ -14,22 +14,22 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
-from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.records import Prompt, RolloutBatch
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
+from dynamo_megatron.types import Prompt, RolloutBatch
 
 if TYPE_CHECKING:  # the rollout process and tests go without Megatron
     from dynamo_megatron.phases import Clock
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import ResponseStats
-    from dynamo_megatron.resharding.push import PushReport
+    from dynamo_megatron.weight_sync.push import PushReport
 
 
 class Verdict(NamedTuple):

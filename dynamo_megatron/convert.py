@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from dynamo_megatron import plain_json
-from dynamo_megatron.checkpoint_folder import (
+from dynamo_megatron.checkpoint.folder import (
     UNVERIFIED,
     checkpoint_folders,
     complete_checkpoints,
@@ -22,15 +21,21 @@ from dynamo_megatron.checkpoint_folder import (
     verify,
     write_manifest,
 )
+from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder, converted, write_megatron
+from dynamo_megatron.checkpoint.safetensors_folder import (
+    CHAT_TEMPLATE_FILE,
+    SafetensorsFolder,
+    companion_files,
+    set_dtype,
+)
+from dynamo_megatron.checkpoint.safetensors_writer import nbytes, write_safetensors
+from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, read_yaml
-from dynamo_megatron.models import MegatronFolder, ModelSpec, SafetensorsFolder, load_model_config, open_weights
-from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, companion_files, set_dtype
+from dynamo_megatron.config.files import ConfigError, read_yaml
+from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
-from dynamo_megatron.models.megatron_folder import converted, write_megatron
-from dynamo_megatron.models.safetensors_writer import nbytes, write_safetensors
-from dynamo_megatron.models.torch_dist import is_torch_dist
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
 OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
@@ -111,7 +116,7 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     Raises ConfigError or ValueError for what cannot be converted or written, OSError where writing fails.
     """
     spec = load_model_config(source)
-    check_config(source, spec)
+    _check_config(source, spec)
     with SafetensorsFolder(source, spec) as folder:
         kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
         with _aside(out, source, _bytes(spec, kinds)) as unfinished:
@@ -128,7 +133,7 @@ def mcore2hf(
 ) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
     folder, spec, model = open_checkpoint(source, step, model)
-    check_config(model, spec)
+    _check_config(model, spec)
     kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
     shapes = huggingface_shapes(spec)
     with _aside(out, model, _bytes(spec, kinds)) as unfinished:
@@ -142,13 +147,10 @@ def mcore2hf(
         sync_folder(unfinished)
 
 
-def check_config(source: Path, spec: ModelSpec) -> None:
-    """Compares config.json, field by field, with what Megatron will build. Raises ValueError naming the fields."""
-    from dynamo_megatron.policy.config_check import config_differences  # seconds: it brings Megatron
+def _check_config(source: Path, spec: ModelSpec) -> None:
+    from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
 
-    config = plain_json.read_object(source / "config.json")
-    if differ := config_differences(config, spec):
-        raise ValueError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")
+    check_config(source, spec)
 
 
 def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], list[str]]:

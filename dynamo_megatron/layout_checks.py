@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.readers import DATASETS
-from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
-from dynamo_megatron.models.torch_dist import is_torch_dist
+from dynamo_megatron.models import ModelSpec, load_model_config
 
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron import plain_json
-from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state
+from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
+from dynamo_megatron.checkpoint.folder import latest_checkpoint, read_state
+from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, identity, read_yaml, to_plain
-from dynamo_megatron.models.checkpoint_files import CHAT_TEMPLATE_FILE, EXPORT_FILE
+from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import check_rollouts, step_files
 from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
+from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
-from dynamo_megatron.whole_files import replacing
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
@@ -164,24 +164,3 @@ class OutputDir:
             return to_plain(Config.model_validate(plain))
         except ValidationError:  # a key is gone since then: it is named among those that differ
             return plain
-
-
-def every_export(output: Path, step: int) -> Path:
-    """The folder of `checkpoint.export_hf: every`."""
-    return output / f"hf-step-{step:06d}"
-
-
-def exported_step(folder: Path) -> int | None:
-    """The step whose weights an exported folder has; None where there is none. Raises ConfigError."""
-    file = folder / EXPORT_FILE
-    if not file.is_file():
-        return None
-    try:
-        return plain_json.read_object(file)["step"]
-    except (ValueError, KeyError):
-        raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
-
-
-def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
-    """The step of the best evaluation, the first of equals, by pass@k of the first `eval.k`."""
-    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

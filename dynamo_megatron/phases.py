@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from dynamo_megatron.resharding.memory import MemoryTurns
 from dynamo_megatron.tracking.progress import Progress
+from dynamo_megatron.weight_sync.memory import MemoryTurns
 
 # A phase, and which of `resharding.memory.PHASES` it needs. A phase that is not here leaves the memory as it is.
 MEMORY = {

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.checkpoint_folder import after_a_stop
+from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.convert import check_config
-from dynamo_megatron.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.plain_text import printable, show, show_exception
 from dynamo_megatron.policy import backend
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.signed_store import forget_secret, share_secret
+from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
+from dynamo_megatron.runtime.plain_text import printable, show, show_exception
+from dynamo_megatron.runtime.signed_store import forget_secret, share_secret
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
 
@@ -131,6 +130,7 @@ def run_rank(job: Job) -> int:
         backend.define_router_gemm()
         backend.fix_torch_adam_checkpoints()
         # Megatron may only be imported once the backend is set up.
+        from dynamo_megatron.policy.config_check import check_config
         from dynamo_megatron.policy.layout import join_ranks
         from dynamo_megatron.policy.policy import Policy
 

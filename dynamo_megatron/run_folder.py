@@ -7,7 +7,7 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (

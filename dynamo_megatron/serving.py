@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.phases import Phases
-from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.weight_sync.push import PushReport, WeightPusher
 
 T = TypeVar("T")
 TRIES = 5  # in a row that servers are lost in, until the run ends

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.models import ModelSpec, open_weights
+from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.records import Prompt, Sequences
 from dynamo_megatron.run import Job
+from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.types import Prompt, Sequences
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.records import Sequences
 from dynamo_megatron.train import Trainer
+from dynamo_megatron.types import Sequences
 
 LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
 

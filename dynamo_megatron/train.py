@@ -20,12 +20,12 @@ import numpy as np
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.policy.policy import ResponseStats
-from dynamo_megatron.records import RolloutBatch
-from dynamo_megatron.resharding.memory import memory_metrics
-from dynamo_megatron.resharding.push import PushReport
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.training_run import TrainingRun
+from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.weight_sync.memory import memory_metrics
+from dynamo_megatron.weight_sync.push import PushReport
 
 
 class Trainer(TrainingRun):

@@ -9,27 +9,28 @@ from typing import Any
 import torch.distributed as dist
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.coordination import Coordinator, StopRequested
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.strata import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.models import ModelSpec, load_model_config, open_weights
+from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
 from dynamo_megatron.rollout.server import check_reachable, takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
+from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.weight_sync.transports import check_transport
 
 
 class TrainJob(Job):
@@ -119,10 +120,10 @@ class TrainJob(Job):
         from dynamo_megatron.controller import Controller
         from dynamo_megatron.phases import Phases
         from dynamo_megatron.policy.backend import Fusions
-        from dynamo_megatron.resharding.memory import MemoryTurns
-        from dynamo_megatron.resharding.push import WeightPusher
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import RLTrainer
+        from dynamo_megatron.weight_sync.memory import MemoryTurns
+        from dynamo_megatron.weight_sync.push import WeightPusher
 
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
         rollout, control, parts = self._rollout if leads else None, None, {}

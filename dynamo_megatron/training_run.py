@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
-from dynamo_megatron.coordination import Coordinator, StopRequested
 from dynamo_megatron.phases import Phases
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dynamo_megatron.checkpoint_folder import after_a_stop
+from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.launcher.command import free_port
-from dynamo_megatron.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended

@@ -23,13 +23,13 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dynamo_megatron.checkpoint_folder import after_a_stop
+from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.process_signals import ASK_TO_STOP
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
 # What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
 # secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such as ~/.netrc.

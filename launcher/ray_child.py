@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 from dynamo_megatron.launcher.command import free_port
-from dynamo_megatron.log_files import open_log
+from dynamo_megatron.runtime.log_files import open_log
 
 COMPARED = 4096  # bytes that were read last: by them the place is found in a log that was moved
 

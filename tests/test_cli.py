@@ -288,7 +288,7 @@ def test_another_run_in_the_output_folder(base):
     (base / "run").mkdir()
     config = yaml.safe_load((base / "config.yaml").read_text())
     from dynamo_megatron.config import Config
-    from dynamo_megatron.config_files import to_plain
+    from dynamo_megatron.config.files import to_plain
 
     text = yaml.safe_dump(to_plain(Config.model_validate(config)))
     (base / "run" / "config.yaml").write_text(text)

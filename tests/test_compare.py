@@ -8,7 +8,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from dynamo_megatron.evaluation.results import ProblemResult, results_file, summarise, write_results
+from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.types import ProblemResult
 
 TOOL = Path(__file__).parents[1] / "tools" / "compare.py"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import compose, to_plain
+from dynamo_megatron.config.files import compose, to_plain
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("configuration_table.py")))
 NEEDED = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}

@@ -12,11 +12,10 @@ import yaml
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import to_plain
+from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
@@ -25,6 +24,7 @@ from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, Rol
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import RLTrainer
+from dynamo_megatron.types import Prompt, Rollout
 
 BATCH = 4
 

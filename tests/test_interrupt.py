@@ -22,9 +22,9 @@ sys.meta_path.insert(0, Finder())
     ("module", "word"),
     [
         ("pydantic", "train"),
-        ("dynamo_megatron.config_files", "report"),
+        ("dynamo_megatron.config.files", "report"),
         ("torch", "train"),
-        ("dynamo_megatron.tracking.report", "report"),
+        ("dynamo_megatron.reports.report", "report"),
         ("dynamo_megatron.launcher.command", "dynamo_megatron.launcher.local"),
     ],
 )

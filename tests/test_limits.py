@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.config_files import ConfigError, compose
-from dynamo_megatron.models import load_model_config, open_weights
+from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.models import load_model_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "limits.md").read_text(encoding="utf-8")
 KEYS = {

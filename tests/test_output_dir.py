@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_megatron.checkpoint_folder import write_manifest
+from dynamo_megatron.checkpoint.exports import best_step, exported_step
+from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
-from dynamo_megatron.output_dir import OutputDir, best_step, exported_step
+from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.output_dir import OutputDir
 
 
 def settings(folder: Path, **sections) -> Config:

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_megatron.coordination import StopRequested
+from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.train_job import TrainJob
 
 

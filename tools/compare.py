@@ -28,8 +28,8 @@ from dynamo_megatron.evaluation.results import (
     results_file,
     summary_k,
 )
-from dynamo_megatron.tracking.picture import moving_average
-from dynamo_megatron.tracking.run_record import RunRecord, read_run
+from dynamo_megatron.reports.picture import moving_average
+from dynamo_megatron.reports.run_record import RunRecord, read_run
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
 WINDOW = 10  # steps of the moving average

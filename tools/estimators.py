@@ -23,7 +23,7 @@ from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.allocation import neyman, waterfill
 from dynamo_megatron.algorithm.allocators.waterfill import published_priority
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change
-from dynamo_megatron.config_method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
+from dynamo_megatron.config.method import AGGREGATIONS, ModulationConfig, PolicyLossConfig
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.kernels.terms import loss_terms
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dynamo_megatron.tracking.run_record import RunRecord, read_run
+from dynamo_megatron.reports.run_record import RunRecord, read_run
 
 
 def draw(metrics: Sequence[str], runs: Mapping[str, RunRecord], path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy
-from dynamo_megatron.config_method import AGGREGATIONS
+from dynamo_megatron.config.method import AGGREGATIONS
 
 
 def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, max_length: int | None = None) -> Array:

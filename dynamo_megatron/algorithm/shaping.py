@@ -17,7 +17,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_chang
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
 from dynamo_megatron.config import AlgorithmConfig
-from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.types import RolloutBatch
 
 
 class Shaped(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.reading import ReadingThread
 from dynamo_megatron.data.sources import content_digest, located_prompts
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 SKIPPED_IN_A_ROW = 10_000  # prompts that are too long, until that is an error: an endless iterator may have no other
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from dynamo_megatron import plain_json
-from dynamo_megatron.plain_text import error_line
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.plain_text import error_line
 
 DATASETS = "datasets:"
 LONGEST_LINE = 64 << 20  # bytes; a prompt of that length has more tokens than any model takes

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron import plain_json
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.readers import (
     DATASETS,
@@ -22,9 +21,10 @@ from dynamo_megatron.data.readers import (
     query_options,
     yaml_value,
 )
-from dynamo_megatron.plain_text import error_line, on_one_line
-from dynamo_megatron.records import Prompt
-from dynamo_megatron.user_code import SPEC, failure, load_callable
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
+from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
+from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_megatron.data.sources import look_up
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 
 def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.iterator_stream import IteratorStream
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 

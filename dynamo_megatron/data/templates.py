@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from dynamo_megatron import plain_json
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
-from dynamo_megatron.plain_text import error_line, on_one_line
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
+from dynamo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.evaluation.results import ProblemResult, read_results, write_results
-from dynamo_megatron.records import Prompt
-from dynamo_megatron.whole_files import replacing
+from dynamo_megatron.evaluation.results import read_results, write_results
+from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.types import ProblemResult, Prompt
 
 FORMAT = 2  # of the key and of what is kept
 VERSION_TIMEOUT = 30.0  # seconds for an interpreter to start and read a package's metadata

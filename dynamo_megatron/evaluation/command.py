@@ -13,24 +13,26 @@ from typing import Any
 import torch
 import yaml
 
-from dynamo_megatron import plain_json
+from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, compose, to_plain
-from dynamo_megatron.convert import check_config, find_checkpoint, mcore2hf, run_config
-from dynamo_megatron.coordination import StopFlag, StopRequested
+from dynamo_megatron.config.files import ConfigError, compose, to_plain
+from dynamo_megatron.convert import find_checkpoint, mcore2hf, run_config
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.evaluation.results import ProblemResult, markdown_table, summarise, write_results
-from dynamo_megatron.models import load_model_config, open_weights
+from dynamo_megatron.evaluation.results import markdown_table, summarise, write_results
+from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.rope import check_served_rope
-from dynamo_megatron.models.torch_dist import is_torch_dist
-from dynamo_megatron.plain_text import show
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run_folder import NewFolder, model_file
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
+from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.tracking.progress import Progress
+from dynamo_megatron.types import ProblemResult
 
 
 def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, out: Path) -> int:
@@ -143,6 +145,8 @@ def _ask(config: Config, url: str | None, progress: Progress) -> list[ProblemRes
     spec = load_model_config(config.model.path, config.model.family)
     progress.phase("loading tokenizer")
     if url is None:
+        from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+
         check_config(Path(config.model.path), spec)
         check_served_rope(spec)
         with open_weights(config.model.path, spec):

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.cache import cache_file, read_cached, write_cached
-from dynamo_megatron.evaluation.results import ProblemResult, results_file, summarise, write_results
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.types import ProblemResult, Prompt
 
 
 class AnswersProblems(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 

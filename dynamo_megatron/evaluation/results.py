@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_bootstrap, pass_at_k
-from dynamo_megatron.whole_files import replacing
-
-
-@dataclass
-class ProblemResult:
-    """The sampled responses to one problem; entry i of every list is about response i.
-
-    `lengths` are tokens; `finish_reasons`, `statuses`, `prompt` and `answer` as in a Rollout. A response whose status
-    is not "ok" counts as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
-    """
-
-    prompt_id: str
-    source: str
-    rewards: list[float]
-    successes: list[bool]
-    lengths: list[int]
-    finish_reasons: list[str]
-    statuses: list[str]
-    responses: list[str]
-    prompt: str | None = None
-    answer: Any = None
-
-    def __post_init__(self) -> None:
-        lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
-        if len({len(entries) for entries in lists}) > 1:
-            raise ValueError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
-
-    @property
-    def right(self) -> int:
-        """Responses that are right."""
-        return sum(s and status == "ok" for s, status in zip(self.successes, self.statuses, strict=True))
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> ProblemResult:
-        """Raises ValueError for text that is not one complete result."""
-        fields = json.loads(line)
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise ValueError(f"not a problem's result: {error}") from None
+from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.types import ProblemResult
 
 
 def results_file(folder: Path, step: int) -> Path:

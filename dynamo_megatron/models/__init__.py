@@ -9,23 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron import plain_json
 from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
-from dynamo_megatron.models.checkpoint_files import SafetensorsFolder
-from dynamo_megatron.models.megatron_folder import MegatronFolder
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.models.torch_dist import is_torch_dist
-from dynamo_megatron.models.weights import load_weights
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 __all__ = [
     "FAMILIES",
-    "MegatronFolder",
     "ModelSpec",
-    "SafetensorsFolder",
     "load_model_config",
-    "load_weights",
-    "open_weights",
 ]
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
@@ -74,11 +66,3 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
             "total are supported"
         )
     return spec
-
-
-def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
-    """The weights in a model's folder, safetensors or a Megatron checkpoint; opening checks every name and shape.
-
-    Raises ValueError, one line.
-    """
-    return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

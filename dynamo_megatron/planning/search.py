@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from dynamo_megatron.config import Config, ParallelConfig
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster

@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
-from dynamo_megatron.records import RolloutBatch, Sequences
+from dynamo_megatron.types import RolloutBatch, Sequences
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.model import model_arguments, rotation, transformer_config
+from dynamo_megatron.runtime import plain_json
 
 # config.json's field -> TransformerConfig's
 FIELDS = {
@@ -102,3 +104,10 @@ def _rope_differences(
 
 def _plain_frequencies(theta: float, size: int) -> torch.Tensor:
     return theta ** -(torch.arange(0, size, 2) / size)
+
+
+def check_config(source: Path, spec: ModelSpec) -> None:
+    """Compares config.json, field by field, with what Megatron will build. Raises ValueError naming the fields."""
+    config = plain_json.read_object(source / "config.json")
+    if differ := config_differences(config, spec):
+        raise ValueError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")

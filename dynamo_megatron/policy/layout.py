@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.listening import gloo_listens_on, ranks_address
+from dynamo_megatron.runtime.listening import gloo_listens_on, ranks_address
 
 
 @dataclass(frozen=True)

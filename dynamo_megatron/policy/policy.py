@@ -22,17 +22,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.checkpoint.policy_weights import load_folder
+from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.models.checkpoint_files import is_finite
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.loading import load_folder
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
-from dynamo_megatron.records import Sequences
+from dynamo_megatron.types import Sequences
 
 
 class NonFiniteError(RuntimeError):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.coordination import connect_store
-from dynamo_megatron.listening import gloo_listens_on, ranks_address
+from dynamo_megatron.runtime.coordination import connect_store
+from dynamo_megatron.runtime.listening import gloo_listens_on, ranks_address
 
 MEETING_TIMEOUT = 60.0  # seconds until all ranks have come
 NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # float32, of the tensor that is added

@@ -12,10 +12,10 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.layout_checks import check_layout, describe_layout
-from dynamo_megatron.plain_text import show
 from dynamo_megatron.preflight import data_checks, device_checks, machine_checks, model_checks, server_check
 from dynamo_megatron.preflight.findings import Check, Finding, ok, run_checks
 from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.runtime.plain_text import show
 
 # Of the job, in the order of what they need; one rank looks at them.
 OF_THE_JOB = (

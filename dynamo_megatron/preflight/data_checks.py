@@ -11,8 +11,8 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.types import Prompt
 
 SAMPLES = 3
 MEASURED = 1000  # prompts whose length is looked at

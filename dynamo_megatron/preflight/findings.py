@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo_megatron.plain_text import error_line, on_one_line
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
 Level = Literal["ok", "note", "FAILED", "skipped"]
 

@@ -26,11 +26,11 @@ from dynamo_megatron.planning.plan import workload
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
-from dynamo_megatron.resharding.transports import check_transport
 from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.retention import SHARE, stored_step
 from dynamo_megatron.rollout.server import listening_address
 from dynamo_megatron.run_folder import refuse_foreign
+from dynamo_megatron.weight_sync.transports import check_transport
 
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
 SLOW_CHECKPOINT = 600.0  # seconds

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynamo_megatron.convert import check_config
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_finite
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import end_token_ids
-from dynamo_megatron.models import ModelSpec, SafetensorsFolder, open_weights
-from dynamo_megatron.models.checkpoint_files import is_finite
+from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
 from dynamo_megatron.planning.formulas import model_elements
 from dynamo_megatron.preflight.data_checks import problem_text
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 def model_config(subject: Subject) -> Iterator[Finding]:
     """config.json against what Megatron will build."""
     spec, path = subject.spec, Path(subject.config.model.path)
+    from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+
     check_config(path, spec)
     yield ok(f"{spec.family}, {spec.num_layers} layers, {model_elements(spec):,} parameters; Megatron builds the same")
 

@@ -10,7 +10,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_megatron.config import AllocationConfig
-from dynamo_megatron.config_files import ConfigError, compose
+from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.replay.recording import Recording
 
 

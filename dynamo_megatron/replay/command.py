@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, verl_files
 from dynamo_megatron.replay.outcomes import Outcomes, outcomes
 from dynamo_megatron.replay.recording import Recording, read_run
-from dynamo_megatron.tracking.report import rate_classes
+from dynamo_megatron.reports.report import rate_classes
 
 
 def write_replay(

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot a figure is drawn by Agg, with no screen
 
 from dynamo_megatron.replay.outcomes import Outcomes
-from dynamo_megatron.tracking.picture import BLUE, GREY, ORANGE, moving_average, rate_bins
+from dynamo_megatron.reports.picture import BLUE, GREY, ORANGE, moving_average, rate_bins
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
 ORACLE = "#000000"

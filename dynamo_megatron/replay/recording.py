@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.records import NOT_TRAINED
+from dynamo_megatron.reports.run_record import read_config
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
-from dynamo_megatron.tracking.run_record import read_config
+from dynamo_megatron.types import NOT_TRAINED
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.records import LARGEST_REWARD, Prompt
-from dynamo_megatron.user_code import load_callable
+from dynamo_megatron.runtime.user_code import load_callable
+from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 # Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
 BUILT_IN = {

@@ -27,10 +27,10 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from dynamo_megatron import plain_json
-from dynamo_megatron.plain_text import error_line, on_one_line, show_exception
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show_exception
+from dynamo_megatron.types import Prompt
 
 BATCH = 64  # samples a request
 REQUESTS = 8  # under way at once

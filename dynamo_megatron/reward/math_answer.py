@@ -10,8 +10,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number
+from dynamo_megatron.types import Prompt
 
 # math-verify's own time limit needs SIGALRM. The pool's deadline is the limit here, and a warning a call says nothing.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import LARGEST_REWARD, Prompt
 from dynamo_megatron.reward.functions import URLS
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import HttpReward
@@ -209,7 +209,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
-            guard = [sys.executable, "-P", "-m", "dynamo_megatron.subreaper", descriptor]
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
             self.process = subprocess.Popen(
                 [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
                 pass_fds=[theirs.fileno()],

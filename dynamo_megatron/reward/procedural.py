@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from dynamo_megatron.data.sources import reasoning_gym_dataset
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.extraction import boxed, last_number, tagged
+from dynamo_megatron.types import Prompt
 
 # Some datasets give .01 or .05 to no answer at all, others to any text: no reward for what these earn.
 WORTHLESS = ("", None, "?")

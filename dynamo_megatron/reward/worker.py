@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.log_files import never_fail
-from dynamo_megatron.process_signals import FOR_THE_RANKS
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.functions import checked, load_function
-from dynamo_megatron.user_code import failure
+from dynamo_megatron.runtime.log_files import never_fail
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
+from dynamo_megatron.runtime.user_code import failure
+from dynamo_megatron.types import Prompt
 
 
 def main(descriptor: int) -> None:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Listener, Supervisor
-from dynamo_megatron.whole_files import replacing
+from dynamo_megatron.runtime.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until a node counts as gone; it may come back

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from dynamo_megatron.config_rollout import RolloutConfig
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, SMALLEST_LIMIT, Batches, Request, body, complete
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 LONGEST = 300  # characters
 

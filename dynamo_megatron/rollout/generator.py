@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.records import Prompt, Rollout, plain_data
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
@@ -30,6 +28,7 @@ from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dynamo_megatron.log_files import bound_log, copy_output
-from dynamo_megatron.process_signals import die_with_parent
+from dynamo_megatron.runtime.log_files import bound_log, copy_output
+from dynamo_megatron.runtime.process_signals import die_with_parent
 
 POLL_EVERY = 0.5  # seconds
 KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not

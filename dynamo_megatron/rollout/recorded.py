@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.validation import rollout_fault
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 
 class RecordedRollouts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 KINDS = (*OUTCOMES.values(), "rejected")

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from dynamo_megatron.checkpoint_folder import latest_checkpoint
+from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files
 
 SHARE = 0.5  # of the disk's room: what is free and what rollouts/ has; above it the oldest go, without a keep_last

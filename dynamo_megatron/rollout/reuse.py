@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
 from dynamo_megatron.rollout.result import Accounted, position_of
 from dynamo_megatron.rollout.validation import identity_fault, rollout_fault
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
 DAMAGED = "damaged"

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.log_files import log_to
-from dynamo_megatron.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.supervisor import Supervisor
+from dynamo_megatron.runtime.log_files import log_to
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
 
 STOP_GRACE = 20.0  # seconds
 

@@ -21,14 +21,14 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
-from dynamo_megatron.listening import GLOO_INTERFACE, interface_of
-from dynamo_megatron.log_files import mark, open_log, text_since
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.resharding.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, interface_of
+from dynamo_megatron.runtime.log_files import mark, open_log, text_since
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
@@ -251,7 +251,7 @@ class SGLangServer:
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._nonce]
-        if (Path(self._model.path) / ".metadata").is_file():  # as models.is_torch_dist, whose module imports torch
+        if (Path(self._model.path) / ".metadata").is_file():  # checkpoint/torch_dist.py imports torch
             command += ["--load-format", "dummy"]  # SGLang cannot read it; the first push brings the weights
         if on_cpu:
             # Room for a few of the longest sequences; the KV cache would otherwise take a share of all memory.

@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo_megatron.config_rollout import RolloutConfig
-from dynamo_megatron.records import NOT_TRAINED, Prompt, Rollout
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, ServerUse
@@ -15,6 +14,7 @@ from dynamo_megatron.rollout.reuse import UNSCORED
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 LISTED = 3  # prompts named in a note
 

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.validation import identity_fault, type_fault
-from dynamo_megatron.whole_files import replacing
+from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
 

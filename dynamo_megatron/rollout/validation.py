@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.records import LARGEST_REWARD, Rollout
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.types import LARGEST_REWARD, Rollout
 
 ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds

@@ -23,17 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.log_files import log_to
-from dynamo_megatron.plain_text import on_one_line
-from dynamo_megatron.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.announcements import end_run
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
 from dynamo_megatron.rollout.shipping import receive, send
+from dynamo_megatron.runtime.log_files import log_to
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
+from dynamo_megatron.types import ProblemResult, Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dynamo_megatron.plain_text import on_one_line
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
 CHECKED_BYTES = 4 << 20  # at the end of a file: where a kill, a full disk or a power cut leaves its marks

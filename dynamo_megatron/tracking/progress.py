@@ -12,7 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from dynamo_megatron.plain_text import printable
+from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.tracking.metrics import fit_fields
 
 BETWEEN_STEPS = ("evaluate", "save", "export")  # phases; all others belong to a step

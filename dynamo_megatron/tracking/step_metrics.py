@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.phases import Clock
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import ResponseStats
-    from dynamo_megatron.resharding.push import PushReport
     from dynamo_megatron.rollout.result import RolloutResult
+    from dynamo_megatron.weight_sync.push import PushReport
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from dynamo_megatron.config import StopConfig
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 
 
 class StopRule:

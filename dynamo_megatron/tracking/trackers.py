@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, to_plain
-from dynamo_megatron.whole_files import replacing
+from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.runtime.whole_files import replacing
 
 
 class Tracker(Protocol):

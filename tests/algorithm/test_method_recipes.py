@@ -10,8 +10,8 @@ import yaml
 
 from dynamo_megatron.algorithm.losses import policy_loss_terms
 from dynamo_megatron.config import AlgorithmConfig
-from dynamo_megatron.config_files import compose, identity, to_plain
-from dynamo_megatron.config_method import AdvantageConfig, LossConfig
+from dynamo_megatron.config.files import compose, identity, to_plain
+from dynamo_megatron.config.method import AdvantageConfig, LossConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))

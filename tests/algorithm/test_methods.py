@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError, compose, identity, to_plain
+from dynamo_megatron.config.files import ConfigError, compose, identity, to_plain
 
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"

@@ -5,7 +5,7 @@ import yaml
 
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_method import AGGREGATIONS
+from dynamo_megatron.config.method import AGGREGATIONS
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
-from dynamo_megatron.config_method import RolloutCorrectionConfig
+from dynamo_megatron.config.method import RolloutCorrectionConfig
 
 
 def plain(log_ratio, lengths, config):

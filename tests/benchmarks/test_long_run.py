@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.checkpoint_folder import latest_checkpoint, read_state, verify, write_manifest, write_state
+from dynamo_megatron.checkpoint.folder import latest_checkpoint, read_state, verify, write_manifest, write_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.tracking import metrics

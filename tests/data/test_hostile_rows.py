@@ -94,7 +94,7 @@ def test_a_parquet_row_is_named(tmp_path):
 
 def test_a_row_of_a_function_is_named(tmp_path, monkeypatch):
     (tmp_path / "hostile_rows.py").write_text(
-        "from dynamo_megatron.records import Prompt\n"
+        "from dynamo_megatron.types import Prompt\n"
         "deep = []\n"
         "for _ in range(5000): deep = [deep]\n"
         "def nested(): yield {'problem': '1', 'answer': deep}\n"

@@ -144,7 +144,7 @@ def test_bad_reasoning_gym_specs(spec, words):
 
 def test_the_users_iterator(tmp_path, monkeypatch):
     (tmp_path / "my_data_c1.py").write_text(
-        "from dynamo_megatron.records import Prompt\n"
+        "from dynamo_megatron.types import Prompt\n"
         "number = 5\n"
         "def rows():\n"
         "    yield {'problem': '1+1?', 'answer': 2}\n"

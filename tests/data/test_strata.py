@@ -1,7 +1,7 @@
 import pytest
 
 from dynamo_megatron.data.strata import prompt_strata
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 
 def prompt(name, source="file", **meta):

@@ -5,7 +5,7 @@ import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import PromptStream
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 ORDER_OF_SEED_0 = ["p1", "p3", "p0", "p2", "p5", "p4"]
 

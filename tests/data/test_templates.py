@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import encode_prompt, load_tokenizer
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.types import Prompt
 
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools\\nhere') }}{% endif %}"

@@ -16,10 +16,10 @@ import psutil
 from soak_faults import FAULTS, NEED_SMALL_DISKS, Fault, order
 from soak_site import SERVERS, Site
 
-from dynamo_megatron.records import NOT_TRAINED
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.types import NOT_TRAINED
 
 STEP_LIMIT = 600.0  # seconds for two steps, a restart of the run or a server included
 END_LIMIT = 60.0  # seconds until a run that a fault ends has ended

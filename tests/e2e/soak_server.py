@@ -25,7 +25,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from dynamo_megatron.process_signals import die_with_parent
+from dynamo_megatron.runtime.process_signals import die_with_parent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # python -P leaves out what lies beside a script
 from alterations import CONTENT, alter

@@ -21,7 +21,7 @@ import yaml
 from background_run import Run
 from soak_meter import Meter, kind_of
 
-from dynamo_megatron.checkpoint_folder import latest_checkpoint
+from dynamo_megatron.checkpoint.folder import latest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 POLL_EVERY = 0.05  # seconds

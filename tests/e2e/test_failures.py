@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dynamo_megatron.checkpoint_folder import after_a_stop
+from dynamo_megatron.checkpoint.folder import after_a_stop
 
 FAILS_ON_RANK_1 = """
 import os
@@ -99,11 +99,11 @@ def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_r
 OLD_WEIGHTS = """
 import os
 if "RANK" in os.environ:
-    from dynamo_megatron import train
-    set_up = train.TrainJob.set_up
+    from dynamo_megatron import train_job
+    set_up = train_job.TrainJob.set_up
     def patched(self, policy, coordinator):
-        from dynamo_megatron.resharding.gather import BucketSource
-        from dynamo_megatron.resharding.push import WeightPusher
+        from dynamo_megatron.weight_sync.gather import BucketSource
+        from dynamo_megatron.weight_sync.push import WeightPusher
         push, gather, now, old = WeightPusher.push, BucketSource.gather, [0], {}
         def noted(self, version, *others):
             now[0] = version
@@ -115,7 +115,7 @@ if "RANK" in os.environ:
             return old.get(number) if 2 <= now[0] <= 5 else tensors
         WeightPusher.push, BucketSource.gather = noted, gathered
         set_up(self, policy, coordinator)
-    train.TrainJob.set_up = patched
+    train_job.TrainJob.set_up = patched
 """
 
 

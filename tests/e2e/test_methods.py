@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Rollout
 
 ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dynamo_megatron.records import Rollout
+from dynamo_megatron.types import Rollout
 
 RESPONSE = 12  # tokens of every recorded response
 

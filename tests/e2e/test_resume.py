@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dynamo_megatron.checkpoint_folder import read_state
+from dynamo_megatron.checkpoint.folder import read_state
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.replay.what_if import first_difference, replay

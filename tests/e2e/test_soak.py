@@ -13,9 +13,9 @@ from soak_faults import FAULTS, order
 from soak_meter import LEAST, WARM_UP, Meter, growth
 from soak_run import audit
 
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Rollout
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 CHILD = """

@@ -7,8 +7,8 @@ import pytest
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.cache import cache_file, cache_folder, write_cached
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.evaluation.results import ProblemResult, read_results, results_file
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.evaluation.results import read_results, results_file
+from dynamo_megatron.types import ProblemResult, Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", answer=str(i), tokens=[5, i]) for i in range(3)]
 

@@ -19,9 +19,9 @@ import yaml
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Prompt, Rollout
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")

@@ -51,8 +51,8 @@ print("a line", flush=True)
 
 def test_a_log_that_is_moved_between_two_polls_loses_no_line(tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    from dynamo_megatron import log_files
     from dynamo_megatron.launcher.ray_child import Child
+    from dynamo_megatron.runtime import log_files
 
     monkeypatch.setattr(log_files, "LOG_BYTES", 8192)
     log, child, said, code = tmp_path / "log", Child(), "", None

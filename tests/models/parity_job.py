@@ -31,8 +31,8 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from whole_tensors import named_huggingface_tensors  # noqa: E402
 
+from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import (  # noqa: E402
     load_model_config,
     load_weights,
@@ -40,11 +40,11 @@ from dynamo_megatron.models import (  # noqa: E402
 )
 from dynamo_megatron.models.mapping import is_expert  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
-from dynamo_megatron.policy.checkpoint import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.model import RMSNorm, build_chunks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.records import Sequences  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import Sequences  # noqa: E402
 
 RANKS = 4
 LENGTH = 48

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.models import SafetensorsFolder, load_model_config
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
+from dynamo_megatron.models import load_model_config
 
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 

@@ -15,11 +15,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import cli
-from dynamo_megatron.checkpoint_folder import read_manifest, write_manifest
+from dynamo_megatron.checkpoint import safetensors_writer, torch_dist
+from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
+from dynamo_megatron.checkpoint.safetensors_folder import companion_files
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.layout_checks import check_reference
-from dynamo_megatron.models import load_model_config, open_weights, safetensors_writer, torch_dist
-from dynamo_megatron.models.checkpoint_files import companion_files
+from dynamo_megatron.models import load_model_config
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.data.templates import end_token_ids, load_tokenizer
-from dynamo_megatron.models import load_model_config, open_weights
+from dynamo_megatron.models import load_model_config
 
 CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Config: ...\nclass Model: ...\nclass Tokenizer: ...\n"
 DEEP = "[" * 200_000

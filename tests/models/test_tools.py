@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dynamo_megatron.models import SafetensorsFolder, load_model_config
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
+from dynamo_megatron.models import load_model_config
 
 
 def run(module, monkeypatch, *arguments):

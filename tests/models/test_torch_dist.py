@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dynamo_megatron.models.torch_dist import TorchDistReader, TorchDistWriter
+from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 
 
 @pytest.fixture

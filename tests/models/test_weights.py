@@ -3,7 +3,9 @@ import torch
 from safetensors.torch import load_file
 from whole_tensors import named_huggingface_tensors
 
-from dynamo_megatron.models import SafetensorsFolder, load_model_config, load_weights
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
+from dynamo_megatron.checkpoint.weights import load_weights
+from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_names, to_megatron
 
 LAYER_1 = "decoder.layers.0."  # the stage's first layer is the model's second

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dynamo_megatron.config_files import compose
-from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.launch_options import JobOptions
 from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning.command import UNNEEDED, model_spec

@@ -20,13 +20,13 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.planning import formulas  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.records import Sequences  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import Sequences  # noqa: E402
 
 
 def train(policy: Policy) -> None:

@@ -6,7 +6,7 @@ import pytest
 from clusters_table import CONFIGS, DOCUMENT, ON_HARDWARE, PAPER, document, planned
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
 
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))

@@ -22,10 +22,10 @@ from forked_ranks import fork_ranks
 
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
-from dynamo_megatron.coordination import connect_store
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy.layout import join_ranks
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.runtime.coordination import connect_store
 
 RANKS = 2
 

@@ -25,16 +25,16 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from dynamo_megatron.checkpoint_folder import read_manifest  # noqa: E402
+from dynamo_megatron.checkpoint.folder import read_manifest  # noqa: E402
+from dynamo_megatron.checkpoint.policy_state import _Writer, begin_save, load_checkpoint  # noqa: E402
+from dynamo_megatron.checkpoint.torch_dist_metadata import read_metadata  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
-from dynamo_megatron.models.torch_dist_metadata import read_metadata  # noqa: E402
-from dynamo_megatron.policy.checkpoint import _Writer, begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.records import Sequences  # noqa: E402
-from dynamo_megatron.resharding.folder import write_huggingface  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import Sequences  # noqa: E402
+from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
 
 
 def train(policy: Policy, step: int) -> None:

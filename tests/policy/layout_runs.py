@@ -23,14 +23,14 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
-from dynamo_megatron.records import RolloutBatch  # noqa: E402
-from dynamo_megatron.resharding.folder import write_huggingface  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import RolloutBatch  # noqa: E402
+from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
 
 
 def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:

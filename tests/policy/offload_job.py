@@ -14,13 +14,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.coordination import connect_store  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.offload import PARTS, Offload  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.records import Rollout, RolloutBatch  # noqa: E402
+from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.types import Rollout, RolloutBatch  # noqa: E402
 
 
 def batch(config: Config) -> TrainBatch:

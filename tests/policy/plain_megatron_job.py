@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from dynamo_megatron.policy.checked_loading import CheckedCommon, CheckedParts
+    from dynamo_megatron.checkpoint.checked_loading import CheckedCommon, CheckedParts
 
     saved = folder / "saved"
     saved.mkdir()

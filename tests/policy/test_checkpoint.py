@@ -11,8 +11,8 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from dynamo_megatron.checkpoint_folder import read_manifest
-from dynamo_megatron.inspection import describe, differences, inspect
+from dynamo_megatron.checkpoint.folder import read_manifest
+from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 
 TOLERANCE = 1e-5
 SAVED = {"tp": 2, "pp": 2}

@@ -13,11 +13,11 @@ import torch
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.types import RolloutBatch
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 MAX_LENGTH = 40

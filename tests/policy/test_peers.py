@@ -23,12 +23,12 @@ from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
 from dynamo_megatron.algorithm.selection import ENTROPY_GRID, covariance
 from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.config_files import compose
-from dynamo_megatron.config_method import RolloutCorrectionConfig
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.config.method import RolloutCorrectionConfig
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.records import RolloutBatch
+from dynamo_megatron.types import RolloutBatch
 
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"

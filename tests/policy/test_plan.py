@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy.batch import MicroBatch, context_positions
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
-from dynamo_megatron.records import Sequences
+from dynamo_megatron.types import Sequences
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 COST = SequenceCost(linear=1000.0, quadratic=10.0)

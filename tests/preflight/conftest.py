@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import command, device_checks, server_check
 from dynamo_megatron.preflight.findings import run_checks
 from dynamo_megatron.preflight.subject import Subject

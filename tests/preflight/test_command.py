@@ -12,7 +12,7 @@ import pytest
 SLOW = """
 import sys, time
 from pathlib import Path
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import command
 from dynamo_megatron.preflight.findings import failed, ok
 

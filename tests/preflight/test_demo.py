@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import data_checks, model_checks
 from dynamo_megatron.preflight.subject import Subject
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dynamo_megatron.config_files import compose
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.preflight import device_checks, machine_checks, model_checks

@@ -10,11 +10,11 @@ import yaml
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import to_plain
-from dynamo_megatron.records import Rollout, RolloutBatch
+from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay.recording import RecordedStep
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Rollout, RolloutBatch
 
 
 def recorded_step(step: int, ids: list[str], given: list[int], rewards: list[list[float]]) -> RecordedStep:

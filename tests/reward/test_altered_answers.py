@@ -20,8 +20,8 @@ import pytest
 from alterations import KINDS, Alteration, alter
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.types import Prompt
 
 PROMPT = Prompt("p7", text="?", answer="1")
 NUMBERS = {"true", "false", "1.0", "-1", "2147483648", "1099511627776", "1.5", "-0.5", "1e-400"}

@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.reward.http import HttpReward
+from dynamo_megatron.types import Prompt
 
 PROMPT = Prompt("p7", text="?", answer="1")
 

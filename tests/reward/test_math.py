@@ -6,9 +6,9 @@ import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number, tagged
 from dynamo_megatron.reward.math_answer import math_answer
+from dynamo_megatron.types import Prompt
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

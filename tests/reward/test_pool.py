@@ -9,8 +9,8 @@ import time
 import pytest
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.types import Prompt
 
 DAEMON = """
 import os, signal, subprocess, sys, time
@@ -342,7 +342,7 @@ def test_workers_die_with_a_killed_parent(folder, response):
     script = f"""
         import asyncio, os
         from dynamo_megatron.config import RewardConfig
-        from dynamo_megatron.records import Prompt
+        from dynamo_megatron.types import Prompt
         from dynamo_megatron.reward import RewardPool
         pool = RewardPool(RewardConfig(functions=["my_rewards:by_text"], workers=2))
         pool.start()

@@ -2,8 +2,8 @@ import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward.procedural import extract_answer, reasoning_gym_answer
+from dynamo_megatron.types import Prompt
 
 
 def first(spec):

@@ -15,11 +15,11 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.types import Prompt
 
 OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
 END = 3  # <|im_end|>

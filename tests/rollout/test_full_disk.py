@@ -6,10 +6,10 @@ import subprocess
 import pytest
 from stand_ins import VOCABULARY, Server, external, listening
 
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.types import Prompt
 
 REWARDS = """
 import sys

@@ -12,12 +12,12 @@ from aiohttp import web
 from stand_ins import VOCABULARY, Server, external, listening
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
 REWARDS = """

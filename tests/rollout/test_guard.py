@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.process_signals import ASK_TO_STOP, keeping
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardPool
 from dynamo_megatron.rollout.guard import LOOK_EVERY, POLL_EVERY
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, keeping
+from dynamo_megatron.types import Prompt
 
 COMMAND = """
 import multiprocessing, pathlib, sys, tempfile, time

@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.types import Prompt, Rollout
 
 PROMPTS = {name: Prompt(name, text=name, tokens=[10 + i, 11]) for i, name in enumerate("abc")}
 SIZES = [("a", 2), ("b", 7), ("a", 15), ("c", 1)]  # one batch of step 5

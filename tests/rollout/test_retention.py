@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from dynamo_megatron.checkpoint_folder import write_manifest
+from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import ConfigError
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files
+from dynamo_megatron.types import Rollout
 
 
 def rollout(step: int, index: int = 0) -> Rollout:

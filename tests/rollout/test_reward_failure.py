@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from stand_ins import VOCABULARY, Server, external, listening
 
-from dynamo_megatron.records import Prompt
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.types import Prompt
 
 REWARDS = """
 import time

@@ -14,13 +14,13 @@ import yaml
 from stand_ins import VOCABULARY, external
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config_files import to_plain
-from dynamo_megatron.records import Prompt
+from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.rollout import announcements, supervisor
 from dynamo_megatron.rollout.announcements import Announced, NodeSide
 from dynamo_megatron.rollout.serve import NodeServers, _serve
 from dynamo_megatron.rollout.supervisor import Supervisor
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.types import Prompt
 
 END = 3  # <|im_end|>
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(2)]

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
-from dynamo_megatron.config_files import to_plain
-from dynamo_megatron.process_signals import ASK_TO_STOP, keeping
+from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, keeping
 
 # Starts processes as SGLang does: a scheduler, which starts one of its own.
 FAKE = """

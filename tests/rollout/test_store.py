@@ -10,12 +10,12 @@ import tracemalloc
 
 import pytest
 
-from dynamo_megatron.records import Prompt, Rollout
 from dynamo_megatron.rollout import line_files
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file, step_files
+from dynamo_megatron.types import Prompt, Rollout
 
 
 def rollout(name: str, step: int = 3, reward: float = 1.0) -> Rollout:

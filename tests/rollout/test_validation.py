@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from dynamo_megatron.records import Rollout
 from dynamo_megatron.rollout.validation import response_fault, rollout_fault
+from dynamo_megatron.types import Rollout
 
 SOUND = {
     "tokens": [7, 0, 99],

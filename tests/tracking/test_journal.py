@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from dynamo_megatron.checkpoint_folder import write_manifest
+from dynamo_megatron.checkpoint.folder import write_manifest
+from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.models.checkpoint_files import EXPORT_FILE
 from dynamo_megatron.tracking.journal import last_line
 
 

@@ -6,7 +6,7 @@ from dynamo_megatron.algorithm.allocators.base import Allocator
 from dynamo_megatron.algorithm.allocators.neyman import Neyman
 from dynamo_megatron.algorithm.allocators.uniform import Uniform
 from dynamo_megatron.algorithm.allocators.waterfill import Waterfill
-from dynamo_megatron.user_code import load_callable
+from dynamo_megatron.runtime.user_code import load_callable
 
 BUILT_IN = {"uniform": Uniform, "waterfill": Waterfill, "neyman": Neyman}
 

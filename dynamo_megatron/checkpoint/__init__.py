@@ -1,0 +1,1 @@
+"""All that knows a checkpoint's format: saving, loading, converting, inspecting."""

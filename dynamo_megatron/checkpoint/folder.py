@@ -1,0 +1,250 @@
+"""The checkpoint folders of a run on disk: which are complete is found by what they hold, never by a pointer.
+
+`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json` with the arrays of that state in
+`state.safetensors`, and `manifest.json`, which lists all of them with their sizes and checksums and says what model,
+layout and step they are of. A checkpoint is written under a hidden name; its data is on disk before the manifest is,
+and the manifest before the folder takes its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dynamo_megatron.checkpoint.checksums import file_checksum, file_checksums
+from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.whole_files import replacing, sync_to_disk
+
+UNVERIFIED = "saved without checksums, so that its bytes are not verified"
+MANIFEST_FILE = "manifest.json"
+STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
+LARGEST_STATE = 8 << 30  # bytes; a million prompts of a run from before there were arrays take 54 MB
+MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
+
+
+def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all that have a checkpoint's name, complete or not, oldest first."""
+    found = ((_named_step(p), p) for p in (root.iterdir() if root.is_dir() else ()))
+    return sorted((step, p) for step, p in found if step is not None)
+
+
+def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints that are complete, oldest first."""
+    return [(step, folder) for step, folder in checkpoint_folders(root) if fault(folder) is None]
+
+
+def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
+    """The newest complete one."""
+    found = reversed(checkpoint_folders(root))
+    return next(((step, folder) for step, folder in found if fault(folder) is None), None)
+
+
+def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | None:
+    """(step, folder) that a run goes on from: the newest complete one; None where there is none of any kind.
+
+    `say` gets a line for every newer one. Raises ValueError where there are only damaged ones: a run does not start
+    from the beginning unasked.
+    """
+    damaged = []
+    for step, folder in reversed(checkpoint_folders(root)):
+        if (why := fault(folder)) is None:
+            for line in damaged:
+                say(f"warning: {line}; going on from step {step}")
+            return step, folder
+        damaged.append(f"the checkpoint of step {step} is damaged: {why}")
+    if damaged:
+        raise ValueError(f"{root}: {damaged[0]}, and no other is complete; to start from step 0 move {root} away")
+    return None
+
+
+def after_a_stop(root: Path) -> str:
+    """What the same command does next, for the message of a run that was ended early."""
+    if (last := latest_checkpoint(root)) is None:
+        return "nothing is saved yet: the same command starts from step 0"
+    return f"the same command resumes from the checkpoint of step {last[0]}"
+
+
+def fault(folder: Path) -> str | None:
+    """Why a folder is not a complete checkpoint; None where it is."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if manifest["step"] != (named := _named_step(folder)) and None not in (manifest["step"], named):
+        return f"{folder / MANIFEST_FILE}: of step {manifest['step']}, the folder was renamed"
+    for name, size in manifest["files"].items():
+        if not (folder / name).is_file():
+            return f"{folder / name}: missing"
+        if (found := (folder / name).stat().st_size) != size:
+            return f"{folder / name}: {found} bytes instead of {size}"
+    return None
+
+
+def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False) -> bool:
+    """Compares the files with the checksums that were saved with them. Returns False where there are none: in a
+    checkpoint that was saved before there were any, and in another program's.
+
+    Each of `ranks` processes reads a share of the files, of about as many bytes as the others. Raises ValueError that
+    names the file whose bytes are not those that were saved, and what to do; `resume`: the checkpoint is of the run
+    that goes on from it."""
+    if not (folder / MANIFEST_FILE).is_file() or "checksums" not in (manifest := read_manifest(folder)):
+        return False
+    saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
+    if missing := sorted(set(names) - saved.keys()):
+        raise ValueError(f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder, resume)}")
+    try:
+        found = file_checksums(folder / name for name in names[rank::ranks])
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
+    for file, checksum in found.items():
+        if checksum != saved[file.name]:
+            raise ValueError(
+                f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved[file.name]}); "
+                f"{_instead_of(folder, resume)}"
+            )
+    return True
+
+
+def _instead_of(folder: Path, resume: bool) -> str:
+    """What to use where a checkpoint is damaged."""
+    if (step := _named_step(folder)) is None:
+        return "copy or convert the model again"
+    if not resume:
+        return "restore it from a copy, or use another checkpoint"
+    if earlier := [number for number, _ in complete_checkpoints(folder.parent) if number < step]:
+        return f"delete {folder} to resume from the checkpoint of step {earlier[-1]}"
+    return "restore it from a copy: there is no earlier complete checkpoint"
+
+
+def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
+    """Raises ValueError where the manifest is of a model with other `dimensions` (ModelSpec.dimensions)."""
+    saved = read_manifest(folder)["model"]
+    differ = [f"{k} {saved[k]} instead of {v}" for k, v in dimensions.items() if k in saved and saved[k] != v]
+    if differ:
+        raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
+
+
+def write_manifest(
+    folder: Path, contents: Mapping[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is.
+
+    `checksums`: of the files that were hashed as they were written; the others are read. Raises OSError, also where the
+    folder does not list one of those files."""
+    files = sync_folder(folder)
+    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's late
+        raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
+    sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
+    with replacing(folder / MANIFEST_FILE, sync=True) as file:
+        file.write(json.dumps({**contents, "files": files, "checksums": sums}, indent=1).encode())
+
+
+def sync_folder(folder: Path) -> dict[str, int]:
+    """Waits until the files of a folder are on disk; returns their sizes, bytes."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        sync_to_disk(file)
+        files[file.name] = file.stat().st_size
+    sync_to_disk(folder)
+    return files
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}, which old ones lack}.
+    Raises ValueError where it cannot be read."""
+    manifest = plain_json.read(folder / MANIFEST_FILE)
+    kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
+    for key, kind in kinds.items():
+        if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
+            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
+    for name, size in manifest["files"].items():
+        if Path(name).name != name or name == ".." or type(size) is not int:  # others' manifests may name any file
+            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
+    return manifest
+
+
+def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Rank 0's state of a checkpoint: plain data, and arrays among the values of its parts. Raises OSError."""
+    import numpy as np  # not above: `launch nemo` has an interpreter without these packages
+    import safetensors.numpy
+
+    kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
+    arrays = {f"{p}.{k}": v for p, part in state.items() for k, v in part.items() if isinstance(v, np.ndarray)}
+    with replacing(folder / STATE_FILE) as file:
+        file.write(json.dumps(kept).encode())
+    if arrays:
+        with replacing(folder / ARRAYS_FILE) as file:
+            file.write(safetensors.numpy.save(arrays))
+
+
+def read_state(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
+    cannot be read."""
+    import safetensors.numpy
+
+    file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
+    content = plain_json.read_bytes(file, LARGEST_STATE)
+    state = plain_json.parse(content, str(file), nan=True)  # statistics may be NaN
+    if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
+        raise ValueError(f"{file}: not the state of a run")
+    try:
+        arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{arrays_file}: {error}") from None
+    for name, array in arrays.items():
+        part, _, key = name.partition(".")
+        state.setdefault(part, {})[key] = array
+    return state
+
+
+def unfinished_folder(root: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of `step` into. Removes what earlier saves left, as far as it can.
+
+    Raises OSError where the folder cannot be made."""
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside = root / f".step-{step:06d}.unfinished"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def publish(
+    aside: Path,
+    step: int,
+    contents: Mapping[str, Any],
+    checksums: Mapping[str, str],
+    keep_last: int,
+    say: Callable[[str], None],
+) -> Path:
+    """Makes `aside`, which holds all files, the checkpoint of `step`, then removes the oldest complete ones beyond
+    `keep_last`. `contents` and `checksums` go into the manifest (`write_manifest`). Returns the checkpoint's folder.
+
+    Raises OSError where the checkpoint is not there; `say` gets a line for an old one that cannot be removed."""
+    write_manifest(aside, {"step": step, **contents}, checksums)
+    folder = aside.with_name(f"step-{step:06d}")
+    damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
+    aside.rename(folder)
+    sync_to_disk(folder.parent)
+    if damaged is not None:
+        shutil.rmtree(damaged, ignore_errors=True)
+    for _, old in complete_checkpoints(folder.parent)[:-keep_last]:
+        try:
+            shutil.rmtree(_hide(old))
+        except OSError as error:
+            say(f"warning: the old checkpoint {old} was not removed: {error}")
+    return folder
+
+
+def _hide(folder: Path) -> Path:
+    """Gives a checkpoint that goes a hidden name, so that a kill leaves no half of one under its own."""
+    return folder.rename(folder.with_name(f".{folder.name}.removed"))
+
+
+def _named_step(folder: Path) -> int | None:
+    found = re.fullmatch(r"step-(\d{6,})", folder.name)
+    return int(found[1]) if found else None

@@ -1,0 +1,174 @@
+"""A Megatron checkpoint as the Hugging Face tensors that its parameters are made of, and the other way round.
+
+Megatron stacks a parameter over the layers (and the experts) into one tensor of the checkpoint, whatever layout saved
+it. Vocabulary rows beyond the model's own are padding; what is written here has none: Megatron loads these tensors at
+any number of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, check_model
+from dynamo_megatron.checkpoint.safetensors_folder import check_tensors, is_finite
+from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from dynamo_megatron.models.mapping import (
+    HF_EMBEDDING,
+    HF_HEAD,
+    LAYER,
+    expert_number,
+    huggingface_names,
+    huggingface_shapes,
+    layout_of,
+    parameter_names,
+    to_huggingface,
+    to_megatron,
+)
+from dynamo_megatron.models.spec import ModelSpec
+
+# Both layer specs store a norm under the name it has where TransformerEngine fuses it into the linear after it.
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+class MegatronFolder:
+    """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it; used as SafetensorsFolder.
+
+    Opening checks keys and shapes. The tensors of one parameter follow each other in `names`: the last parameter read
+    is held, so that each is read once.
+
+    Raises ValueError, one line: not such a checkpoint, damaged, or of another model, listing the tensors.
+    """
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        self.path, self._spec = Path(path), spec
+        self._reader = TorchDistReader(path)
+        self._stored = dict(_stored_parameters(spec))
+        self._parameter_of = {tensor: name for name in self._stored for tensor in huggingface_names(spec, name)}
+        self._held: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._check()
+
+    def __enter__(self) -> MegatronFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held = ("", {})
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameter_of)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.tensors[self._stored[self._parameter_of[name]].key].dtype
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU, in the stored dtype. Raises ValueError where it cannot be read."""
+        if self._spec.tied and name == HF_HEAD:
+            name = HF_EMBEDDING
+        if name not in self._held[1]:
+            parameter = self._parameter_of.get(name)
+            if parameter is None:
+                raise ValueError(f"{self.path}: tensor {name} is missing")
+            self._held = ("", {})  # the last one goes before the next one comes
+            self._held = (parameter, self._read(parameter))
+        return self._held[1][name]
+
+    def _read(self, parameter: str) -> dict[str, torch.Tensor]:
+        where = self._stored[parameter]
+        tensor = self._reader.read(where.key, where.offset(0), (*(1,) * len(where.sizes), *where.shape))
+        return to_huggingface(self._spec, parameter, [tensor.view(where.shape)])
+
+    def _check(self) -> None:
+        if (self.path / MANIFEST_FILE).is_file():  # another program's checkpoint has none
+            check_model(self.path, self._spec.dimensions())
+        expected = {where.key: where.whole for where in self._stored.values()}
+        found = {key: t.shape for key, t in self._reader.tensors.items() if not key.startswith("optimizer.")}
+        for name, where in self._stored.items():
+            stored = found.get(where.key, ())
+            if layout_of(name) == "vocab" and stored[1:] == where.shape[1:] and stored[0] > where.shape[0]:
+                found[where.key] = where.whole  # the rest is padding
+        check_tensors(self.path, self._spec, expected, found)
+
+
+class _Stored:
+    """Where a parameter is: entry `index` of tensor `key`, whose leading dimensions have `sizes`."""
+
+    def __init__(self, key: str, index: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        self.key, self.index, self.sizes, self.shape = key, index, sizes, shape
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return (*self.sizes, *self.shape)
+
+    def offset(self, row: int) -> tuple[int, ...]:
+        return (*self.index, row, *(0,) * (len(self.shape) - 1))
+
+
+def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
+    """(parameter, where it is) of the whole model, as Megatron shapes it without padding."""
+    shapes = huggingface_shapes(spec)
+    for name in parameter_names(spec):
+        parts = [shapes[part] for part in huggingface_names(spec, name)]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        key, index, sizes = name, (), ()
+        if layer := LAYER.fullmatch(name):
+            within, index, sizes = layer[2], (int(layer[1]),), (spec.num_layers,)
+            expert = expert_number(name)
+            if expert is not None:
+                index, sizes = (*index, expert), (*sizes, spec.num_experts)
+                within = within.replace(f"local_experts.{expert}", "experts")
+            elif not (spec.num_experts and within == "pre_mlp_layernorm.weight"):
+                within = FUSED_NORMS.get(within, within)
+            key = f"decoder.layers.{within}"
+        yield name, _Stored(key, index, sizes, shape)
+
+
+def write_megatron(
+    spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """Writes the model whose Hugging Face tensors `get` gives into the empty folder `path`, in `dtype` (None: as they
+    come), one parameter at a time. Returns the checksums of the data files, by name.
+
+    Raises OSError, and ValueError where a parameter's tensors differ in dtype or a value is too large for `dtype`.
+    """
+    writer = TorchDistWriter(path)
+    stateful: dict[str, tuple[int, ...]] = {}
+    for name, where in _stored_parameters(spec):
+        names = huggingface_names(spec, name)
+        row = 0
+        # gate and up stay apart, as Megatron stores them: less to hold at once
+        for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
+            tensors = [converted(n, get(n), dtype) for n in together]
+            if len({t.dtype for t in tensors}) > 1:
+                raise ValueError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
+            tensor = tensors[0] if len(tensors) == 1 else to_megatron(spec, name, tensors, 0, 1)
+            del tensors
+            writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
+            row += len(tensor)
+        if re.search(r"(\.linear_\w+|layernorm)\.weight$", where.key):
+            stateful[where.key.removesuffix("weight")] = where.sizes or (1,)
+    # Megatron's own loader demands a state of every linear and, with TransformerEngine, of every norm that is a module
+    # of its own: there is none
+    for key, sizes in stateful.items():
+        for index in product(*map(range, sizes)):
+            shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
+            writer.add_object(f"{key}_extra_state/{shard}", [None])
+    return writer.close()
+
+
+def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is NaN, infinite or too large for a
+    narrower one."""
+    result = tensor if dtype is None else tensor.to(dtype)
+    if not is_finite(result):
+        if not is_finite(tensor):
+            raise ValueError(f"tensor {name}: the source holds NaN or infinity; download the model again")
+        raise ValueError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
+    return result

@@ -1,0 +1,290 @@
+"""The policy, optimizer included, in Megatron's distributed format, written by any layout and loadable under any other.
+
+A save has three parts: it is planned by all ranks together (`begin_save`), every rank writes its own file, and rank 0
+publishes the folder once all are written (`Save.complete`). With `background` the middle part is a thread of each rank
+that works on a copy in host memory and enters no collective, while the training goes on. Megatron's own asynchronous
+writers are not used: their helper processes outlive a killed rank.
+
+No random state is stored: nothing in a step draws random numbers (no dropout), and the prompt stream's order is a
+function of its own seed and position.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dynamo_megatron.checkpoint.checked_loading import CheckedCommon, CheckedParts
+from dynamo_megatron.checkpoint.checksums import ChecksumWriter
+from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
+from dynamo_megatron.checkpoint.policy_weights import verify_bytes
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
+
+EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
+TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
+
+
+class _HostCopy:
+    """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner):
+        self._data = {item.index: self._copy(item, planner.resolve_data(item)) for item in plan.items}
+
+    @staticmethod
+    def _copy(item: WriteItem, data: Any) -> Any:
+        gathered = item.index.fqn.startswith("optimizer.")  # on the host already, for this save alone
+        return data if gathered or not torch.is_tensor(data) else data.detach().to("cpu", copy=True)
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._data[item.index]
+
+
+class _HashedFiles(FileSystem):
+    """Hashes files as they are written: `checksums`, by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[ChecksumWriter]:
+        with ChecksumWriter(Path(path), mode) as stream:
+            yield stream
+        self.checksums[Path(path).name] = stream.digest.hexdigest()
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer in two halves: the plan is made with all ranks, the file is written when `write` is called."""
+
+    def __init__(self, folder: Path, *, background: bool):
+        # No copies ahead in the background: their CUDA stream would be of the thread's device, not of this rank's.
+        ahead = 0 if background else 10_000_000
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
+        self.fs = _HashedFiles()
+        self._background = background
+        self.results: list[WriteResult] = []
+        self.error: str | None = "its writer ended without a result"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        self._plan, self._source = plan, _HostCopy(plan, planner) if self._background else planner
+        nothing_yet: Future = Future()
+        nothing_yet.set_result([])
+        return nothing_yet
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        self._metadata = metadata
+
+    def write(self) -> None:
+        try:
+            self.results = super().write_data(self._plan, self._source).value()
+            self.error = None
+        except (OSError, RuntimeError) as error:
+            self.error = _file_error(error) or _one_line(error)
+        del self._source
+
+    def write_metadata(self, results: list[list[WriteResult]]) -> None:
+        super().finish(self._metadata, results)
+
+
+class _PlannedSave(TorchDistSaveShardedStrategy):
+    """The torch_dist strategy that leaves the writing of the files to `writer`."""
+
+    def __init__(self, writer: _Writer):
+        super().__init__("torch_dist", 1)
+        self._writer = writer
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        named, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        torch_checkpoint.save(mcore_to_pyt_state_dict(named, False), storage_writer=self._writer, planner=planner)
+
+
+class Save:
+    """A save under way: begun on all ranks, written by each for itself, to be completed on all ranks."""
+
+    def __init__(self, policy: Policy, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
+        self.step, self._state = step, state
+        self._layout, self._folder, self._writer = policy.layout, folder, writer
+        self._contents = _contents(policy)
+        self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            writer.write()
+
+    def written(self) -> bool:
+        """This rank has nothing left to write, or has failed to."""
+        return not self._thread.is_alive()
+
+    def complete(self, keep_last: int, timeout: float, say: Callable[[str], None] | None) -> None:
+        """Waits for every rank's file, at most `timeout` seconds for this one's, and publishes the checkpoint;
+        collective over all ranks. `say` (rank 0's, None elsewhere) gets warnings. Raises OSError where a rank could not
+        write: earlier checkpoints stay."""
+        if not self.written():
+            self._thread.join(timeout)
+        if not self.written():
+            raise TimeoutError(f"waited {timeout:g} s for the checkpoint of step {self.step} to be written")
+        layout, first = self._layout, self._layout.rank == 0
+        parts: list | None = [None] * layout.world_size if first else None
+        mine = self._writer.results, self._writer.fs.checksums, self._writer.error
+        dist.gather_object(mine, parts, dst=0, group=layout.host)
+        failed = [self._publish(parts, keep_last, say) if first else None]
+        dist.broadcast_object_list(failed, src=0, group=layout.host)
+        if failed[0] is not None:
+            raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
+
+    def _publish(
+        self,
+        parts: list[tuple[list[WriteResult], dict[str, str], str | None]],
+        keep_last: int,
+        say: Callable[[str], None],
+    ) -> str | None:
+        errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(parts) if error is not None]
+        try:
+            if not errors:
+                write_state(self._folder, self._state)
+                checksums = {name: checksum for _, of_rank, _ in parts for name, checksum in of_rank.items()}
+                self._writer.write_metadata([results for results, *_ in parts])
+                publish(self._folder, self.step, self._contents, checksums, keep_last, say)
+        except OSError as error:
+            errors = [str(error)]
+        if errors:
+            shutil.rmtree(self._folder, ignore_errors=True)  # what is left of it would keep a full disk full
+        return errors[0] if errors else None
+
+
+def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, background: bool) -> Save:
+    """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
+    elsewhere. The weights may change as soon as this returns; `state` may not. Raises OSError if the disk is full."""
+    layout, folder = policy.layout, None
+    try:
+        box = [unfinished_folder(root, step) if layout.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=layout.host)
+        folder = box[0]
+        writer = _Writer(folder, background=background)
+        sharded, metadata = _sharded_state(policy, loading=False)
+        # Each of the ranks that hold the same parameters writes a part of them.
+        strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
+        dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if (why := _file_error(error)) is None:
+            raise
+        if layout.rank == 0 and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(_not_saved(root, step, why)) from None
+    return Save(policy, folder, step, state, writer, background)
+
+
+def _file_error(error: BaseException) -> str | None:
+    """One line where the error is one of reading or writing files, of this rank or another; else None."""
+    if isinstance(error, CheckpointException):  # a BaseException, with every rank's own failure in it
+        rank, (failure, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_file_error(failure) or _one_line(failure)}"
+    if not isinstance(error, RuntimeError):
+        return _one_line(error)
+    # torch closes the file of a full disk with an error of its own.
+    first = error.__context__ if isinstance(error.__context__, OSError) else error
+    known = first is not error or any(text in str(error) for text in TORCH_FILE_ERRORS)
+    return _one_line(first) if known else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = on_one_line(str(error))
+    return text if text and isinstance(error, OSError | RuntimeError | ValueError) else error_line(error)
+
+
+def _not_saved(root: Path, step: int, why: str) -> str:
+    return f"{root}: the checkpoint of step {step} was not saved: {why}"
+
+
+def load_checkpoint(policy: Policy, folder: Path) -> bool:
+    """Loads the weights and the optimizer, whatever layout saved them; collective over all ranks. Returns whether the
+    bytes were compared with checksums: False for a checkpoint that was saved without.
+
+    Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
+    """
+    if (why := fault(folder)) is not None:
+        raise ValueError(f"{folder} is not a complete checkpoint: {why}")
+    check_model(folder, policy.spec.dimensions())
+    verified = verify_bytes(folder, policy.layout, resume=True)
+    sharded, _ = _sharded_state(policy, loading=True)
+    for i in range(len(policy.chunks)):
+        # TransformerEngine's modules have it and others do not: a run may go on with the other ones
+        sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
+    try:
+        parts = CheckedParts(folder)  # Megatron's own strategies would unpickle what the files name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
+            loaded = dist_checkpointing.load(sharded, str(folder), parts, CheckedCommon())
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        RuntimeError,
+        CheckpointException,
+        CheckpointingException,
+    ) as error:
+        if (why := _file_error(error)) is None:
+            raise
+        raise ValueError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from None
+    for i, chunk in enumerate(policy.chunks):
+        wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
+        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
+        assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
+    policy.optimizer.load_state_dict(loaded["optimizer"])
+    torch.cuda.synchronize()
+    return verified
+
+
+def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
+    format_of = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # The first of the ranks that share parameters gathers and writes their optimizer state, on the host; without
+        # it every rank does, through a float32 copy of the whole shard on its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
+    metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
+    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in (optimizer, *optimizer.values()):  # of a mixture of experts: a dict for each kind of parameters
+        if isinstance(part, dict) and part.get("param_state", ()) is None:
+            del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
+    return {**model, "optimizer": optimizer}, format_of
+
+
+def _contents(policy: Policy) -> dict[str, Any]:
+    """What the manifest says of the model and of the layout that saved it."""
+    parallel, layout = policy.config.parallel.model_dump(), policy.layout
+    return {
+        "model": policy.spec.dimensions(),
+        "dtype": policy.config.model.dtype,
+        "layout": {"ranks": layout.world_size, **parallel, "dp": layout.dp.size()},
+    }

@@ -1,0 +1,75 @@
+"""Hugging Face weights into one rank's Megatron stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_finite
+from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.models.mapping import (
+    expert_number,
+    global_name,
+    huggingface_names,
+    to_megatron,
+)
+from dynamo_megatron.models.spec import ModelSpec
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    folder: SafetensorsFolder,
+    *,
+    layer_offset: int = 0,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+) -> None:
+    """Fills the parameters of a GPTModel, in their dtype and on their device; its first layer is the model's layer
+    `layer_offset`. A stage of several chunks (interleaved pipeline) calls it once for each.
+
+    Raises ValueError naming the parameter: unknown to the family, of another shape than its shard, filled twice, or a
+    tensor of one of the chunk's layers (its own experts' only) with no parameter; or naming a tensor whose values here
+    are not all finite.
+    """
+    experts = spec.experts_of(ep_rank, ep_size)
+    used: dict[str, str] = {}
+    for local_name, parameter in model.named_parameters():
+        name = global_name(local_name, layer_offset, experts.start)
+        names = huggingface_names(spec, name)
+        for tensor in names:
+            if tensor in used:
+                raise ValueError(f"{name}: made of {tensor}, which {used[tensor]} has taken")
+            used[tensor] = name
+        shard = to_megatron(spec, name, [folder.get(tensor) for tensor in names], tp_rank, tp_size)
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{name}: {list(parameter.shape)} in the model, {list(shard.shape)} on rank {tp_rank} of tp {tp_size}"
+            )
+        parameter.copy_(shard)
+        if not is_finite(parameter):
+            damaged = next((tensor for tensor in names if not is_finite(folder.get(tensor))), None)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            why = "holds NaN or infinity" if damaged else f"has a value too large for {dtype}"
+            raise ValueError(f"{folder.path}: tensor {damaged or names[0]} {why}; download or convert the model again")
+    for layer in {tensor.split(".")[2] for tensor in used if tensor.startswith("model.layers.")}:
+        for parameter_name, parts in spec.layer_names.items():
+            expert = expert_number(parameter_name)
+            if expert is not None and expert not in experts:
+                continue
+            for tensor in (f"model.layers.{layer}.{part}" for part in parts):
+                if tensor not in used:
+                    raise ValueError(f"{folder.path}: tensor {tensor} has no parameter in the model")
+
+
+def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
+    """The weights in a model's folder, safetensors or a Megatron checkpoint; opening checks every name and shape.
+
+    Raises ValueError, one line.
+    """
+    return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

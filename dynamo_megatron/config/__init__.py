@@ -1,0 +1,397 @@
+"""The configuration: one typed tree, without torch. `config_files` composes it from YAML files and `key=value`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from dynamo_megatron.config.method import (
+    AdvantageConfig,
+    KLConfig,
+    LossConfig,
+    ModulationConfig,
+    PolicyLossConfig,
+    Positive,
+    RolloutCorrectionConfig,
+    Section,
+)
+from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.runtime.user_code import SPEC
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class ModelConfig(Section):
+    path: str  # Hugging Face folder: config.json, safetensors, tokenizer
+    family: str | None = None  # None: from config.json's model_type, which it cannot contradict
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    router_aux_loss_coef: float = 0.0  # of a mixture of experts' balancing loss; only 0 is exact, so only 0 is taken
+    max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_loss_scaling(cls, value: object) -> object:
+        if value in ("float16", "fp16"):
+            raise ValueError(
+                f"{value!r} needs loss scaling, and the policy head makes its gradients for a scale of 1; use bfloat16"
+            )
+        return value
+
+    @field_validator("router_aux_loss_coef")
+    @classmethod
+    def _no_auxiliary_loss(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                f"{value:g}: the policy loss is normalised over the mini-batch, an auxiliary loss would be over each "
+                "micro-batch and depend on the layout; use 0"
+            )
+        return value
+
+
+class DataConfig(Section):
+    source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
+    prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
+    answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
+    limit: Positive | None = None  # the first N problems; None: all, of module:fn read as the run goes on
+    id_key: str = "id"  # rows without it get an id from their content
+    template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
+    chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
+    system_prompt: str | None = None  # chat only
+    few_shot: str = ""  # text before the plain template
+    shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
+    batch_prompts: Positive = 32
+    max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
+    on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
+
+    @model_validator(mode="after")
+    def _template(self) -> DataConfig:
+        if self.template != "chat" and "{prompt}" not in self.template:
+            raise ValueError("template: give 'chat' or a text that contains {prompt}")
+        if self.template == "chat" and self.few_shot:
+            raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
+        for key in ("system_prompt", "chat_template"):
+            if self.template != "chat" and getattr(self, key):
+                raise ValueError(f"{key}: goes with template 'chat'")
+        return self
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the problems are read while the run goes on, and not all at its start."""
+        libraries = ("datasets:", "reasoning_gym:")
+        return self.limit is None and not self.source.startswith(libraries) and bool(SPEC.fullmatch(self.source))
+
+
+class ParallelConfig(Section):
+    """Sizes; the data-parallel one is what is left of the ranks. docs/layouts.md says what fits together."""
+
+    tp: Positive = 1  # tensor
+    pp: Positive = 1  # pipeline
+    vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
+    cp: Positive = 1  # context: number of ranks that a sequence's tokens are spread over
+    ep: Positive = 1  # experts, over the ranks of a pipeline stage
+    sequence_parallel: bool = False  # activations between the tensor-parallel parts are cut along the sequence
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the model and work on the same sequences."""
+        return self.tp * self.pp * self.cp
+
+    @model_validator(mode="after")
+    def _fits(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel: needs tp above 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
+        return self
+
+
+class RewardConfig(Section):
+    functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function | http://
+    fusion: Literal["sum", "mean", "product"] = "sum"
+    success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
+    deadline: Annotated[float, Field(gt=0)] = (
+        10.0  # seconds a sample (http://: a request of up to 64); then reward 0, counted
+    )
+    on_error: Literal["raise", "zero"] = "raise"
+    workers: Positive = 2  # processes
+    api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _key_of_one_host(self) -> RewardConfig:
+        hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(("http://", "https://"))})
+        if self.api_key_env is not None and len(hosts) != 1:
+            raise ValueError(
+                f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
+            )
+        return self
+
+
+ALLOCATORS = ("uniform", "waterfill", "neyman")
+
+
+class AllocationConfig(Section):
+    kind: str = "neyman"  # uniform, waterfill, neyman or module:Class
+    budget: Positive | None = None  # rollouts a step; None: 8 a prompt
+    rollout_n_min: Positive = 2
+    rollout_n_max: Positive = 24
+    initial_budget: Positive = 8
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
+    static: bool = False  # learn from a prompt's first visit alone
+    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
+    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
+    variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
+    power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
+    on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ALLOCATORS and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is unknown; give {', '.join(ALLOCATORS)} or module:Class")
+        return value
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AllocationConfig:
+        if self.rollout_n_min > self.rollout_n_max:
+            raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
+        return self
+
+    def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
+        """(budget, rollout_n_min, rollout_n_max) for so many prompts, with min * prompts <= budget <= max * prompts.
+
+        A budget outside the bounds is an error, is clipped to them (`on_shortfall: clip`), or moves the bound that is
+        in its way (`scale`). Raises ValueError.
+        """
+        low, high = self.rollout_n_min, self.rollout_n_max
+        if prompts == 0 or prompts * low <= budget <= prompts * high:
+            return budget if prompts else 0, low, high
+        if self.on_shortfall == "clip":
+            return min(max(budget, prompts * low), prompts * high), low, high
+        if self.on_shortfall == "scale" and budget >= prompts:
+            return budget, min(low, budget // prompts), max(high, -(-budget // prompts))
+        raise ValueError(
+            f"budget: {budget} rollouts for {prompts} prompts is outside [{prompts * low}, {prompts * high}] "
+            "(data.batch_prompts times rollout_n_min and rollout_n_max); change one of them or set on_shortfall: clip"
+        )
+
+
+class DynamicSamplingConfig(Section):
+    """Groups of equal rewards are replaced by those of further prompts (DAPO, arXiv 2503.14476)."""
+
+    rounds: Positive = 4  # of replacement a step, at most
+
+
+class AlgorithmConfig(Section):
+    allocation: AllocationConfig = AllocationConfig()
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    advantage: AdvantageConfig = AdvantageConfig()
+    modulation: ModulationConfig | None = ModulationConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig | None = None
+
+    @model_validator(mode="after")
+    def _modulates_token_ratios(self) -> AlgorithmConfig:
+        for key, only in (("kind", "clip"), ("ratio", "token")):
+            if self.modulation is not None and (value := getattr(self.loss, key)) != only:
+                raise ValueError(
+                    f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
+                    "set algorithm.modulation to null"
+                )
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    warmup_steps: NonNegative = 10
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+
+class StopConfig(Section):
+    """A run ends before `trainer.steps` where one of these holds."""
+
+    metric: str | None = None  # of metrics.jsonl, such as reward/mean or eval/pass@1
+    window: Positive = 1  # number of its last values that the metric is averaged over
+    above: float | None = None  # done: the average reaches this
+    below: float | None = None
+    patience: Positive | None = None  # done: steps without a new best average (the largest; `mode: min`)
+    mode: Literal["max", "min"] = "max"
+    wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
+
+    @model_validator(mode="after")
+    def _complete(self) -> StopConfig:
+        asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
+        if asked and self.metric is None:
+            raise ValueError(f"metric: name the metric that {', '.join(asked)} is about")
+        if self.metric is not None and not asked:
+            raise ValueError(f"metric: say with above, below or patience when {self.metric} ends the run")
+        return self
+
+
+class TrainerConfig(Section):
+    steps: Positive = 100
+    stop_when: StopConfig | None = None
+    resume: Literal["auto", "never"] = "auto"
+    micro_batch_tokens: Positive = 16384  # of whole sequences, before context parallelism spreads them
+    recompute: Literal["none", "selective", "full"] = "none"  # activations: of attention, or of every layer
+    deterministic: bool = False  # GPU: deterministic kernels and sampling; a CPU run always is
+    timeout: Annotated[float, Field(gt=0)] = 1800.0  # seconds a rank waits for another one
+    # Seconds a step may take, evaluation and saving included; then all ranks exit 75, unsaved. None: any number.
+    step_timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class KernelsConfig(Section):
+    backend: Literal["auto", "torch", "triton"] = "auto"  # auto: triton on a GPU, torch on a CPU
+    gradient: Literal["eager", "recompute"] = "eager"
+    chunk_tokens: Positive | None = None  # None: what the workspace bound allows
+
+
+class CheckpointConfig(Section):
+    every: Positive | None = 10  # steps; the last step always saves; None: a stop alone does
+    keep_last: Positive = 2
+    # Files are written while the training goes on, from a copy in host memory of what this rank saves.
+    async_save: Annotated[bool, Field(alias="async")] = False
+    # A Hugging Face folder: output_dir/hf at the end or at the best eval/pass@K; output_dir/hf-step-N with each save.
+    export_hf: Literal["final", "best", "every", "never"] = "final"
+
+
+class EvalConfig(Section):
+    data: str | None = None  # as data.source, read with the keys and the template of `data`
+    limit: Positive | None = None  # the first N problems; None: all
+    samples: Positive = 1  # responses a problem
+    k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
+    temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
+    max_new_tokens: Positive | None = None  # None: rollout.max_new_tokens
+    cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
+    every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        if max(self.k) > self.samples:
+            raise ValueError(f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}")
+        if self.every and self.data is None:
+            raise ValueError("data: name the problems to evaluate on")
+        return self
+
+
+class TrackingConfig(Section):
+    backends: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]  # metrics.jsonl is always written
+    project: str = "dynamo-megatron"  # wandb's
+    name: str | None = None  # wandb's; None: the name of output_dir
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    output_dir: str
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
+    parallel: ParallelConfig = ParallelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("output_dir")
+    @classmethod
+    def _not_empty(cls, value: str) -> str:
+        if not value:
+            raise ValueError("name a folder")
+        return value
+
+    @property
+    def prompt_stream(self) -> DataConfig:
+        """`data` with the seed of its order."""
+        seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
+        return self.data.model_copy(update={"shuffle_seed": seed})
+
+    @property
+    def rollout_budget(self) -> int:
+        """Rollouts a step."""
+        allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
+        asked = allocation.budget if allocation.budget is not None else 8 * prompts
+        return allocation.fit(prompts, asked)[0]
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> Config:
+        if faults := list(self._contradictions()):
+            raise ValueError("\n".join(faults))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        prompts = self.data.batch_prompts
+        try:
+            _ = self.rollout_budget
+        except ValueError as error:
+            yield f"algorithm.allocation.{error}"
+        if self.algorithm.loss.mini_batches > prompts:
+            yield (
+                f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
+                "a mini-batch needs a prompt"
+            )
+        if self.algorithm.allocation.prior_by is not None and self.data.streamed:
+            yield (
+                "algorithm.allocation.prior_by: needs all problems at the start, and those of "
+                f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
+            )
+        modulation = self.algorithm.modulation
+        if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
+            yield "kernels.gradient: modulation scope micro_batch needs 'recompute'"
+        if modulation and self.parallel.cp > 1:
+            for key, value in (("scope", "micro_batch"), ("expectation", "sequence_mean")):
+                if getattr(modulation, key) == value:
+                    yield (
+                        f"algorithm.modulation.{key}: {value} needs whole sequences on a rank, and parallel.cp is "
+                        f"{self.parallel.cp}; use cp 1 or the default {key}"
+                    )
+        stop = self.trainer.stop_when
+        passes = [f"eval/pass@{k}" for k in self.eval.k]
+        if stop and (stop.metric or "").startswith("eval/pass@") and stop.metric not in passes:
+            yield f"trainer.stop_when.metric: eval.k gives {', '.join(passes)}, not {stop.metric}"
+        if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
+            yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
+        if self.checkpoint.export_hf == "best" and not self.eval.every:
+            yield "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every"
+        if self.rollout.keep_last is not None and self.checkpoint.every is None:
+            yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
+
+    def policy_loss(self) -> PolicyLossConfig:
+        a = self.algorithm
+        return PolicyLossConfig(
+            clip_ratio_low=a.loss.clip_ratio_low,
+            clip_ratio_high=a.loss.clip_ratio_high,
+            clip_ratio_c=a.loss.clip_ratio_c,
+            modulation=a.modulation,
+            kl_coef=a.kl.coef,
+            kl_kind=a.kl.kind,
+            entropy_coef=a.loss.entropy_coef,
+            kind=a.loss.kind,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Of training step `step` (from 1): linear warm-up, then the schedule, down to 0 at the last step."""
+        o = self.optimizer
+        if step <= o.warmup_steps:
+            return o.lr * step / o.warmup_steps
+        if o.schedule == "constant":
+            return o.lr
+        done = (step - o.warmup_steps) / max(1, self.trainer.steps - o.warmup_steps)
+        return o.lr * (1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,0 +1,90 @@
+"""The `rollout` section: servers, sampling, waiting. Without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from dynamo_megatron.config.method import Positive, Section
+
+Seconds = Annotated[float, Field(gt=0)]
+EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
+
+
+class SyncConfig(Section):
+    """How weights get to the servers after every step (docs/resharding.md)."""
+
+    transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
+    bucket_bytes: Positive = 512 << 20  # sent at once; a sending rank needs about three times that of memory, ipc four
+
+
+class ProofConfig(Section):
+    """What is checked of servers and rollouts (docs/proof.md)."""
+
+    full_every: Positive | None = 1  # pushes until all weights are proved again, a share of them each time; null: never
+    # nats, mean |policy - engine logprob| of a rollout; above: rejected; null: only what is not finite
+    max_mean_gap: Annotated[float, Field(gt=0)] | None = 0.3
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a step's rollouts; above: the run stops
+
+
+class RolloutConfig(Section):
+    engine: Literal["sglang", "recorded"] = "sglang"
+    recorded: str | None = None  # a run's folder, for engine "recorded"
+    placement: Literal["colocated", "split", "external"] = "colocated"  # docs/fleet.md
+    servers: Positive = 1  # on all nodes together
+    tp: Positive = 1  # ranks of a server
+    urls: list[str] = []  # placement external: servers that run already
+    api_key_env: str | None = None  # placement external: the environment variable that holds their API key
+    host: str = "127.0.0.1"  # what servers listen on: an address, or a network interface (ib0) of every node
+    every_interface: bool = False  # lets `host` be 0.0.0.0 or ::
+    python: str | None = None  # the server's interpreter; None: this one
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None  # the first server's, the next ones'; None: free ones
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: float = 1.0
+    max_new_tokens: Positive = 1024
+    stop: list[str] = []  # texts that end a response besides the end token
+    mode: Literal["sync"] = "sync"
+    concurrency: Positive = 256  # requests under way at once, at each server
+    timeout: Seconds = 600.0  # per rollout, from its dispatch; then aborted and counted
+    step_deadline: Seconds | None = None  # per step's generation; None: as long as it takes
+    min_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a step's rollouts, to train on at its deadline
+    start_timeout: Seconds = 600.0  # until a server answers, compilations included
+    health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
+    # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all, until they use
+    # half of the space on output_dir's disk, then the newest
+    keep_last: Positive | None = None
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
+    sync: SyncConfig = SyncConfig()
+    proof: ProofConfig = ProofConfig()
+    offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
+    server_args: list[str] = []  # passed to sglang.launch_server as they are
+
+    @model_validator(mode="after")
+    def _sampling_contract(self) -> RolloutConfig:
+        if self.top_p != 1.0:
+            raise ValueError("top_p: training needs 1.0, since the engine's logprobs are of the full softmax")
+        if (self.engine == "recorded") != (self.recorded is not None):
+            raise ValueError("recorded: name a run's folder together with engine: recorded, and only then")
+        return self
+
+    @model_validator(mode="after")
+    def _servers(self) -> RolloutConfig:
+        if (self.placement == "external") != bool(self.urls):
+            raise ValueError("urls: name running servers together with placement: external, and only then")
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+                raise ValueError(f"urls: {url!r} is no http://HOST:PORT")
+        if self.api_key_env is not None and self.placement != "external":
+            raise ValueError("api_key_env: goes with placement: external; our own servers get a key of their own")
+        if self.host in EVERY_INTERFACE and not self.every_interface:
+            raise ValueError(
+                f"host: {self.host} opens the servers to every network of the node; name an address or interface, "
+                "or set every_interface: true"
+            )
+        if self.offload is True and self.placement != "colocated":
+            raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")
+        if self.min_share < 1 and self.step_deadline is None:
+            raise ValueError("min_share: is what to train on at the step_deadline; set that too")
+        return self

@@ -1,0 +1,204 @@
+"""The options of `dynamo-megatron launch slurm` and `launch nemo`, without nemo-run and without torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from pathlib import Path
+
+from dynamo_megatron.config.files import ConfigError
+
+EARLY = 60  # seconds by which SLURM may send a signal too soon
+TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """A job on a SLURM cluster. Raises ConfigError for what no cluster takes."""
+
+    nodes: int = 1  # that train; rollout_nodes come on top
+    rollout_nodes: int = 0
+    gpus_per_node: int = 0
+    ranks_per_node: int = 1
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None  # as sbatch takes it
+    name: str | None = None
+    stop_before: int = 1800  # seconds
+    requeue: bool = True
+    idle_restarts: int = 3
+    container_image: str | None = None
+    container_mounts: str | None = None
+    python: str = sys.executable
+    env_file: str | None = None
+    sbatch: tuple[str, ...] = ()
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.time is not None and _seconds(self.time) <= self.stop_before + EARLY:
+            raise ConfigError(
+                f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
+                "is nothing left to train in; give more time or a smaller number"
+            )
+        for name in ("name", "partition", "account"):
+            if "\n" in (getattr(self, name) or ""):
+                raise ConfigError(
+                    f"--{name}: {getattr(self, name)!r} has a line break, which would end its #SBATCH line"
+                )
+        if self.container_mounts and not self.container_image:
+            raise ConfigError("--container-mounts: goes with --container-image")
+        for option in self.sbatch:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
+                raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
+        if self.env_file is not None and not Path(self.env_file).is_file():
+            raise ConfigError(f"--env-file: {self.env_file}: no such file")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--nodes", type=_count, default=1, help="nodes that train (default 1)")
+        parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
+        parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: a node's GPUs, at least 1")
+        parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores of a rank; default: the cluster's")
+        parser.add_argument("--partition", help="default: the cluster's")
+        parser.add_argument("--account", help="default: the user's")
+        parser.add_argument("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's")
+        parser.add_argument("--name", help="the job's; default: the last part of output_dir")
+        parser.add_argument(
+            "--stop-before",
+            type=_count,
+            metavar="SECONDS",
+            help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
+            "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
+        )
+        parser.add_argument(
+            "--requeue",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="go on in the queue after the time limit, a preemption or a node's failure (default: yes)",
+        )
+        parser.add_argument("--container-image", metavar="IMAGE", help="for pyxis/enroot")
+        parser.add_argument(
+            "--container-mounts",
+            metavar="SRC:DST,...",
+            help="besides the current folder and output_dir, which are mounted where they are",
+        )
+        parser.add_argument(
+            "--venv",
+            metavar="DIR",
+            help="virtual environment of the ranks (default: this command's own; with --container-image: none, the "
+            "image's python3)",
+        )
+        parser.add_argument(
+            "--env-file", metavar="FILE", help="NAME=value lines for the job's environment, read when it starts"
+        )
+        parser.add_argument(
+            "--sbatch",
+            action="append",
+            default=[],
+            metavar="=--OPTION[=value]",
+            help="any further option of sbatch, as in --sbatch=--qos=high; may be given several times",
+        )
+        parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+
+    @classmethod
+    def from_arguments(cls, options: argparse.Namespace) -> JobOptions:
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+        given.setdefault("ranks_per_node", options.gpus_per_node or 1)
+        if options.time is not None:
+            given.setdefault("stop_before", min(1800, _seconds(options.time) // 4))
+        if options.venv is not None:
+            given["python"] = os.path.join(options.venv, "bin", "python")
+            if options.container_image is None:
+                given["python"] = os.path.abspath(given["python"])
+        elif options.container_image is not None:
+            given["python"] = "python3"
+        return cls(**{**given, "sbatch": tuple(options.sbatch)})
+
+
+def _seconds(time: str) -> int:
+    """Of minutes, minutes:seconds, hours:minutes:seconds, and of days-hours with or without the rest."""
+    match = TIME.fullmatch(time)
+    if match is None:
+        raise ConfigError(f"--time: {time!r} is none of minutes, HH:MM:SS, D-HH, D-HH:MM:SS")
+    parts = [int(part) for part in (match["rest"] or time).split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `launch slurm` takes besides the options of a job."""
+    parser.add_argument(
+        "--gpu",
+        metavar="KIND",
+        help="of the nodes, as for `plan` (h100-80, ...): --stop-before is what the plan asks for",
+    )
+    parser.add_argument(
+        "--rollout-nodes",
+        type=_count_or_0,
+        default=0,
+        metavar="K",
+        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
+    )
+    parser.add_argument(
+        "--idle-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="give up when the job has stopped so many times in a row without a new checkpoint (default 3)",
+    )
+
+
+def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `launch nemo` takes besides the options of a job."""
+    parser.add_argument(
+        "--executor", choices=("local", "slurm"), default="local", help="where the tasks run (default: this machine)"
+    )
+    parser.add_argument(
+        "--tasks",
+        type=_tasks,
+        default=("train",),
+        metavar="convert,train,eval",
+        help="one after the other, each only if the one before succeeded (default: train)",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key=value,value,...",
+        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
+    )
+    parser.add_argument(
+        "--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"
+    )
+    parser.add_argument("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)")
+    parser.add_argument("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster")
+    parser.add_argument("--detach", action="store_true", help="return once submitted (--executor slurm)")
+
+
+TASKS = ("convert", "train", "eval")
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    tasks = tuple(text.split(","))
+    if not set(tasks) <= set(TASKS) or len(set(tasks)) < len(tasks):
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(TASKS)}")
+    return tuple(task for task in TASKS if task in tasks)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _count_or_0(text: str) -> int:
+    return 0 if text == "0" else _count(text)

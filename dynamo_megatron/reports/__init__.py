@@ -1,0 +1,1 @@
+"""What is read of runs: reports, comparisons, samples."""

@@ -1,0 +1,123 @@
+"""What a run has left in its folder, finished or not."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.config.files import read_yaml
+from dynamo_megatron.evaluation.results import summary_k
+from dynamo_megatron.rollout.result import position_of
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.types import NOT_TRAINED
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    folder: Path
+    config: dict[str, Any]  # config.yaml
+    metrics: list[dict[str, Any]]  # one a step, at least one
+    evaluations: list[dict[str, Any]]  # `step` and `summarise`'s numbers, one an evaluation; may be empty
+
+    @property
+    def steps(self) -> np.ndarray:
+        """int64 [steps]."""
+        return self.metric("step")
+
+    def metric(self, key: str) -> np.ndarray:
+        """Its value at every step, [steps]."""
+        return np.array([m[key] for m in self.metrics])
+
+    def pass_at(self, k: int) -> np.ndarray:
+        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, of the evaluations that have it."""
+        name = f"eval/pass@{k}"
+        rows = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in self.evaluations if name in e]
+        return np.array(rows, np.float64).reshape(-1, 4)
+
+    @property
+    def k(self) -> list[int]:
+        """The k of every pass@k in any evaluation, ascending."""
+        return sorted({k for e in self.evaluations for k in summary_k(e)})
+
+
+@dataclass(frozen=True)
+class Revisits:
+    """Allocations to problems that had rollouts before: V of them. `first_visits` counts the others.
+
+    A problem's success rate is that of all its rollouts of earlier steps that were trained on.
+    """
+
+    success_rates: np.ndarray  # float64 [V]
+    rollouts: np.ndarray  # int64 [V], given
+    first_visits: int
+    uniform: float  # rollouts that every problem would have been given by an even split
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
+    config = read_config(folder)
+    metrics = list(read_rows(folder / "metrics.jsonl", "step"))
+    if not metrics:
+        raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
+    if "reward/mean" not in metrics[-1]:
+        raise ValueError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
+    return RunRecord(
+        folder,
+        config,
+        metrics,
+        list(read_rows(folder / "evaluations.jsonl", "step")),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises ValueError where there is none, or it is not one."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+    config = read_yaml(path, str(path))
+    for section in ("model", "data", "rollout", "algorithm", "trainer"):
+        if not isinstance(config.get(section), dict):
+            raise ValueError(f"{path}: not the config of a run: it has no section {section}; restore it from a copy")
+    return config
+
+
+def read_revisits(folder: Path) -> Revisits | None:
+    """None where an allocation or its rollouts are not in the folder, as after a replay of another run's rollouts.
+
+    Raises ValueError (path:line) for a line that is broken.
+    """
+    rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
+    trials: Counter[str] = Counter()
+    successes: Counter[str] = Counter()
+    rates, given = array("d"), array("q")  # of millions of visits
+    visited = asked = 0
+    for step, group in groupby(rows, key=lambda row: row["step"]):
+        if not (path := step_file(folder, step)).is_file():
+            return None
+        visits = list(group)
+        visited, asked = visited + len(visits), asked + sum(visit["n"] for visit in visits)
+        for visit in visits:
+            name = visit["prompt_id"]
+            if trials[name]:
+                rates.append(successes[name] / trials[name])
+                given.append(visit["n"])
+        for rollout in read_rollouts(path):
+            # What lies beyond the prompts drawn was left by a killed run that went another way.
+            if rollout.status not in NOT_TRAINED and position_of(rollout.group_id) < len(visits):
+                trials[rollout.prompt_id] += 1
+                successes[rollout.prompt_id] += rollout.success
+    if not visited:
+        return None
+    return Revisits(
+        success_rates=np.array(rates, np.float64),
+        rollouts=np.array(given, np.int64),
+        first_visits=visited - len(given),
+        uniform=asked / visited,
+    )

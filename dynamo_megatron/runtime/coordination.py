@@ -1,0 +1,241 @@
+"""How ranks wait for each other and how a failure on one reaches all: keys in the job's TCPStore.
+
+A rank enters a collective only when the data is there, because a collective that times out breaks its group for good
+and generation may take half an hour. Meanwhile it polls the store. A watchdog thread ends a rank that is stuck in a
+collective when another rank has failed, when rank 0 has stopped beating, or when the store is gone. What the ranks say
+to each other is signed (signed_store.py): the store itself asks nobody who they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from dynamo_megatron.runtime.listening import address_of, serve_store, store_address
+from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
+from dynamo_megatron.runtime.signed_store import SignedStore
+
+T = TypeVar("T")
+ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
+BEAT_EVERY = 2.0  # seconds
+FIRST_POLL, POLL_EVERY = 0.001, 0.02  # seconds: a wait is polled more slowly the longer it has taken
+
+
+class StopRequested(Exception):
+    """The run is to be saved and ended here, to be resumed later; the message says by whom."""
+
+
+class RemoteFailure(RuntimeError):
+    """Another rank failed; the message is its own."""
+
+
+def connect_store(timeout: float) -> dist.TCPStore:
+    """The job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does. Raises
+    ValueError where rank 0's host cannot listen there."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+    try:
+        if not (address := store_address()):
+            print(
+                f"MASTER_ADDR: {host!r} is {address_of(host)} on this host, so that the ranks' store listens on all "
+                "interfaces; set it to the address that the other hosts use",
+                file=sys.stderr,
+                flush=True,
+            )
+        return serve_store(address, port, timeout)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
+            "host, and MASTER_PORT to a free port there"
+        ) from None
+
+
+class StopFlag:
+    """Whether this process was asked to stop: by SIGTERM or SIGUSR1, or because it is `wall_time` seconds old.
+
+    From `catch_signals` on the signals do nothing else; Ctrl-C stays KeyboardInterrupt.
+    """
+
+    def __init__(self, wall_time: float | None = None):
+        self._wall_time, self._start = wall_time, time.monotonic()
+        self._number: int | None = None
+
+    def catch_signals(self) -> None:
+        """Call it once there is something to save. Until then SIGTERM ends the process: no handler of Python's would
+        run while C code holds the interpreter."""
+        for number in ASK_TO_STOP:
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, _frame) -> None:
+        self._number = self._number or number
+
+    def ignore(self) -> None:
+        """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python
+        dies of it while it shuts down."""
+        for number in ASK_TO_STOP:
+            signal.signal(number, signal.SIG_IGN)
+
+    def check(self) -> None:
+        """Raises StopRequested."""
+        if self._number is not None:
+            raise StopRequested(signal.Signals(self._number).name)
+        if self._wall_time is not None and time.monotonic() - self._start > self._wall_time:
+            raise StopRequested(f"trainer.stop_when.wall_time ({self._wall_time:g} s)")
+
+
+class Coordinator:
+    """This rank's end of the store.
+
+    `secret`: what `share_secret` gave all ranks; `heartbeat_timeout`: seconds without a beat of rank 0 until it counts
+    as dead; `step_timeout`: seconds from one `begin_step` to the next (None: any number).
+    """
+
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        rank: int,
+        stop: StopFlag,
+        secret: bytes,
+        heartbeat_timeout: float = 60.0,
+        step_timeout: float | None = None,
+    ):
+        self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
+        self._step_timeout = step_timeout
+        self._store = SignedStore(store, secret)
+        self._step, self._step_began = 0, None
+        self._calls = 0  # of `from_rank_0`
+        self._closed = threading.Event()
+        # A connection of its own: the main thread may be blocked in the other one.
+        watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
+        self._watch_store = SignedStore(watch, secret)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @property
+    def step(self) -> int:
+        """The step under way; 0 before the first one."""
+        return self._step
+
+    def begin_step(self, number: int) -> None:
+        """The step that messages name from now on; the time that a step may take begins anew."""
+        self._step, self._step_began = number, time.monotonic()
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Raises RemoteFailure if another rank has failed."""
+        if (message := self._store.get(ABORT)) is not None:
+            raise RemoteFailure(message)
+
+    def check_stop(self) -> None:
+        """For rank 0, which decides for all: raises StopRequested if any rank was asked to stop, else as `check`."""
+        self.check()
+        self.stop.check()
+        if (by := self._store.get(STOP)) is not None:
+            raise StopRequested(by)
+
+    def from_rank_0(self, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf) -> T:
+        """What `make` returns on rank 0, on every rank of `group`. All ranks make the same calls in the same order.
+
+        The others poll until it is there, outside of any collective, at most `timeout` seconds; `what` they wait for is
+        in the message. Where `make` raises StopRequested, all ranks do.
+        """
+        self._calls += 1
+        key, box = f"call-{self._calls}", [None]
+        if self.rank == 0:
+            try:
+                box = [make()]
+            except StopRequested as stopped:
+                self.announce(key, f"stop {stopped}")
+                raise
+            self.announce(key)
+        elif (said := self.wait(key, what, timeout)) != READY:
+            raise StopRequested(said.removeprefix("stop "))
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    def announce(self, key: str, value: str = READY) -> None:
+        self._store.set(key, value)
+
+    def wait(self, key: str, what: str, timeout: float) -> str:
+        """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for."""
+        deadline, pause = time.monotonic() + timeout, FIRST_POLL
+        while (said := self._store.get(key)) is None:
+            self.check()
+            self.pass_on_stop()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
+            time.sleep(pause)
+            pause = min(POLL_EVERY, 1.1 * pause)
+        return said
+
+    def pass_on_stop(self) -> None:
+        """For the other ranks: rank 0 learns of it where this one was asked to stop."""
+        try:
+            self.stop.check()
+        except StopRequested as stopped:
+            self.announce(STOP, f"{stopped} on rank {self.rank}")
+
+    # -- failure -------------------------------------------------------------------------------------------------
+    def fail(self, message: str) -> str:
+        """Tells all ranks of this one's failure; returns the message all report: that of the first to fail."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: there is no one to tell
+            return self._store.set_first(ABORT, message)
+        return message
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        last, seen = 0, None  # rank 0 may take long until it beats for the first time
+        beats = 0
+        while not self._closed.wait(BEAT_EVERY / 2):
+            try:
+                if (message := self._watch_store.get(ABORT)) is not None:
+                    self._end(message, grace=3.0)
+                if self.rank == 0:
+                    beats += 1
+                    self._watch_store.set(HEARTBEAT, str(beats))
+                    self._end_a_stalled_run()
+                elif self._watch_store.get(STALLED) is not None:
+                    os._exit(75)
+                elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # no earlier one, set by a stranger
+                    last, seen = beat, time.monotonic()
+            except RuntimeError:
+                self._end("rank 0 is gone (its store does not answer)", grace=2.0)
+            if seen is not None and time.monotonic() - seen > self._heartbeat_timeout:
+                print(f"rank 0 gave no sign of life for {self._heartbeat_timeout:g} s", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _end_a_stalled_run(self) -> None:
+        """On rank 0: ends all ranks where a step takes longer than it may. Their main threads are stuck, and so
+        nothing is saved."""
+        if self._step_timeout is None or self._step_began is None:
+            return
+        if time.monotonic() - self._step_began > self._step_timeout:
+            print(
+                f"step {self._step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
+                "resumes from the last checkpoint, or starts from step 0 if there is none",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._watch_store.set(STALLED, "")
+            time.sleep(2 * BEAT_EVERY)  # rank 0 serves the store: the others read it there
+            os._exit(75)
+
+    def _end(self, message: str, grace: float) -> None:
+        """The main thread has `grace` seconds to notice by itself; a rank stuck in a collective is ended."""
+        if self._closed.wait(grace):
+            return
+        if self.rank == 0:
+            print(message, file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,69 @@
+"""The user's own functions, named in the configuration as `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from dynamo_megatron.runtime.plain_text import error_line
+
+OURS = str(Path(__file__).parents[1])
+NOT_THE_USERS = ("<frozen ", *(folder + os.sep for folder in (OURS, *sysconfig.get_paths().values())))
+SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def load_callable(spec: str, key: str) -> Callable:
+    """The function that `spec` ("module:function") names, from the installed packages or the current folder.
+
+    The current folder is appended to `sys.path` and stays there, so that the function may import its neighbours later.
+    `key` is the configuration key that error messages name. Raises ValueError (one line): not of this form, no such
+    module, a module that fails while it is imported, no such function, not callable.
+    """
+    if not SPEC.fullmatch(spec):
+        file, _, name = spec.rpartition(":")
+        hint = ""
+        if file.endswith(".py"):
+            folder, name_of = os.path.split(file.removesuffix(".py"))
+            hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {name_of}:{name}"
+        raise ValueError(f"{key}: {spec!r} is not of the form module:function{hint}")
+    module_name, _, name = spec.partition(":")
+    if module_name.endswith(".py"):
+        raise ValueError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
+    # Appended, not put first: a folder next to the user's module must not replace an installed package of that name.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything; the key that names it belongs to the message
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            where = f"{os.getcwd()} or the installed packages"
+            raise ValueError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error
+        line, _ = failure(error)
+        raise ValueError(f"{key}: importing {module_name!r} of {spec!r} failed: {line}") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{key}: {spec!r} is of type {type(function).__name__} and cannot be called")
+    return function
+
+
+def failure(error: BaseException) -> tuple[str, str]:
+    """("Type: text (file, line N)", the frames as in a traceback) of what a function of the user's raised.
+
+    The frames are those of the user's files, the innermost one is named in the line. Where all are of installed
+    packages, they are those outside of this package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
+    users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
+    where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
+    return error_line(error) + where, "\n".join(shown)

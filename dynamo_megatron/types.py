@@ -1,0 +1,281 @@
+"""The typed records that every room passes on. Identity travels with the data: nothing is grouped by position."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json, to_json
+
+LARGEST_REWARD = 1e18  # in size: advantages square rewards, and float32 ends at 3e38
+NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
+
+
+@dataclass
+class Prompt:
+    """One problem of the data.
+
+    `prompt_id` names the problem for as long as the data lives (statistics are kept under it).
+    Exactly one of `messages` (chat) and `text` is set; `tokens` is the rendered prompt, set by the prompt stream.
+    `where` is its place in the source ("path:line"), for messages.
+    """
+
+    prompt_id: str
+    messages: list[dict[str, str]] | None = None
+    text: str | None = None
+    answer: Any = None
+    source: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] | None = None
+    where: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.text is None):
+            raise ValueError(f"prompt {self.prompt_id!r}: give either messages or text")
+
+    @property
+    def label(self) -> str:
+        """The id and, where it is there, the place in the source, for messages."""
+        return f"{self.prompt_id!r} ({self.where})" if self.where else repr(self.prompt_id)
+
+
+def plain_data(value: Any) -> Any:
+    """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""
+    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return json.loads(text.encode("utf-8", "replace"))
+
+
+@dataclass
+class Rollout:
+    """One response to one prompt.
+
+    `group_id` names the dispatch: a prompt drawn twice in one batch is two groups. `tokens` is prompt + response,
+    `response_mask` is 1 on the response; `engine_logprobs` has one natural-log entry a response token.
+    `weight_versions` are (version, start, end) spans over the response tokens.
+    `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
+    the engine) or "error" (the server refused it).
+    `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
+    weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
+    `reward_parts`: the value of each reward function, by its name in `reward.functions`. `prompt` (what the model was
+    given, special tokens included), `response` (what the reward functions were given) and `answer` (plain data) are
+    for people; None in the files of runs from before they were stored.
+    """
+
+    rollout_id: str
+    group_id: str
+    prompt_id: str
+    step: int
+    tokens: list[int]
+    response_mask: list[int]
+    engine_logprobs: list[float]
+    weight_versions: list[tuple[int, int, int]]
+    finish_reason: str
+    reward: float
+    success: bool
+    reward_parts: dict[str, float]
+    status: str = "ok"
+    server: str = ""
+    prompt: str | None = None
+    response: str | None = None
+    answer: Any = None
+
+    def to_json(self) -> str:
+        return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Rollout:
+        """Raises ValueError for text that is not one complete rollout."""
+        fields = from_json(line)
+        try:
+            rollout = cls(**fields)
+            rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
+        except TypeError as error:
+            raise ValueError(f"not a rollout: {error}") from None
+        return rollout
+
+
+@dataclass
+class ProblemResult:
+    """The sampled responses to one problem; entry i of every list is about response i.
+
+    `lengths` are tokens; `finish_reasons`, `statuses`, `prompt` and `answer` as in a Rollout. A response whose status
+    is not "ok" counts as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
+    """
+
+    prompt_id: str
+    source: str
+    rewards: list[float]
+    successes: list[bool]
+    lengths: list[int]
+    finish_reasons: list[str]
+    statuses: list[str]
+    responses: list[str]
+    prompt: str | None = None
+    answer: Any = None
+
+    def __post_init__(self) -> None:
+        lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
+        if len({len(entries) for entries in lists}) > 1:
+            raise ValueError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
+
+    @property
+    def right(self) -> int:
+        """Responses that are right."""
+        return sum(s and status == "ok" for s, status in zip(self.successes, self.statuses, strict=True))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> ProblemResult:
+        """Raises ValueError for text that is not one complete result."""
+        fields = json.loads(line)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"not a problem's result: {error}") from None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """S sequences of a prompt and its response, T tokens in all, R of them in responses.
+
+    Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`, of which the first `prompt_lengths[s]` are the prompt. The
+    "slot" of a response token is its index in [0, R), through all responses in order.
+    """
+
+    prompt_ids: list[str]
+    tokens: np.ndarray  # int64 [T]
+    offsets: np.ndarray  # int64 [S + 1]
+    prompt_lengths: np.ndarray  # int64 [S]
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [S], tokens."""
+        return np.diff(self.offsets) - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """int64 [S + 1]: sequence s owns the slots [offsets[s], offsets[s + 1])."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    def name(self, sequence: int) -> str:
+        """For messages."""
+        return f"prompt {self.prompt_ids[sequence]!r}"
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first token that is not in [0, vocab_size)."""
+        if len(self.tokens) == 0 or (self.tokens.min() >= 0 and self.tokens.max() < vocab_size):
+            return
+        wrong = int(np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))[0])
+        sequence = int(np.searchsorted(self.offsets, wrong, side="right")) - 1
+        place = wrong - int(self.offsets[sequence])
+        where = "prompt" if place < self.prompt_lengths[sequence] else "response"
+        raise ValueError(
+            f"{self.name(sequence)}: token id {self.tokens[wrong]} at position {place}, in the {where}, is not in the "
+            f"model's vocabulary (0 to {vocab_size - 1}); it comes from another tokenizer, or the record is damaged"
+        )
+
+    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
+        """[R] from one value a sequence."""
+        return np.repeat(per_sequence, self.response_lengths)
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Sequences):
+    """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index)."""
+
+    rollout_ids: list[str]
+    group_ids: list[str]
+    engine_logprobs: np.ndarray  # float32 [R], natural log
+    rewards: np.ndarray  # float64 [S]
+    successes: np.ndarray  # bool [S]
+    weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
+    finish_reasons: list[str]
+    servers: list[str]  # their names
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what there is one of for each token, which is nearly all."""
+        return self.tokens.nbytes + self.engine_logprobs.nbytes
+
+    def name(self, sequence: int) -> str:
+        return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
+
+    @classmethod
+    def join(
+        cls,
+        batches: Sequence[RolloutBatch],
+        concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
+    ) -> RolloutBatch:
+        """The rollouts of all of `batches`, at least one, in order; `concatenate` says where the arrays go. A single
+        batch is returned as it is."""
+        if len(batches) == 1:
+            return batches[0]
+        starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
+        offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
+        return cls(
+            **{
+                name: [x for b in batches for x in getattr(b, name)]
+                for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
+            },
+            **{
+                name: concatenate([getattr(b, name) for b in batches])
+                for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions")
+            },
+            offsets=np.concatenate([*offsets, starts[-1:]]),
+        )
+
+    def take(self, members: np.ndarray) -> RolloutBatch:
+        """The rollouts `members`, int64, ascending; all of them: this batch itself."""
+        if len(members) == len(self.prompt_ids):
+            return self
+        kept = np.zeros(len(self.prompt_ids), bool)
+        kept[members] = True
+        lengths = np.diff(self.offsets)
+        return RolloutBatch(
+            prompt_ids=[self.prompt_ids[s] for s in members],
+            rollout_ids=[self.rollout_ids[s] for s in members],
+            group_ids=[self.group_ids[s] for s in members],
+            tokens=self.tokens[np.repeat(kept, lengths)],
+            offsets=np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64),
+            prompt_lengths=self.prompt_lengths[members],
+            engine_logprobs=self.engine_logprobs[self.per_token(kept)],
+            rewards=self.rewards[members],
+            successes=self.successes[members],
+            weight_versions=self.weight_versions[members],
+            finish_reasons=[self.finish_reasons[s] for s in members],
+            servers=[self.servers[s] for s in members],
+        )
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:
+        """Packs rollouts in the order given. Raises ValueError where masks, logprobs and tokens disagree in length."""
+        prompt_lengths, versions = [], []
+        for r in rollouts:
+            response = sum(r.response_mask)
+            if len(r.response_mask) != len(r.tokens) or len(r.engine_logprobs) != response:
+                raise ValueError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
+            if any(r.response_mask[: len(r.tokens) - response]):
+                raise ValueError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
+            prompt_lengths.append(len(r.tokens) - response)
+            spans = [span[0] for span in r.weight_versions]
+            versions.append((min(spans), max(spans)) if spans else (-1, -1))
+        return cls(
+            rollout_ids=[r.rollout_id for r in rollouts],
+            group_ids=[r.group_id for r in rollouts],
+            prompt_ids=[r.prompt_id for r in rollouts],
+            tokens=np.concatenate([np.asarray(r.tokens, np.int64) for r in rollouts] or [np.zeros(0, np.int64)]),
+            offsets=np.concatenate([[0], np.cumsum([len(r.tokens) for r in rollouts])]).astype(np.int64),
+            prompt_lengths=np.asarray(prompt_lengths, np.int64),
+            engine_logprobs=np.asarray([lp for r in rollouts for lp in r.engine_logprobs], np.float32),
+            rewards=np.asarray([r.reward for r in rollouts], np.float64),
+            successes=np.asarray([r.success for r in rollouts], bool),
+            weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
+            finish_reasons=[r.finish_reason for r in rollouts],
+            servers=[r.server for r in rollouts],
+        )

@@ -1,0 +1,101 @@
+"""The policy as a Hugging Face folder on disk, a file a bucket, for exports and for servers that load from disk.
+
+Rank 0 adds the index and what else the model's folder holds, so that the folder loads in transformers as well.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from dynamo_megatron.checkpoint.safetensors_folder import (
+    CHAT_TEMPLATE_FILE,
+    EXPORT_FILE,
+    INDEX,
+    companion_files,
+    set_dtype,
+)
+from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.weight_sync.gather import BucketSource
+from dynamo_megatron.weight_sync.plan import Plan, make_plan
+
+FILE_BYTES = 1 << 30  # of a file, more where one parameter is larger: host memory stays bounded
+
+
+def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
+    """The policy as a Hugging Face folder that appears, or takes the old one's place, when it is complete.
+
+    `export.json` in it says {"step": step}. Collective over all ranks. Raises OSError where the disk is full.
+    """
+    aside, old = (folder.with_name(f".{folder.name}.{name}") for name in ("unfinished", "old"))
+    try:
+        write_huggingface(policy, aside)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)  # what is left of it would keep a full disk full
+        raise
+    if policy.layout.rank == 0:
+        (aside / EXPORT_FILE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_huggingface(policy: Policy, folder: Path) -> int:
+    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks.
+
+    Raises OSError.
+    """
+    layout, config = policy.layout, policy.config
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    plan = make_plan(policy.spec, config.parallel, layout.world_size, bucket_bytes=FILE_BYTES, itemsize=itemsize)
+    source = BucketSource(policy, plan)
+    if layout.rank == 0:
+        empty_folder(folder)
+    dist.barrier(group=layout.host)
+    for number in range(len(plan.rounds)):
+        tensors = source.gather(number)
+        if tensors is not None:
+            write_bucket(folder, plan.bucket_of(layout.rank, number).number, tensors)
+    if layout.rank == 0:
+        write_companions(policy, folder, plan)
+    dist.barrier(group=layout.host)
+    return plan.nbytes
+
+
+def empty_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_bucket(folder: Path, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    file = folder / _file(number)
+    try:
+        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, str(file), metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk comes as this
+        raise OSError(f"{file}: not written: {error}") from None
+    file.chmod(0o644)  # safetensors ignores the umask; the server may be another user's
+
+
+def write_companions(policy: Policy, folder: Path, plan: Plan) -> None:
+    """The index and what is not weights: from the model's folder, but config.json's dtype, which is the policy's."""
+    weight_map = {name: _file(bucket.number) for bucket in plan.buckets for name in bucket.names}
+    index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    for file in companion_files(Path(policy.config.model.path)):
+        shutil.copy(file, folder / file.name)
+    if policy.config.data.chat_template is not None:
+        shutil.copy(Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
+    set_dtype(folder, policy.config.model.dtype)
+
+
+def _file(number: int) -> str:
+    return f"model-{number:05d}.safetensors"

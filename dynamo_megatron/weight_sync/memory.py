@@ -1,0 +1,114 @@
+"""Servers and training ranks that share GPUs take turns with their memory.
+
+Only the training side has run, and on CPU tensors; of the server's side the calls alone, on a CPU server that frees
+nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dynamo_megatron.policy.offload import PARTS, Offload
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, call, rest
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
+    from dynamo_megatron.rollout.recorded import RecordedRollouts
+    from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.threads import for_each
+
+TAGS = ("weights", *CACHES)  # in the order in which they come back
+# What is on the device in each phase: the server's tags, the training side's parts. A server that has released its
+# weights has lost them: from `training` the way to the others is a push.
+PHASES = {
+    "generate": (TAGS, ()),
+    "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a push
+    "train": ((), PARTS),
+    "save": (("weights",), PARTS),
+}
+
+
+@dataclass
+class Moved:
+    """Since the last report. Bytes are of this rank's GPU, the server's only as far as CUDA tells."""
+
+    seconds: float = 0.0
+    released: int = 0  # by the training side
+    resumed: int = 0
+    server_released: int = 0
+    server_resumed: int = 0
+
+
+class MemoryTurns:
+    """Every rank's. `rollout` is rank 0's, None elsewhere: it has a server restarted that does not do its part."""
+
+    def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None):
+        self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
+        self._released: dict[Endpoint, set[str]] = {}  # what each known server lacks; empty but on rank 0
+        self.moved = Moved()
+
+    def know(self, endpoints: Sequence[Endpoint]) -> None:
+        """The servers there are now. One that is new comes without its caches (rollout/supervisor.py)."""
+        if self._rollout is not None:
+            self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
+
+    def enter(self, phase: str) -> None:
+        """Collective over all ranks: what the phase does not need is released everywhere, then the rest comes back."""
+        start, (tags, parts) = time.monotonic(), PHASES[phase]
+        free = _free_bytes()
+        self._ask("release", [t for t in TAGS if t not in tags])
+        self._all_done()
+        self.moved.server_released += max(0, _free_bytes() - free)
+        self.moved.released += self._offload.release([p for p in PARTS if p not in parts])
+        self._all_done()
+        self.moved.resumed += self._offload.resume(parts)
+        free = _free_bytes()
+        self._ask("resume", tags)
+        self._all_done()
+        self.moved.server_resumed += max(0, free - _free_bytes())
+        self.moved.seconds += time.monotonic() - start
+
+    def report(self) -> Moved:
+        """What was moved since the last report."""
+        moved, self.moved = self.moved, Moved()
+        return moved
+
+    def _ask(self, what: str, tags: Sequence[str]) -> None:
+        """Of every server that still has, or lacks, some of `tags`: SGLang dies of being asked twice."""
+        due = {e: [t for t in tags if (t in lacks) == (what == "resume")] for e, lacks in self._released.items()}
+
+        def ask(endpoint: Endpoint) -> None:
+            if what == "release" and "kv_cache" in due[endpoint]:
+                rest(endpoint)  # SGLang dies of a release while a request is under way, as one is after its abort
+            call(endpoint, f"/{what}_memory_occupation", {"tags": due[endpoint]}, CONTROL_TIMEOUT)
+
+        done, failed = for_each([e for e, tags in due.items() if tags], ask, None)
+        for endpoint, _ in done:
+            self._released[endpoint].symmetric_difference_update(due[endpoint])
+        for endpoint, _ in failed:
+            del self._released[endpoint]
+        if failed:
+            self._rollout.condemn({e: f"it did not {what} its memory: {why}" for e, why in failed})
+
+    def _all_done(self) -> None:
+        dist.barrier(group=self._layout.host)
+
+
+def memory_metrics(ranks: Sequence[Moved]) -> dict[str, float]:
+    """Of a step: bytes over all ranks, and the slowest rank's seconds."""
+    names = ("released", "resumed", "server_released", "server_resumed")
+    return {
+        **{f"memory/{name}_bytes": sum(getattr(moved, name) for moved in ranks) for name in names},
+        "time/memory": max(moved.seconds for moved in ranks),
+    }
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

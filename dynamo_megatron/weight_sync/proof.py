@@ -1,0 +1,162 @@
+"""Proof of sync: hashes of the server's own parameters as they should be, and whether a server has just those.
+
+The ranks that send weights hash what they send, cut and fused as each server rank holds it; rank 0 gathers the hashes
+and compares them with what SGLang's `weights_checker` says of the server's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
+from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import CONTROL_TIMEOUT, call_for
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.weight_sync.tensor_hash import Sha256, TileHash
+
+NAMED = 5  # parameters that a message names
+HASHES = {"cpu": Sha256, "cuda": TileHash}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every rank of a server should report."""
+
+    ranks: list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
+    missing: dict[str, list[str]]  # parameter -> its Hugging Face tensors that no rank has sent
+    disagreed: list[str]  # parameters that two training ranks gave different values of
+    unproved_layers: list[int]  # left out
+
+
+def proved_layers(version: int, every: int, layers: int) -> frozenset[int]:
+    """The layers whose weights the push of `version` proves: all of them at every `every`-th version, else one in
+    `every`, other ones each time. What is outside the layers is proved always."""
+    return frozenset(i for i in range(layers) if version % every in (0, i % every))
+
+
+class ExpectedChecksums:
+    """One training rank's part: `add` what it sends, then `gather` once.
+
+    `device`: of the servers, "cpu" or "cuda". Tensors may come in any order and division into buckets, and the parts of
+    a fused parameter (experts) from several ranks. Raises ValueError where `tp_size` does not fit the model.
+    """
+
+    def __init__(self, spec: ModelSpec, tp_size: int, device: str, layers: Collection[int] | None = None):
+        self._spec, self._tp_size, self._hash = spec, tp_size, HASHES[device]
+        check_server_parallel(spec, tp_size, device)
+        layout = server_layout(spec, tp_size)
+        self._left_out = [i for i in range(spec.num_layers) if layers is not None and i not in layers]
+        self._places = {name: p for name, p in layout.places.items() if layer_of(name) not in self._left_out}
+        self._sizes = layout.sizes
+        self._parts: dict[str, set[str]] = {}  # parameter -> the Hugging Face tensors it is made of
+        for name, (parameter, _) in self._places.items():
+            self._parts.setdefault(parameter, set()).add(name)
+        self._given: dict[str, set[str]] = {}  # parameter -> of these, the ones that came
+        self._hashes: dict[tuple[str, int], Sha256 | TileHash | str] = {}  # (parameter, server rank); str: complete
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """(Hugging Face name, whole tensor) in the servers' dtype. Nothing of a tensor is kept on its device."""
+        for name, tensor in tensors:
+            if name not in self._places:
+                continue
+            parameter, start = self._places[name]
+            for rank in range(self._tp_size):
+                shard = server_shard(self._spec, name, tensor, rank, self._tp_size).contiguous()
+                size = self._sizes[parameter] * shard.element_size()
+                running = self._hashes.setdefault((parameter, rank), self._hash(size))
+                running.add(start * shard.element_size(), shard)
+            self._given.setdefault(parameter, set()).add(name)
+            self._finish(parameter)
+
+    def gather(self, group: dist.ProcessGroup) -> Expected | None:
+        """Collective over `group` (of host tensors), whose first rank gets the result and the others None."""
+        mine = (self._given, self._hashes)
+        everyone = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(mine, everyone, dst=dist.get_global_rank(group, 0), group=group)
+        return self._joined(everyone) if everyone is not None else None
+
+    def _joined(self, everyone: list[tuple[dict, dict]]) -> Expected:
+        self._given, self._hashes = {}, {}
+        disagreed = set()
+        for given, hashes in everyone:
+            for parameter, names in given.items():
+                known = self._given.setdefault(parameter, set())
+                again = names <= known  # a replica's
+                for rank in range(self._tp_size):
+                    one, key = hashes[parameter, rank], (parameter, rank)
+                    if not known:
+                        self._hashes[key] = one
+                    elif again:
+                        if isinstance(one, str) and one != self._hashes[key]:
+                            disagreed.add(parameter)
+                    else:
+                        assert not names & known, f"{parameter}: tensors that two ranks sent, and others that one did"
+                        self._hashes[key].merge(one)
+                known |= names
+        for parameter in self._given:
+            self._finish(parameter)
+        missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
+        ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
+        return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed), self._left_out)
+
+    def _finish(self, parameter: str) -> None:
+        if self._given[parameter] == self._parts[parameter]:
+            for rank in range(self._tp_size):
+                if not isinstance(one := self._hashes[parameter, rank], str):
+                    self._hashes[parameter, rank] = f"{one.digest():016x}"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a Hugging Face tensor or server parameter is in."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else None
+
+
+def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
+    """What is wrong with `ranks`, the `ranks` of a weights_checker reply; None: nothing."""
+    try:
+        reported = {r["parallelism_info"][0]["tp_rank"]: dict(r["checksums"]) for r in ranks}
+    except (LookupError, TypeError, ValueError):
+        return "/weights_checker does not answer in the form of SGLang 0.5.23"
+    wrong: dict[str, set[str]] = {
+        "not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()},
+        "different on two training ranks": set(expected.disagreed),
+    }
+    if reported.keys() != set(range(len(expected.ranks))):
+        return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
+    for rank, should in enumerate(expected.ranks):
+        has = reported[rank]
+        wrong.setdefault("differing", set()).update(p for p in should.keys() & has.keys() if should[p] != has[p])
+        wrong.setdefault("not on the server", set()).update(should.keys() - has.keys())
+        wrong.setdefault("of the server's alone", set()).update(has.keys() - should.keys() - expected.missing.keys())
+    said = [f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names]
+    if not said:
+        return None
+    return f"of {len(expected.ranks[0]) + len(expected.missing)} parameters " + "; ".join(said)
+
+
+def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | None:
+    """Why the server's weights are not those expected, one line, or None where they are.
+
+    `timeout` in seconds. Raises ServerError where the server does not say.
+    """
+    skip = [f"model.layers.{i}." for i in expected.unproved_layers]
+    asked = {"action": "checksum", "skip_tensor_list": skip}
+    (ranks,) = call_for(endpoint, "/weights_checker", asked, timeout, "ranks")
+    return compare(expected, ranks)
+
+
+def server_device(endpoint: Endpoint) -> str:
+    """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
+    (device,) = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "device")
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(on_one_line(name, 100) for name in sorted(names)[:NAMED])
+    return f"{first} and {len(names) - NAMED} more" if len(names) > NAMED else first

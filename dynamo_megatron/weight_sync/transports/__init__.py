@@ -1,0 +1,112 @@
+"""Ways for weights to get from training ranks to servers, and which one is used when (docs/resharding.md)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import torch
+
+from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.rollout.server import takes_turns
+
+VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice of transport depends on besides the config."""
+
+    cuda: bool
+    hosts: int  # that training ranks run on
+
+
+def choose_transport(config: RolloutConfig, machine: Machine) -> str:
+    """The transport of `rollout.sync.transport`, `auto` resolved. Raises ValueError, one line, where it cannot work."""
+    name, near = config.sync.transport, machine.hosts == 1 and servers_are_here(config)
+    if name == "auto":
+        if machine.cuda:
+            return "ipc" if config.placement == "colocated" else "nccl"
+        return "tensor" if near else "disk"
+    on_gpu = "ipc" if config.placement == "colocated" else "nccl"
+    refusals = {
+        "ipc": [
+            (not machine.cuda, "needs GPUs; use tensor, gloo or disk"),
+            (on_gpu != "ipc", f"needs servers on the trainer's GPUs, and placement is {config.placement}; use nccl"),
+        ],
+        "nccl": [
+            (not machine.cuda, "needs GPUs; use tensor, gloo or disk"),
+            (on_gpu != "nccl", "cannot have two ranks on one GPU, and placement is colocated; use ipc"),
+        ],
+        "tensor": [
+            (machine.cuda, f"is for servers on the CPU; use {on_gpu}"),
+            (not near, "goes through one host's memory, and not all ranks and servers are on it; use disk or gloo"),
+        ],
+    }
+    for applies, reason in refusals.get(name, []):
+        if applies:
+            raise ValueError(f"rollout.sync.transport: {name} {reason}")
+    return name
+
+
+def servers_are_here(config: RolloutConfig) -> bool:
+    """Whether all servers run on this host, as far as the config tells."""
+    if config.placement == "external":
+        return all(is_local(url) for url in config.urls)
+    return config.placement == "colocated" or config.host in ("127.0.0.1", "localhost", "lo")
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL's host is an address of this one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(urlsplit(url).hostname, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def check_transport(config: RolloutConfig) -> str:
+    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (resharding/push.py).
+    Raises ValueError where it, or memory that servers and ranks take turns with, cannot work."""
+    name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
+    if name == "ipc":
+        check_segments("rollout.sync.transport: ipc")
+        check_torch(config)
+    if takes_turns(config):
+        check_segments("rollout.offload")
+    return name
+
+
+def check_segments(key: str) -> None:
+    """Raises ValueError where memory is allocated in expandable segments, which neither CUDA IPC handles nor SGLang's
+    memory saver (which servers inherit the variable for) can handle; `key` asks for one of these."""
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+            raise ValueError(f"{key} cannot go with expandable segments; take expandable_segments out of {variable}")
+
+
+def check_torch(config: RolloutConfig) -> None:
+    """Raises ValueError where the servers' torch is another version, which could not open CUDA IPC handles."""
+    key = "rollout.sync.transport: ipc"
+    if config.python is None:
+        return
+    asked = [config.python, "-P", "-c", "import torch; print(torch.__version__)"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
+    theirs = done.stdout.strip()
+    if done.returncode or not theirs:
+        raise ValueError(f"rollout.python: {config.python} has no torch ({done.stderr.strip().splitlines()[-1:]})")
+    if theirs != torch.__version__:
+        raise ValueError(
+            f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
+            f"{theirs} in {config.python}; install one of them in both (docs/install.md), or give the servers GPUs of "
+            "their own (rollout.placement: split)"
+        )

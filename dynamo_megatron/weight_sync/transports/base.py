@@ -1,0 +1,89 @@
+"""What a transport does for resharding/push.py, and the streaming transports' share of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import close_session, open_session, set_version
+from dynamo_megatron.weight_sync.plan import Bucket
+
+
+class Transport(Protocol):
+    """One way to a server. Calls for different servers come from different threads, those for one server one at a time.
+
+    What goes wrong with one server raises ServerError, RuntimeError or OSError, and then nothing more but `forget` is
+    called for it in this push. What a transport has no use for does nothing.
+    """
+
+    def prepare(self) -> None:
+        """Rank 0, at the start of a push, before any server is told."""
+
+    def begin(self, endpoint: Endpoint) -> None:
+        """Rank 0: tells the server that weights are coming."""
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Every sender, one after the other: its link to this incarnation of the server, kept for later pushes."""
+
+    @abstractmethod
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """A sender: makes bucket `number` ready for all servers; returns the bytes written for all of them together."""
+
+    @abstractmethod
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        """Every rank, `len(buckets)` times a round: the servers to which it sends in this turn. In one turn a server
+        hears one rank, and in all turns every bucket once. `own`: this rank's bucket of the round."""
+
+    @abstractmethod
+    def send(self, endpoint: Endpoint) -> int:
+        """The turn's bucket to one server; returns the bytes sent to it alone."""
+
+    @abstractmethod
+    def finish(self, endpoint: Endpoint, version: int) -> None:
+        """Rank 0, after all buckets: the server runs the new weights under `version`, no cached prefix is left."""
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """A sender: the link to a server that has failed."""
+
+    def end(self) -> None:
+        """Every rank, at the end of a push: memory that only the push needed."""
+
+    def close(self) -> None:
+        """Every rank, at the end of the run."""
+
+
+def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    """Senders go round the servers: at any time they are busy with different ones."""
+    if own is None:
+        return []
+    return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
+
+
+class Streamed(Transport):
+    """The part of transports that send bucket by bucket into an update session."""
+
+    def __init__(self) -> None:
+        self._in_session: set[str] = set()
+
+    def prepare(self) -> None:
+        self._in_session.clear()
+
+    def begin(self, endpoint: Endpoint) -> None:
+        if open_session(endpoint):
+            self._in_session.add(endpoint.name)
+
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        return rotate(turn, buckets, own, endpoints)
+
+    def finish(self, endpoint: Endpoint, version: int) -> None:
+        if endpoint.name in self._in_session:
+            close_session(endpoint)
+        set_version(endpoint, version)

@@ -1,0 +1,132 @@
+"""`ipc`: colocated servers read each bucket from the memory of their own GPU. Never run on a GPU (docs/resharding.md).
+
+A bucket is broadcast to all training ranks; each makes a CUDA IPC handle of its copy, and the rank on the first GPU of
+a server posts the handles of all the server's GPUs, in the order of the server's ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+
+from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
+from dynamo_megatron.weight_sync.plan import Bucket
+from dynamo_megatron.weight_sync.transports import is_local
+from dynamo_megatron.weight_sync.transports.base import Streamed
+from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+
+DEVICE = 6  # of rebuild_cuda_tensor's arguments
+
+
+class IpcTransport(Streamed):
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self._layout = layout
+        self._staged = FlatBuffer(self._allocate)
+        self._copy: torch.Tensor | None = None  # what servers read: it stays where it is as long as they do
+        self._ranks: dict[Endpoint, list[int]] = {}  # the training rank on the GPU of each of a server's ranks
+        self._handles: list[str] = []  # by training rank, of the bucket of this turn
+        self._failed: set[Endpoint] = set()  # in this push
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._staged.fill(tensors)
+        return 0
+
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        """Collective over all ranks: in turn t every server hears of bucket t."""
+        self._locate(endpoints)
+        bucket = buckets[turn]
+        if self._copy is None or self._copy.numel() < bucket.nbytes:
+            self._copy = self._allocate(bucket.nbytes)
+        here, self._size = self._copy[: bucket.nbytes], bucket.nbytes
+        if own is bucket:
+            here.copy_(self._staged.used)
+        dist.broadcast(here, src=bucket.sender)
+        torch.cuda.current_stream().synchronize()
+        metadata = self._layout.gather(self._staged.tensors if own is bucket else None)[bucket.sender]
+        # Only what is read: an unread handle keeps its memory from being freed.
+        reads = any(self._layout.rank in self._ranks[e] for e in endpoints if e not in self._failed)
+        handle = _handle({"flattened_tensor": here, "metadata": metadata}) if reads else ""
+        self._handles = self._layout.gather(handle)
+        return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
+
+    def send(self, endpoint: Endpoint) -> int:
+        ranks = self._ranks[endpoint]
+        if not ranks:
+            raise ServerError("its GPUs are not those of training ranks: CUDA IPC needs rollout.placement colocated")
+        payload = {
+            "serialized_named_tensors": [self._handles[rank] for rank in ranks],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        return self._size * endpoint.tp
+
+    def forget(self, endpoint: Endpoint) -> None:
+        self._failed.add(endpoint)
+
+    def end(self) -> None:
+        self._staged, self._copy = FlatBuffer(self._allocate), None
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # servers have the same GPUs
+        self._failed.clear()
+
+    def _locate(self, endpoints: Sequence[Endpoint]) -> None:
+        """Which training rank is on which server rank's GPU; asked once of every incarnation."""
+        new = [endpoint for endpoint in endpoints if endpoint not in self._ranks]
+        if not new:
+            return
+        own = _uuid(self._layout.local_rank)
+        mine = {}
+        for endpoint in new:
+            if is_local(endpoint.url):
+                try:
+                    first, step = call_for(
+                        endpoint, "/server_info", None, CONTROL_TIMEOUT, "base_gpu_id", "gpu_id_step"
+                    )
+                except ServerError:
+                    continue  # it is then found nowhere, and `send` says so
+                gpus = [first + rank * step for rank in range(endpoint.tp)]
+                if max(gpus) >= torch.cuda.device_count():
+                    continue
+                uuids = [_uuid(gpu) for gpu in gpus]
+                if own in uuids:
+                    mine[endpoint.name] = uuids.index(own)
+        places = self._layout.gather(mine)
+        for endpoint in new:
+            found = {place[endpoint.name]: rank for rank, place in enumerate(places) if endpoint.name in place}
+            self._ranks[endpoint] = [found[i] for i in range(endpoint.tp)] if len(found) == endpoint.tp else []
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._layout.device)
+
+
+class _Pickler(ForkingPickler):
+    """As torch's, but a CUDA tensor's device is its GPU's UUID, which SGLang (utils/patch_torch.py) looks up: the same
+    GPU may have another number in the server's process."""
+
+    def reducer_override(self, value):
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            rebuild, arguments = reductions.reduce_tensor(value)
+            return rebuild, (*arguments[:DEVICE], _uuid(value.device.index), *arguments[DEVICE + 1 :])
+        return NotImplemented
+
+
+def _handle(value: dict) -> str:
+    raw = io.BytesIO()
+    _Pickler(raw).dump(value)
+    return base64.b64encode(raw.getvalue()).decode()
+
+
+def _uuid(gpu: int) -> str:
+    return str(torch.cuda.get_device_properties(gpu).uuid)

@@ -1,0 +1,77 @@
+"""`tensor`: CPU tensors in shared memory, whose handle goes over HTTP. Servers on the sending rank's host only.
+
+A bucket is written once, for all servers; each server rank maps it and copies its own shard into its parameters.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import io
+import os
+import weakref
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import TRANSFER_TIMEOUT, call
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
+from dynamo_megatron.weight_sync.transports.base import Streamed
+from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+
+
+class TensorTransport(Streamed):
+    def __init__(self) -> None:
+        super().__init__()
+        # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
+        # scheduler dies of it.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        with keeping(*FOR_THE_RANKS):
+            _shared(1)  # starts torch's shared-memory manager, which would die of them, and every later push with it
+        self._buffer = FlatBuffer(_shared)
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._buffer.fill(tensors)
+        return self._buffer.used.nbytes
+
+    def send(self, endpoint: Endpoint) -> int:
+        # A pickled handle counts as one reader of the shared memory: every server rank needs its own.
+        handles = [self._handle() for _ in range(endpoint.tp)]
+        payload = {"serialized_named_tensors": handles, "load_format": "flattened_bucket", "flush_cache": False}
+        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        return sum(map(len, handles))
+
+    def end(self) -> None:
+        self._buffer = FlatBuffer(_shared)
+
+    def _handle(self) -> str:
+        raw = io.BytesIO()
+        # SGLang reads the attributes of whatever stands for its FlattenedTensorMetadata, which is not importable here.
+        ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
+        return base64.b64encode(raw.getvalue()).decode()
+
+
+def _shared(nbytes: int) -> torch.Tensor:
+    """Shared memory that is removed with the tensor. torch would leave it behind if one handle is not read, as when a
+    server fails: one reader more than there are is registered, so that no reader removes it and this process does.
+
+    Raises OSError where /dev/shm has no room for it."""
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if os.strerror(errno.ENOSPC) not in reason:
+            raise
+        raise OSError(
+            f"/dev/shm has no room for {nbytes / 1e6:.2f} MB of weights ({reason}); free some there, or lower "
+            "rollout.sync.bucket_bytes, and resume"
+        ) from None
+    storage = tensor.untyped_storage()
+    storage._shared_incref()
+    name = storage._share_filename_cpu_()[1].decode()
+    weakref.finalize(tensor, Path(f"/dev/shm{name}").unlink, missing_ok=True)
+    return tensor

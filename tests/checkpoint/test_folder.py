@@ -1,0 +1,288 @@
+"""Checkpoint folders on disk: what is found complete, whatever was cut off, removed or damaged."""
+
+import errno
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.checkpoint.checksums import file_checksum
+from dynamo_megatron.checkpoint.folder import (
+    after_a_stop,
+    choose_checkpoint,
+    complete_checkpoints,
+    fault,
+    latest_checkpoint,
+    publish,
+    read_manifest,
+    read_state,
+    unfinished_folder,
+    verify,
+    write_state,
+)
+
+FILES = {".metadata": b"m", "__0_0.distcp": b"data of rank 0", "__1_0.distcp": b"data", "state.json": b"{}"}
+CONTENTS = {"model": {"family": "qwen2"}, "dtype": "float32", "layout": {"ranks": 2}}
+DISK_CALLS = ("open", "fsync", "mkdir", "rename", "unlink", "rmdir")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def save(root: Path, step: int, keep_last: int = 1, say=print) -> Path:
+    aside = unfinished_folder(root, step)
+    for name, content in FILES.items():
+        (aside / name).write_bytes(content)
+    checksums = {name: file_checksum(aside / name) for name in ("__0_0.distcp", "__1_0.distcp")}
+    return publish(aside, step, CONTENTS, checksums, keep_last, say)
+
+
+def steps(root: Path) -> list[int]:
+    return [step for step, _ in complete_checkpoints(root)]
+
+
+def test_a_manifest_lists_every_file_with_its_size(tmp_path):
+    manifest = read_manifest(save(tmp_path, 7))
+    assert manifest["files"] == {name: len(content) for name, content in FILES.items()}
+    assert manifest["step"] == 7 and manifest["model"] == {"family": "qwen2"}
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for step in (3, 6, 9, 1_000_000):
+        save(tmp_path, step, keep_last=2)
+    assert steps(tmp_path) == [9, 1_000_000]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-1000000"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp: missing"),
+        (lambda f: os.truncate(f / "__0_0.distcp", 5), "__0_0.distcp: 5 bytes instead of 14"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory"),
+        (lambda f: os.truncate(f / "manifest.json", 20), "manifest.json: "),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest (step is "),
+        (lambda f: (f / "manifest.json").write_text("null"), "manifest.json: not a checkpoint's manifest"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a checkpoint's manifest"),
+        (lambda f: shutil.copy(f.with_name("step-000003") / "manifest.json", f), "of step 3, the folder was renamed"),
+    ],
+)
+def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
+    older, newer = save(tmp_path, 3, keep_last=2), save(tmp_path, 6, keep_last=2)
+    damage(newer)
+    assert why in fault(newer) and "\n" not in fault(newer)
+    assert latest_checkpoint(tmp_path) == (3, older)
+    said = []
+    assert choose_checkpoint(tmp_path, said.append) == (3, older)
+    assert said == [f"warning: the checkpoint of step 6 is damaged: {fault(newer)}; going on from step 3"]
+    save(tmp_path, 6, keep_last=2)  # the run comes to this step again
+    assert steps(tmp_path) == [3, 6]
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def refusal(folder: Path, *ranks: int, resume: bool = False) -> str:
+    """What `verify` says; nothing where the bytes are those that were saved."""
+    try:
+        verify(folder, *ranks, resume=resume)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp_path, name):
+    save(tmp_path, 3, keep_last=2)
+    folder = save(tmp_path, 6, keep_last=2)
+    assert verify(folder)
+    flip(folder / name)
+    assert fault(folder) is None, "the size tells nothing"
+    why = refusal(folder, resume=True)
+    assert why.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in why
+    assert why.endswith(f"; delete {folder} to resume from the checkpoint of step 3")
+    assert refusal(folder).endswith("; restore it from a copy, or use another checkpoint"), "it may be another run's"
+    for ranks in (2, 3, 7):
+        said = [refusal(folder, rank, ranks, resume=True) for rank in range(ranks)]
+        assert sorted(said) == [""] * (ranks - 1) + [why]
+
+
+def test_a_stop_promises_a_checkpoint_only_where_there_is_one(tmp_path):
+    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
+    unfinished_folder(tmp_path, 3)
+    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
+    save(tmp_path, 3)
+    assert after_a_stop(tmp_path) == "the same command resumes from the checkpoint of step 3"
+
+
+def test_what_to_do_without_an_earlier_checkpoint(tmp_path):
+    folder = save(tmp_path, 3)
+    flip(folder / "state.json")
+    assert refusal(folder, resume=True).endswith("; restore it from a copy: there is no earlier complete checkpoint")
+
+
+def test_a_manifest_that_lost_a_checksum_is_damaged_and_one_without_any_is_old(tmp_path):
+    folder = save(tmp_path, 3)
+    manifest = read_manifest(folder)
+    assert verify(folder) and manifest["checksums"].keys() == FILES.keys()
+    del manifest["checksums"]["__0_0.distcp"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert refusal(folder).startswith(f"{folder / 'manifest.json'}: no checksum of __0_0.distcp; ")
+    del manifest["checksums"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert not verify(folder) and fault(folder) is None
+
+
+def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
+    assert choose_checkpoint(tmp_path, print) is None
+    (save(tmp_path, 3) / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"step 3 is damaged: .*state.json: missing, and no other is complete"):
+        choose_checkpoint(tmp_path, print)
+
+
+def test_a_damaged_one_does_not_count_among_those_kept(tmp_path):
+    for step in (3, 6):
+        save(tmp_path, step, keep_last=2)
+    (tmp_path / "step-000006" / "state.json").unlink()
+    save(tmp_path, 9, keep_last=2)
+    assert steps(tmp_path) == [3, 9]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+    said = []
+    with monkeypatch.context() as patched:
+        rmdir = os.rmdir
+
+        def stuck(path, **options):
+            if Path(path).name == ".step-000003.removed":
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # a file on NFS that someone reads
+            rmdir(path, **options)
+
+        patched.setattr(os, "rmdir", stuck)
+        save(tmp_path, 6, say=said.append)
+        save(tmp_path, 9, say=said.append)
+        assert steps(tmp_path) == [9]
+    (line,) = said
+    assert line.startswith(f"warning: the old checkpoint {tmp_path / 'step-000003'} was not removed: ")
+    save(tmp_path, 12)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000012"]
+
+
+def test_a_file_that_rank_0_does_not_see_is_not_left_out(tmp_path):
+    aside = unfinished_folder(tmp_path, 3)
+    (aside / "__0_0.distcp").write_bytes(b"data")
+    with pytest.raises(OSError, match=r"__1_0.distcp: written by a rank, but not in the folder as rank 0 sees it"):
+        publish(aside, 3, CONTENTS, {"__0_0.distcp": "0", "__1_0.distcp": "1"}, 1, print)
+    assert steps(tmp_path) == []
+
+
+def test_a_kill_between_any_two_calls_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """Killed after the first call that reaches the disk, after the second, and so on; then the run goes on."""
+    begun = tmp_path / "begun"
+    save(begun, 3)
+    outcomes = []
+    for last in range(1000):
+        root = tmp_path / f"killed-{last}"
+        shutil.copytree(begun, root)
+        left = last
+        with monkeypatch.context() as patched:
+            for name in DISK_CALLS:
+
+                def counted(call, *arguments, **options):
+                    nonlocal left
+                    if left == 0:
+                        raise Killed
+                    left -= 1
+                    return call(*arguments, **options)
+
+                patched.setattr(os, name, functools.partial(counted, getattr(os, name)))
+            try:
+                save(root, 6)
+            except Killed:
+                pass
+            else:
+                break
+        outcomes.append(steps(root))
+        assert outcomes[-1] in ([3], [3, 6], [6])
+        save(root, 9)
+        assert steps(root) == [9] and [p.name for p in root.iterdir()] == ["step-000009"]
+    assert [3] in outcomes and [6] in outcomes and len(outcomes) > 15
+
+
+def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append(f"{Path(source).name} -> {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    save(tmp_path / "checkpoints", 3)
+    aside = ".step-000003.unfinished"
+    manifest = [".manifest.json.tmp", ".manifest.json.tmp -> manifest.json", aside]
+    assert done == [*sorted(FILES), aside, *manifest, f"{aside} -> step-000003", "checkpoints"]
+
+
+# What RolloutAllocator({"half_life": 3}) came to after two steps, as checkpoints held it when its numbers were lists.
+RECORDED = """{"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"],
+"trials": [3.0, 3.5874010519681994, 1.0], "successes": [1.0, 1.7937005259840997, 0.0],
+"reward_mean": [0.6, 0.5836259998963337, 0.0], "reward_squares": [0.42000000000000004, 0.6617624630231497, 0.0]}}"""
+
+
+def test_a_state_of_lists_in_an_older_checkpoint_is_that_of_arrays_in_a_new_one(tmp_path):
+    (tmp_path / "state.json").write_text(RECORDED)
+    old, counts = RolloutAllocator({"half_life": 3}), []
+    for folder in (tmp_path, tmp_path / "new"):
+        allocator = RolloutAllocator({"half_life": 3})
+        allocator.history.load_state_dict(read_state(folder)["allocator"])
+        assert allocator.state_dict() == json.loads(RECORDED)["allocator"]
+        allocator.observe(["a", "d"], [0.1, 0.2], [0, 1], 3)
+        counts.append((allocator.allocate(["a", "b", "c", "d"], 40, step=4).tolist(), allocator.state_dict()))
+        if folder == tmp_path:
+            (tmp_path / "new").mkdir()
+            old.load_state_dict(json.loads(RECORDED)["allocator"])
+            write_state(tmp_path / "new", {"stream": {"position": 3}, "allocator": old.history.state_dict()})
+    assert counts[0] == counts[1]
+    kept = json.loads((tmp_path / "new" / "state.json").read_text())
+    assert kept == {"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"]}}
+    assert read_state(tmp_path / "new")["stream"] == {"position": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("state.json", b"[]", "state.json: not the state of a run"),
+        ("state.json", b'{"stream": 1}', "state.json: not the state of a run"),
+        ("state.json", b"[" * 100_000, "state.json: nested more than 100 deep"),
+        (
+            "state.json",
+            b'{"stream": {"position": ' + b"9" * 5000 + b"}}",
+            "state.json: a number of more than 4,300",
+        ),
+        ("state.safetensors", b"x", "state.safetensors: .*header"),
+        ("state.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "state.safetensors: .*header"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_by_name(tmp_path, name, data, says):
+    write_state(tmp_path, {"stream": {}, "allocator": {"trials": np.ones(2)}})
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=says) as refused:
+        read_state(tmp_path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,75 @@
+"""verl's keys and slime's options: the table of docs/names.md is the code's, and its right-hand column exists here."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.config.peer_keys import TABLE, markdown_table
+
+NEEDED = ["model.path=m", "data.source=d", "output_dir=o"]
+
+
+def test_the_page_has_the_table_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "names.md").read_text(encoding="utf-8")
+    assert page[page.index("| verl | slime | here |") :].strip() == markdown_table()
+
+
+@pytest.mark.parametrize("here", sorted({name for row in TABLE for name in row.here.split()}))
+def test_what_the_table_names_is_there(here, capsys):
+    if here.startswith("--"):
+        with pytest.raises(SystemExit):
+            main(["launch", "slurm", "--help"])
+        assert here in capsys.readouterr().out
+        return
+    with pytest.raises(ConfigError) as refused:  # a section or a key: never an unknown one
+        compose([], [*NEEDED, f"{here}=[{{}}]"])
+    assert "unknown" not in str(refused.value) and here.rpartition(".")[2] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("data.train_files", "of verl; here it is data.source (the same Parquet file"),
+        ("actor_rollout_ref.rollout.n", "of verl; here it is algorithm.allocation (a budget a step"),
+        ("rollout.n", "of verl; here it is algorithm.allocation"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "of verl; here it is algorithm.loss.mini_batches"),
+        ("ppo_mini_batch_size", "of verl; here it is algorithm.loss.mini_batches"),
+        ("+actor_rollout_ref.actor.clip_ratio_c", "of verl; here it is algorithm.loss.clip_ratio_c"),
+        ("actor_rollout_ref.model.path", "verl's actor_rollout_ref. is left out here: model.path"),
+        ("actor_rollout_ref.actor.use_torch_compile", "of verl; no key here corresponds to it"),
+        ("actor_rollout_ref.rollout.temperature", "verl's actor_rollout_ref. is left out here: rollout.temperature"),
+        ("algorithm.adv_estimator", "of verl; here it is algorithm.advantage.kind"),
+        ("custom_reward_function.path", "of verl; here it is reward.functions (module:function"),
+        ("reward.custom_reward_function.path", "of verl; here it is reward.functions"),
+        ("trainer.test_freq", "of verl; here it is eval.every"),
+        ("prompt_data", "of slime; here it is data.source"),
+        ("n_samples_per_prompt", "of slime; here it is algorithm.allocation"),
+    ],
+)
+def test_a_key_of_a_peer_is_answered_with_ours(theirs, ours):
+    with pytest.raises(ConfigError) as refused:
+        compose([], [*NEEDED, f"{theirs}=1"])
+    assert "unknown key " in str(refused.value) and ours in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pasted_section_of_verl_is_answered_key_by_key(tmp_path):
+    pasted = "{actor: {ppo_mini_batch_size: 4, loss_agg_mode: token-mean}, rollout: {n: 8, enforce_eager: true}}"
+    (tmp_path / "verl.yaml").write_text(f"actor_rollout_ref: {pasted}\n")
+    with pytest.raises(ConfigError) as refused:
+        compose([str(tmp_path / "verl.yaml")], NEEDED)
+    lines = str(refused.value).splitlines()
+    assert [line.partition("unknown key actor_rollout_ref.")[2].partition(",")[0] for line in lines] == [
+        "actor.ppo_mini_batch_size",
+        "actor.loss_agg_mode",
+        "rollout.n",
+    ]
+
+
+def test_an_option_of_slime_is_answered_with_our_key(capsys):
+    assert main(["train", *NEEDED, "--n-samples-per-prompt", "8", "--prompt-data", "x.jsonl"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("unknown option --n-samples-per-prompt, of slime; here it is algorithm.allocation")
+    assert said[1].startswith("unknown option --prompt-data, of slime; here it is data.source") and len(said) == 2

@@ -1,0 +1,146 @@
+"""Strangers at the ranks' store: where it listens, and what becomes of what they write."""
+
+import datetime
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from dynamo_megatron.runtime import listening as addresses
+from dynamo_megatron.runtime.coordination import connect_store
+from dynamo_megatron.runtime.listening import (
+    address_of,
+    address_towards,
+    gloo_listens_on,
+    interface_of,
+    is_loopback,
+    ranks_address,
+    serve_store,
+    store_address,
+)
+
+
+def listening() -> set[str]:
+    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1")])
+def test_the_ranks_store_listens_on_one_address(rank_0, host, address):
+    rank_0.setenv("MASTER_ADDR", host)
+    before = listening()
+    store = connect_store(10)
+    assert listening() - before <= {address} and address in listening()
+    store.set("a", "b")
+    other = dist.TCPStore(host, store.port, is_master=False, timeout=datetime.timedelta(seconds=10))
+    assert other.get("a") == b"b"
+
+
+def test_a_name_that_is_loopback_here_and_not_elsewhere_is_said(rank_0, capfd):
+    rank_0.setenv("MASTER_ADDR", "localhost")
+    rank_0.setenv("LOCAL_WORLD_SIZE", "1")
+    assert connect_store(10).host and "0.0.0.0" in listening()
+    assert "MASTER_ADDR: 'localhost' is 127.0.0.1 on this host" in capfd.readouterr().err
+
+
+def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
+    rank_0.setenv("MASTER_ADDR", "198.51.100.7")  # of RFC 5737: nobody's
+    with pytest.raises(ValueError, match=r"MASTER_ADDR: rank 0 cannot listen at 198\.51\.100\.7:0 "):
+        connect_store(10)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rank_0.setenv("MASTER_ADDR", "127.0.0.1")
+        rank_0.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match="Address already in use"):
+            connect_store(10)
+
+
+@pytest.fixture
+def node0(rank_0):
+    """MASTER_ADDR is this host's name, which its own /etc/hosts has as Debian's installer leaves it."""
+    rank_0.setenv("MASTER_ADDR", "node0")
+    rank_0.setattr(addresses, "address_of", lambda host: {"node0": "127.0.1.1"}.get(host) or address_of(host))
+    return rank_0
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "ranks", "address"),
+    [
+        ("node0", None, "2", ""),  # a launcher that does not say which ranks are here
+        ("node0", "1", "2", ""),
+        ("node0", "2", "2", "127.0.1.1"),
+        ("node0", None, "1", "127.0.1.1"),
+        ("localhost", None, "2", "127.0.0.1"),
+        ("localhost", "1", "2", ""),
+        ("127.0.0.1", None, "2", "127.0.0.1"),
+    ],
+)
+def test_loopback_is_for_ranks_of_one_host(node0, host, local, ranks, address):
+    node0.setenv("MASTER_ADDR", host)
+    node0.setenv("WORLD_SIZE", ranks)
+    node0.delenv("LOCAL_WORLD_SIZE")
+    if local is not None:
+        node0.setenv("LOCAL_WORLD_SIZE", local)
+    assert store_address() == address
+
+
+def has_route() -> bool:
+    try:
+        return bool(address_towards("192.0.2.1"))
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_route(), reason="this host has no default route")
+def test_rank_0_takes_the_interface_of_its_default_route_where_its_name_is_loopback(node0):
+    node0.setenv("LOCAL_WORLD_SIZE", "1")
+    assert ranks_address() == address_towards("192.0.2.1") and not is_loopback(ranks_address())
+    assert interface_of(ranks_address()) not in (None, "lo")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="makes a network: as root")
+def test_a_host_without_a_route_leaves_it_to_gloo():
+    asks = "import socket; from dynamo_megatron.runtime import listening; listening.address_of = lambda host: "
+    asks += "'127.0.1.1' if host == 'node0' else host; print(repr(listening.ranks_address()))"
+    environment = {**os.environ, "MASTER_ADDR": "node0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    command = ["unshare", "--net", sys.executable, "-P", "-c", asks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout == "''\n", done.stderr
+
+
+GROUP = """
+import datetime, os, psutil, torch, torch.distributed as dist
+from dynamo_megatron.runtime.listening import gloo_listens_on
+with gloo_listens_on("127.0.0.1"):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"})
+"""
+
+
+def test_gloo_listens_on_the_interface_towards_the_others():
+    said = subprocess.run([sys.executable, "-P", "-c", GROUP], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == "{'127.0.0.1'}\n"
+    assert interface_of("127.0.0.2") == interface_of("127.0.0.1") and interface_of("198.51.100.7") is None
+
+
+def test_an_interface_that_the_user_names_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with gloo_listens_on("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_a_store_of_a_transport_listens_on_one_address():
+    before = listening()
+    store = serve_store(address_of("localhost"), 0, timeout=10)
+    assert store.port and listening() - before <= {"127.0.0.1"}

@@ -1,0 +1,86 @@
+"""What others wrote reaches a terminal, or a log that is read in one, as text."""
+
+import io
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.preflight.findings import Finding
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.runtime.plain_text import PrintableStream, on_one_line, printable, show
+from dynamo_megatron.tracking.progress import Progress
+
+HOSTILE = (
+    "red\x1b[31m clear\x1b[2J clip\x1b]52;c;cm0=\x07 \x9b1m over\rwritten \u202ebidi\u2066 \u2028\ud800\x00\x7f end"
+)
+
+
+def tame(text: str) -> bool:
+    return all(c.isprintable() or c in "\n\t" for c in text) and text.isascii()
+
+
+def test_texts_keep_their_words_and_lose_what_drives_a_terminal():
+    assert printable("a\tb\n\u00e9\u4e2d") == "a\tb\n\u00e9\u4e2d"
+    for made in (printable(HOSTILE), on_one_line(HOSTILE)):
+        assert made.isprintable() and all(word in made for word in ("clear", "clip", "written", "bidi", "end"))
+    assert printable(printable(HOSTILE)) == printable(HOSTILE)
+    assert on_one_line("two\nlines") == "two lines"
+
+
+def test_a_stream_shows_whatever_a_process_prints():
+    written = io.BytesIO()
+    with PrintableStream(written, encoding="utf-8", errors="backslashreplace", line_buffering=True) as stream:
+        print(HOSTILE, file=stream)
+        show(HOSTILE, stream)
+        assert tame(written.getvalue().decode()) and written.getvalue().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("error", [RolloutError(HOSTILE), RuntimeError(HOSTILE), ValueError(HOSTILE)])
+def test_the_last_line_of_a_run_is_text(error, capsys):
+    from dynamo_megatron.run import _report
+
+    try:
+        raise error
+    except type(error) as raised:
+        _report(raised, 0, None, True)
+    said = capsys.readouterr().err
+    assert tame(said) and "clip" in said.splitlines()[-1]
+
+
+def test_notes_and_refusals_are_text(capsys, tmp_path, monkeypatch):
+    progress = Progress()
+    progress.say(HOSTILE)
+    progress.close()
+    monkeypatch.chdir(tmp_path)
+    name = HOSTILE.replace("\x00", "").replace("\ud800", "")
+    assert main(["train", f"no{name}.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert tame(out) and "clip" in out and tame(err) and "clip" in err
+
+
+def test_findings_of_preflight_are_text(capsys, monkeypatch):
+    from dynamo_megatron.preflight import command
+
+    class Subject:
+        leads = True
+
+    monkeypatch.setattr(command, "run_checks", lambda checks, say: say("reward", Finding("FAILED", HOSTILE), 0.1) or 1)
+    monkeypatch.setattr(command, "Subject", lambda *_: Subject())
+    assert command.preflight(None, 1, with_server=False) == 1
+    assert tame(capsys.readouterr().out)
+
+
+def test_a_traceback_of_a_command_is_text():
+    script = """
+        import sys
+        from dynamo_megatron import cli, commands
+        def fails(*_): raise RuntimeError(sys.argv[1] + chr(27) + "[2J")
+        commands._COMMANDS["configs"] = fails
+        cli.main(["configs"])
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), HOSTILE.replace("\x00", "").replace("\ud800", "")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "clip" in done.stderr and "Traceback" in done.stderr and tame(done.stderr)

@@ -1,0 +1,75 @@
+"""Running SGLang servers of tiny models, and jobs of ranks that push to them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.config import ModelConfig
+from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.rollout.server import SGLangServer
+
+JOB = Path(__file__).with_name("push_job.py")
+
+
+@pytest.fixture(scope="session")
+def start_servers():
+    """start(model, dtype, tps, folder) -> servers: one of so many ranks for each of `tps`, up, server-0 and so on."""
+    started = []
+
+    def start(model: Path, dtype: str, tps: Sequence[int], folder: Path, **options) -> list[SGLangServer]:
+        servers = []
+        for number, tp in enumerate(tps):
+            config = RolloutConfig(tp=tp, start_timeout=400)
+            place = {"name": f"server-{number}", "slot": number, "slots": len(tps)} | options
+            log = folder / f"{place['name']}-{place.get('incarnation', 1)}.log"
+            server = SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), log, **place)
+            started.append(server)
+            server.start()
+            servers.append(server)
+
+        async def ready() -> None:
+            await asyncio.gather(*(server.wait_ready() for server in servers))
+
+        asyncio.run(ready())
+        return servers
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def run_pushes():
+    """run(folder, model=..., dtype=..., servers=..., layouts=..., transports=..., pushes=...) -> pushes as seen by
+    rank 0, by layout's name. The ranks' output is in the folder."""
+
+    def run(folder: Path, *, servers: Sequence[SGLangServer], layouts: dict[str, tuple[int, dict]], **job) -> dict:
+        folder.mkdir()
+        job |= {"endpoints": [dataclasses.asdict(s.endpoint) for s in servers], "out": str(folder)}
+        job["model"] = str(job["model"])
+        job["layouts"] = [
+            {"name": name, "ranks": ranks, "parallel": parallel, "first_version": 1000 * i}
+            for i, (name, (ranks, parallel)) in enumerate(layouts.items())
+        ]
+        (folder / "job.json").write_text(json.dumps(job))
+        with open(folder / "job.log", "w") as log:
+            code = subprocess.run(
+                [sys.executable, "-P", str(JOB), str(folder / "job.json")],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                timeout=900,
+            ).returncode
+        assert code == 0, (folder / "job.log").read_text()[-6000:]
+        return {name: json.loads((folder / f"{name}.json").read_text()) for name in layouts}
+
+    return run

@@ -1,0 +1,260 @@
+"""The ranks of the push tests: policies of several layouts, each pushed to running servers over several transports.
+
+    python -P push_job.py JOB.json
+
+It imports Megatron once and forks the ranks of one layout after the other. The job's results are files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from dynamo_megatron.policy import backend
+
+backend.enable_cpu()
+backend.define_router_gemm()
+backend.fix_torch_adam_checkpoints()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from dynamo_megatron.config import Config  # noqa: E402
+from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, to_megatron  # noqa: E402
+from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
+from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.rollout.endpoint import Endpoint  # noqa: E402
+from dynamo_megatron.rollout.server_api import ServerError, call, rest  # noqa: E402
+from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
+from dynamo_megatron.weight_sync.proof import ExpectedChecksums, mismatch  # noqa: E402
+from dynamo_megatron.weight_sync.push import WeightPusher  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
+from forked_ranks import fork_ranks, wait_for  # noqa: E402
+
+BUCKET_BYTES = 40000
+PROMPT, NEW_TOKENS = [20, 30, 40, 50, 60, 70], 12
+
+
+class Fleet:
+    """The fleet's door: its servers are given, and it writes down what it is told."""
+
+    def __init__(self, endpoints: list[Endpoint]):
+        self.endpoints, self.outcomes = endpoints, {}
+
+    def begin_push(self, version, on_poll):
+        for endpoint in self.endpoints:
+            with contextlib.suppress(ServerError):  # one that was killed
+                rest(endpoint)
+        return self.endpoints
+
+    def end_push(self, version, outcomes, on_poll):
+        self.outcomes = {e.name: why for e, why in outcomes.items()}
+
+
+def changed(name: str, tensor: torch.Tensor, push: int) -> torch.Tensor:
+    """A tensor of the model's folder as it is at push `push`, random and the same whoever computes it; 0: as it was."""
+    if push == 0:
+        return tensor
+    seed = int.from_bytes(hashlib.sha256(f"{name} {push}".encode()).digest()[:6], "big")
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return (tensor.float() * (1 + 0.3 * noise)).to(tensor.dtype)
+
+
+def change(policy: Policy, base: dict[str, torch.Tensor], push: int) -> None:
+    layout, spec = policy.layout, policy.spec
+    experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
+    with torch.no_grad():
+        for chunk in policy.chunks:
+            for local, parameter in chunk.named_parameters():
+                name = global_name(local, chunk.layer_offset, experts)
+                whole = [changed(part, base[part], push) for part in huggingface_names(spec, name)]
+                parameter.copy_(to_megatron(spec, name, whole, layout.tp.rank(), layout.tp.size()))
+                assert name == OUTPUT_LAYER or not torch.isnan(parameter).any()
+
+
+def greedy(endpoint: Endpoint) -> list[int]:
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return call(endpoint, "/generate", {"input_ids": PROMPT, "sampling_params": sampling}, 120)["output_ids"]
+
+
+class Reference:
+    """What transformers makes of the same weights."""
+
+    def __init__(self, model: Path, dtype: str, folder: Path):
+        shutil.copytree(model, folder)
+        self.folder, self.dtype = folder, getattr(torch, dtype)
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        save_file(weights, self.folder / "model.safetensors", {"format": "pt"})
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype)
+
+    @torch.no_grad()
+    def disagrees(self, tokens: list[int]) -> str | None:
+        logits = self.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
+        best, said = logits.max(-1), logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        # bfloat16 rounds each of a layer's sums otherwise: what was said may be the second of two that are close.
+        slack = 1e-4 if self.dtype == torch.float32 else 0.02 * (best.values - logits.mean(-1))
+        return None if bool((best.values - said <= slack).all()) else f"{tokens} for {best.indices.tolist()}"
+
+
+class Ranks:
+    """One rank of a layout, with its policy and what its pushes were seen to do."""
+
+    def __init__(self, job: dict, case: dict):
+        torch.set_num_threads(1)
+        self.job, self.case, self.model, self.out = job, case, Path(job["model"]), Path(job["out"])
+        self.rank, self.version = int(os.environ["RANK"]), case["first_version"]
+        self.base = load_file(self.model / "model.safetensors")
+        config = Config(
+            model={"path": str(self.model), "dtype": job["dtype"]},
+            data={"source": "unused"},
+            parallel=case["parallel"],
+            output_dir=str(self.out / case["name"]),
+        )
+        self.store = connect_store(300)
+        self.coordinator = Coordinator(self.store, self.rank, StopFlag(), b"")
+        layout = join_ranks(config, dist.PrefixStore("groups", self.store))
+        self.policy = Policy(load_model_config(self.model), config, layout)
+        self.config, self.layout, self.spec = config, layout, self.policy.spec
+        self.fleet = Fleet([Endpoint(**e) for e in job["endpoints"]])
+        self.reference = (
+            Reference(self.model, job["dtype"], self.out / f"{case['name']}-reference") if self.rank == 0 else None
+        )
+        self.seen: list[dict] = []
+
+    def pusher(self, transport: str) -> WeightPusher:
+        sync = self.config.rollout.sync.model_copy(update={"transport": transport, "bucket_bytes": BUCKET_BYTES})
+        rollout = self.config.rollout.model_copy(update={"sync": sync})
+        self.policy.config = self.config.model_copy(update={"rollout": rollout})
+        fleet = self.fleet if self.rank == 0 else None
+        return WeightPusher(self.policy, fleet, self.coordinator)
+
+    def push(self, pusher: WeightPusher, transport: str) -> None:
+        """One push of new random weights, and what every server then is found to have."""
+        self.version += 1
+        push, endpoints = self.version, self.fleet.endpoints
+        change(self.policy, self.base, push)
+        report = pusher.push(push, self.coordinator.check)
+        expected = {tp: ExpectedChecksums(self.spec, tp, "cpu") for tp in {e.tp for e in endpoints}}
+        weights = {name: changed(name, tensor, push) for name, tensor in self.base.items()} if self.rank == 0 else {}
+        for checksums in expected.values():
+            checksums.add(weights.items())
+        sums = {tp: checksums.gather(self.layout.host) for tp, checksums in expected.items()}
+        if self.rank:
+            return
+        seen = {"layout": self.case["name"], "transport": transport, "version": push, **vars(report)}
+        seen |= {"outcomes": self.fleet.outcomes, "buckets": sum(1 for _ in pusher.plan.buckets), "servers": {}}
+        self.reference.load(weights)
+        for endpoint in endpoints:
+            if self.fleet.outcomes[endpoint.name] is None:
+                seen["servers"][endpoint.name] = {
+                    "checksum": mismatch(endpoint, sums[endpoint.tp], 120),
+                    "greedy": self.reference.disagrees(greedy(endpoint)),
+                    "version": call(endpoint, "/model_info", None, 60)["weight_version"],
+                }
+        self.seen.append(seen)
+
+    def put_back(self, pusher: WeightPusher) -> None:
+        """Leaves the servers as they were when they started."""
+        change(self.policy, self.base, 0)
+        pusher.push(0, self.coordinator.check)
+
+    def finish(self) -> None:
+        if self.rank == 0:
+            (self.out / f"{self.case['name']}.json").write_text(json.dumps(self.seen, indent=1))
+        dist.barrier()
+        self.coordinator.close()
+        self.store.set(f"done{self.rank}", "")
+        if self.rank == 0:  # it serves the store
+            self.store.wait([f"done{r}" for r in range(self.layout.world_size)])
+
+
+def run_layout(job: dict, case: dict) -> None:
+    ranks = Ranks(job, case)
+    for transport in job["transports"]:
+        pusher = ranks.pusher(transport)
+        for _ in range(job["pushes"]):
+            ranks.push(pusher, transport)
+        if transport == job["transports"][-1]:
+            ranks.put_back(pusher)
+        pusher.close()
+    ranks.finish()
+
+
+def run_kill(job: dict, case: dict) -> None:
+    """In the second push server-1 (processes job["kill"]) dies after the first bucket; in the fourth it is back."""
+    ranks = Ranks(job, case)
+    (transport,) = job["transports"]
+    pusher = ranks.pusher(transport)
+    send_round = pusher._round
+
+    def kill_first(number, *arguments):
+        if number == 1 and ranks.rank == 0 and len(ranks.seen) == 1:
+            for pid in job["kill"]:
+                os.kill(pid, signal.SIGKILL)
+        send_round(number, *arguments)
+
+    with mock.patch.object(pusher, "_round", kill_first):
+        ranks.push(pusher, transport)
+        ranks.push(pusher, transport)
+    ranks.fleet.endpoints = ranks.fleet.endpoints[:1]  # as the fleet does with a server that failed
+    ranks.push(pusher, transport)
+    back = ranks.out / "back.json"
+    if ranks.rank == 0:
+        (ranks.out / "killed").touch()
+        deadline = time.monotonic() + 400
+        while not back.exists():
+            assert time.monotonic() < deadline, "waited 400 s for the server to be back"
+            time.sleep(0.2)
+    dist.barrier()
+    ranks.fleet.endpoints = [*ranks.fleet.endpoints, Endpoint(**json.loads(back.read_text()))]
+    ranks.push(pusher, transport)
+    pusher.close()
+    ranks.finish()
+
+
+def run_withheld(job: dict, case: dict) -> None:
+    """One tensor is not sent, unnoticed by the sender."""
+    ranks = Ranks(job, case)
+    (transport,) = job["transports"]
+    pusher = ranks.pusher(transport)
+    stage = pusher._transport.stage
+
+    def stage_less(number, tensors):
+        return stage(number, {name: tensor for name, tensor in tensors.items() if name != job["withheld"]})
+
+    with mock.patch.object(pusher._transport, "stage", stage_less):
+        ranks.push(pusher, transport)
+    ranks.push(pusher, transport)
+    pusher.close()
+    ranks.finish()
+
+
+RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    for case in job["layouts"]:
+        start = time.monotonic()
+        logs = Path(job["out"]) / f"logs-{case['name']}"
+        logs.mkdir()
+        wait_for(fork_ranks(case["ranks"], lambda case=case: RUNS[job.get("run", "layout")](job, case), logs), logs)
+        print(f"{case['name']}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

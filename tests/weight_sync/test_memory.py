@@ -1,0 +1,86 @@
+"""The calls of memory release and resume, to a server on a CPU that frees nothing by them."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.server_api import call
+from dynamo_megatron.runtime.threads import Call
+from dynamo_megatron.weight_sync.memory import MemoryTurns, Moved, memory_metrics
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A layout of this one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield SimpleNamespace(host=dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def turns(alone):
+    """(MemoryTurns without a training side, which servers it had restarted)."""
+    lost = {}
+    turns = MemoryTurns(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
+    turns._offload = SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)
+    return turns, lost
+
+
+@pytest.mark.full
+def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
+    turns, lost = turns
+    asyncio.run(sglang_server.release_caches())  # as after its start
+    turns.know([sglang_server.endpoint])
+    request = {"input_ids": [10, 20, 30], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    turns.enter("generate")
+    before = call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]
+    for phase in ("weights", "weights", "generate", "weights", "train", "weights", "generate", "save", "generate"):
+        turns.enter(phase)
+        lacking = turns._released[sglang_server.endpoint]
+        assert ("weights" in lacking) == (phase == "train") and ("kv_cache" in lacking) == (phase != "generate")
+    assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and lost == {}
+
+
+@pytest.mark.full
+def test_requests_under_way_end_before_memory_is_released(sglang_server, turns):
+    """An abort returns before they have; SGLang dies of a release then."""
+    turns, lost = turns
+    asyncio.run(sglang_server.release_caches())
+    turns.know([sglang_server.endpoint])
+    turns.enter("generate")
+    sampling = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+    request = {"input_ids": [10, 20, 30], "sampling_params": sampling}
+    running = [Call(call, sglang_server.endpoint, "/generate", request, 60) for _ in range(8)]
+    time.sleep(1.0)
+    assert not any(one.wait(0) for one in running)
+    turns.enter("train")
+    assert all(one.result()["meta_info"]["finish_reason"]["type"] == "abort" for one in running) and lost == {}
+    turns.enter("generate")
+    assert len(call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]) == 1900
+
+
+def test_only_rank_0_asks_servers(alone):
+    turns = MemoryTurns(SimpleNamespace(layout=alone), None)
+    turns.know([Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")])
+    assert turns._released == {}
+
+
+def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns):
+    turns, lost = turns
+    gone = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
+    turns.know([gone])
+    turns.enter("train")
+    assert list(lost) == [gone]
+    assert lost.pop(gone).startswith("it did not release its memory: /release_memory_occupation: no answer")
+    turns.know([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
+    assert turns._released[again] == {"kv_cache", "cuda_graph"}
+    turns.enter("weights")
+    assert lost == {}
+    moved = turns.report()
+    assert moved.released == 20 and moved.resumed == 14 and turns.report() == Moved()
+    metrics = memory_metrics([moved, Moved(seconds=9.0, released=5)])
+    assert metrics["memory/released_bytes"] == 25 and metrics["time/memory"] == 9.0
