@@ -181,7 +181,7 @@ def collect(
     The statistics are those of the batch's own micro-batches: computed anew where the batch is not all of one round.
     Raises as `Collector` does, and StopRequested.
     """
-    host, mini_batches = policy.layout.host, policy.config.algorithm.loss.mini_batches
+    layout, mini_batches = policy.layout, policy.config.algorithm.loss.mini_batches
     what = f"the rollouts of step {step}"
     rounds: list[RolloutBatch] = []
     chosen: Chosen | None = None
@@ -190,7 +190,7 @@ def collect(
     while chosen is None:
         number = len(rounds)
         draw = partial(Collector.draw, collector, coordinator.check_stop)
-        coordinator.from_rank_0(f"prompts-{step}-{number}", f"the prompts of step {step}", draw, host)
+        coordinator.from_rank_0(f"prompts-{step}-{number}", f"the prompts of step {step}", draw, layout)
 
         def sample() -> RolloutBatch:
             with clock("generate"):  # without the pushes that `ask` makes to restarted servers
@@ -201,7 +201,7 @@ def collect(
             serving.memory("weights")
             stats = policy.token_stats(rounds[-1], cut_mini_batches(rounds[-1].group_ids, mini_batches))
             judge = partial(Collector.judge, collector, stats.logprobs.numpy(), coordinator.check)
-            chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, host)
+            chosen = coordinator.from_rank_0(f"batch-{step}-{number}", what, judge, layout)
     serving.memory("train")
     sampled = rounds[0] if len(rounds) == 1 else RolloutBatch.join(rounds)
     whole = len(chosen.members) == len(sampled.rollout_ids)

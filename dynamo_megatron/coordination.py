@@ -17,13 +17,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from dynamo_megatron.array_sharing import share
 from dynamo_megatron.listening import address_of, serve_store, store_address
 from dynamo_megatron.process_signals import ASK_TO_STOP
 from dynamo_megatron.signed_store import SignedStore
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
@@ -142,26 +146,23 @@ class Coordinator:
         if (by := self._store.get(STOP)) is not None:
             raise StopRequested(by)
 
-    def from_rank_0(
-        self, key: str, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf
-    ) -> T:
-        """What `make` returns on rank 0, on every rank of `group`; `key` is used once.
+    def from_rank_0(self, key: str, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
+        """What `make` returns on rank 0, on every rank, as by `share`; `key` is used once.
 
         The others poll until it is there, outside of any collective, at most `timeout` seconds. Where `make` raises
         StopRequested, all ranks do.
         """
-        box = [None]
+        made = None
         if self.rank == 0:
             try:
-                box = [make()]
+                made = make()
             except StopRequested as stopped:
                 self.announce(key, f"stop {stopped}")
                 raise
             self.announce(key)
         elif (said := self.wait(key, what, timeout)) != READY:
             raise StopRequested(said.removeprefix("stop "))
-        dist.broadcast_object_list(box, src=0, group=group)
-        return box[0]
+        return share(made, layout)
 
     def announce(self, key: str, value: str = READY) -> None:
         self._store.set(key, value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar
 
 from dynamo_megatron.coordination import Coordinator
 from dynamo_megatron.resharding.memory import MemoryTurns
 from dynamo_megatron.resharding.push import PushReport, WeightPusher
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
 TRIES = 5  # in a row that servers are lost in, until the run ends
@@ -23,11 +24,11 @@ class Serving:
         self,
         pusher: WeightPusher,
         coordinator: Coordinator,
-        host: dist.ProcessGroup,
+        layout: Layout,
         say: Callable[[str], None] | None,
         turns: MemoryTurns | None,
     ):
-        self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
+        self._pusher, self._coordinator, self._layout, self._say = pusher, coordinator, layout, say
         self._turns = turns
         self._spent = PushReport()  # on pushes since `push` last returned
 
@@ -80,7 +81,7 @@ class Serving:
 
         for number in range(TRIES):
             self.memory("generate")
-            made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._host)
+            made, needed = self._coordinator.from_rank_0(f"{key}-{number}", what, attempt, self._layout)
             if needed is None:
                 return made
             # The step before is saved already or can be: no need to wait for a server in order to stop.

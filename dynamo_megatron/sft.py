@@ -132,8 +132,8 @@ class SFTJob(Job):
 
         if not self._leads:
             self._coordinator.pass_on_stop()
-        what, host = f"the examples of step {step}", self._policy.layout.host
-        return self._coordinator.from_rank_0(f"examples-{step}", what, share, host)
+        what = f"the examples of step {step}"
+        return self._coordinator.from_rank_0(f"examples-{step}", what, share, self._policy.layout)
 
     def _next(self) -> Sequences:
         self.journal.progress.phase("reading data")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
@@ -30,6 +28,9 @@ from dynamo_megatron.rollout.server import check_reachable
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.tracking.journal import Journal
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 
 class TrainJob(Job):
@@ -101,16 +102,14 @@ class TrainJob(Job):
             ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
-    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
-        names = [""] * dist.get_world_size(host)
-        dist.all_gather_object(names, socket.gethostname(), group=host)
-        check_reachable(self.config.rollout, names)
+    def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
+        check_reachable(self.config.rollout, layout.gather(socket.gethostname()))
         self.show("starting server")
         coordinator.from_rank_0(
             "rollouts-ready",
             "the rollout server to start",
             lambda: self._rollout.wait_ready(coordinator.check_stop),
-            host,
+            layout,
             timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
         )
 

@@ -50,7 +50,7 @@ class Trainer:
         say = journal.say if journal is not None else None
         self.turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
         pusher = WeightPusher(policy, rollout, coordinator)
-        self.serving = Serving(pusher, coordinator, self.layout.host, say, self.turns)
+        self.serving = Serving(pusher, coordinator, self.layout, say, self.turns)
         parts = {"stream": stream, "allocator": allocator.history} if allocator is not None else {}
         self.checkpoints = Checkpoints(policy, config, parts, say)
         self.start = self.checkpoints.resume()

@@ -232,7 +232,7 @@ class WeightPusher:
 
     def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
         key = f"push-{self._pushes}-{what}"
-        return self._coordinator.from_rank_0(key, f"the servers ({what} of a push)", make, self._layout.host)
+        return self._coordinator.from_rank_0(key, f"the servers ({what} of a push)", make, self._layout)
 
     def _make(self, name: str) -> Transport:
         if name == "tensor":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.arena import Arena
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.evaluation.results import ProblemResult
@@ -35,7 +36,6 @@ from dynamo_megatron.rollout.result import (
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import UNSCORED, Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-from dynamo_megatron.rollout.shipping import Arena
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.seeds import derived_seed
 
