@@ -7,8 +7,9 @@ for each), joins them and sends the batch to rank 0 when it is told to. Rank 0 t
 node in turns by `dist.broadcast_object_list` ("pickled") and by `array_sharing.share` ("shared"), and every rank checks
 its tokens, plans, and packs its first micro-batch. Seconds are of rounds in which no memory is measured. Bytes are the
 proportional set sizes (a page that several processes map counts once) of all ranks and the rollout process, from one
-more round of either. Writes benchmarks/results/data_path.json with machine and versions under `--label`: what other
-labels have found stays in the file.
+more round of either; the memory that was taken for the batch beforehand counts once it is used. Writes
+benchmarks/results/data_path.json with machine and versions under `--label`: what other labels have found stays in the
+file.
 """
 
 from __future__ import annotations

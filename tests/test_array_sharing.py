@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_megatron.array_sharing import share
+from dynamo_megatron.arena import APART, Arena
+from dynamo_megatron.array_sharing import _Address, share
 
 CASES = {  # the local rank of every rank, and the ranks that cannot open the memory of others
     "one node": ([0, 1], []),
@@ -116,6 +117,22 @@ def test_the_memory_outlives_rank_0_and_ends_with_the_last_rank(found):
         except OSError:  # it has ended meanwhile
             continue
         assert name not in maps
+
+
+def test_memory_of_another_name_is_not_opened():
+    piece = Arena().take(APART)
+    piece.map()[:5] = b"bytes"
+    address = _Address.of(piece)
+    assert address.open()[:5] == b"bytes"
+    others = _Address.of(Arena().take(APART))
+    assert others.name != address.name
+    for wrong in (
+        address._replace(path=others.path),
+        address._replace(path="/proc/self/fd/0"),
+        others._replace(path=""),
+    ):
+        with pytest.raises(OSError):
+            wrong.open()
 
 
 def test_one_rank_keeps_its_value():
