@@ -124,7 +124,8 @@ def test_memory_of_another_name_is_not_opened():
     piece.map()[:5] = b"bytes"
     address = _Address.of(piece)
     assert address.open()[:5] == b"bytes"
-    others = _Address.of(Arena().take(APART))
+    other = Arena().take(APART)
+    others = _Address.of(other)
     assert others.name != address.name
     for wrong in (
         address._replace(path=others.path),
