@@ -28,6 +28,7 @@ from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
     from dynamo_megatron.policy.policy import Policy
 
 FORESEEN = (RolloutError, RewardError, OSError)  # their message says it all; others come with a traceback
@@ -73,8 +74,8 @@ class Job:
     def prepare_node(self) -> None:
         """The first rank of every node but rank 0's, before Megatron is imported: starts that node's processes."""
 
-    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
-        """On every rank, before the policy takes memory: until what `prepare` has started is up. `host`: all ranks."""
+    def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
+        """On every rank, before the policy takes memory: until what `prepare` has started is up."""
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         """With the policy on every rank. Raises ValueError for bad input."""
@@ -143,7 +144,7 @@ def run_rank(job: Job) -> int:
         if rank == 0:
             forget_secret(folder)  # they all have it
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
-        job.wait_ready(coordinator, layout.host)
+        job.wait_ready(coordinator, layout)
         job.show("loading model")
         job.set_up(Policy(spec, config, layout), coordinator)
         running = True

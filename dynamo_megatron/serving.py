@@ -4,14 +4,15 @@ handled here alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar
 
 from dynamo_megatron.phases import Phases
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.weight_sync.push import PushReport, WeightPusher
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
 TRIES = 5  # in a row that servers are lost in, until the run ends
@@ -24,11 +25,11 @@ class Serving:
         self,
         pusher: WeightPusher,
         coordinator: Coordinator,
-        host: dist.ProcessGroup,
+        layout: Layout,
         phases: Phases,
         say: Callable[[str], None] | None,
     ):
-        self._pusher, self._coordinator, self._host, self._say = pusher, coordinator, host, say
+        self._pusher, self._coordinator, self._layout, self._say = pusher, coordinator, layout, say
         self._phases = phases
         self._spent = PushReport()  # on pushes since `push` last returned
 
@@ -74,7 +75,7 @@ class Serving:
 
         for _ in range(TRIES):
             self._phases.begin(phase)
-            made, needed = self._coordinator.from_rank_0(what, attempt, self._host)
+            made, needed = self._coordinator.from_rank_0(what, attempt, self._layout)
             if needed is None:
                 return made
             # The step before is saved already or can be: no need to wait for a server in order to stop.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.checkpoint.weights import open_weights
@@ -31,6 +29,9 @@ from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.weight_sync.transports import check_transport
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 
 class TrainJob(Job):
@@ -102,15 +103,13 @@ class TrainJob(Job):
             ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
-    def wait_ready(self, coordinator: Coordinator, host: dist.ProcessGroup) -> None:
-        names = [""] * dist.get_world_size(host)
-        dist.all_gather_object(names, socket.gethostname(), group=host)
-        check_reachable(self.config.rollout, names)
+    def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
+        check_reachable(self.config.rollout, layout.gather(socket.gethostname()))
         self.show("starting server")
         coordinator.from_rank_0(
             "the rollout server to start",
             lambda: self._rollout.wait_ready(coordinator.check_stop),
-            host,
+            layout,
             timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
         )
 
@@ -134,7 +133,7 @@ class TrainJob(Job):
         turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
         phases = Phases(journal.progress if leads else None, turns)
         pusher = WeightPusher(policy, rollout, coordinator)
-        self._serving = Serving(pusher, coordinator, policy.layout.host, phases, journal.say if leads else None)
+        self._serving = Serving(pusher, coordinator, policy.layout, phases, journal.say if leads else None)
         checkpoints = Checkpoints(policy, config, parts, journal.say if leads else None)
         start = checkpoints.resume()
         if leads:

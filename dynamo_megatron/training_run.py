@@ -68,4 +68,4 @@ class TrainingRun:
 
     def from_rank_0(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank. `what` is waited for, in messages."""
-        return self.coordinator.from_rank_0(what, make, self.policy.layout.host)
+        return self.coordinator.from_rank_0(what, make, self.policy.layout)

@@ -37,7 +37,7 @@ class Alone:
 
     check_stop = check
 
-    def from_rank_0(self, what, make, group):
+    def from_rank_0(self, what, make, layout):
         return make()
 
     def ask(self, phase, what, make, version):
@@ -47,7 +47,7 @@ class Alone:
 class Policy:
     """Packs nothing; its logprobs of rollouts are what `logprobs` says."""
 
-    layout = SimpleNamespace(host=None)
+    layout = None
 
     def __init__(self, logprobs):
         self.logprobs = logprobs

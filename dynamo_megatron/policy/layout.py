@@ -30,7 +30,9 @@ class Layout:
     dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, experts apart
     ep: dist.ProcessGroup
     expert_dp: dist.ProcessGroup  # the ranks that hold the same experts
-    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects
+    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects, as the next two
+    node: dist.ProcessGroup  # the ranks of this node
+    leaders: dist.ProcessGroup | None  # the first ranks of all nodes; None on other ranks and where there is one node
 
     @property
     def is_first_stage(self) -> bool:
@@ -91,6 +93,7 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
             distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
         )
         host = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+        node, leaders = _node_groups(rank - local_rank, host, timeout)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
         rank=rank,
@@ -104,4 +107,22 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_dp=parallel_state.get_expert_data_parallel_group(),
         host=host,
+        node=node,
+        leaders=leaders,
     )
+
+
+def _node_groups(
+    first: int, host: dist.ProcessGroup, timeout: datetime.timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """`Layout.node` and `Layout.leaders`; ranks with the same `first` are of one node."""
+    firsts = [0] * host.size()
+    dist.all_gather_object(firsts, first, group=host)
+    nodes: dict[int, list[int]] = {}
+    for rank, number in enumerate(firsts):
+        nodes.setdefault(number, []).append(rank)
+    if len(nodes) == 1:
+        return host, None
+    node, _ = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=timeout, backend="gloo")
+    leaders = dist.new_group([ranks[0] for ranks in nodes.values()], timeout=timeout, backend="gloo")
+    return node, leaders if node.rank() == 0 else None

@@ -17,13 +17,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.listening import address_of, serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 from dynamo_megatron.runtime.signed_store import SignedStore
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
@@ -143,25 +147,24 @@ class Coordinator:
         if (by := self._store.get(STOP)) is not None:
             raise StopRequested(by)
 
-    def from_rank_0(self, what: str, make: Callable[[], T], group: dist.ProcessGroup, timeout: float = math.inf) -> T:
-        """What `make` returns on rank 0, on every rank of `group`. All ranks make the same calls in the same order.
+    def from_rank_0(self, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
+        """What `make` returns on rank 0, on every rank, as by `share`. All ranks make the same calls in the same order.
 
         The others poll until it is there, outside of any collective, at most `timeout` seconds; `what` they wait for is
         in the message. Where `make` raises StopRequested, all ranks do.
         """
         self._calls += 1
-        key, box = f"call-{self._calls}", [None]
+        key, made = f"call-{self._calls}", None
         if self.rank == 0:
             try:
-                box = [make()]
+                made = make()
             except StopRequested as stopped:
                 self.announce(key, f"stop {stopped}")
                 raise
             self.announce(key)
         elif (said := self.wait(key, what, timeout)) != READY:
             raise StopRequested(said.removeprefix("stop "))
-        dist.broadcast_object_list(box, src=0, group=group)
-        return box[0]
+        return share(made, layout)
 
     def announce(self, key: str, value: str = READY) -> None:
         self._store.set(key, value)

@@ -229,7 +229,7 @@ class WeightPusher:
                 under_way.dropped.add(endpoint.name)
 
     def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
-        return self._coordinator.from_rank_0(f"the servers ({what} of a push)", make, self._layout.host)
+        return self._coordinator.from_rank_0(f"the servers ({what} of a push)", make, self._layout)
 
     def _make(self, name: str) -> Transport:
         if name == "tensor":

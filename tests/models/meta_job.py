@@ -84,6 +84,8 @@ def join_as(rank, world_size, p):
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_dp=parallel_state.get_expert_data_parallel_group(),
         host=dist.group.WORLD,
+        node=dist.group.WORLD,
+        leaders=None,
     )
 
 

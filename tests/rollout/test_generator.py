@@ -12,11 +12,11 @@ from aiohttp import web
 from stand_ins import VOCABULARY, Server, external, listening
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
-from dynamo_megatron.rollout import shipping
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.runtime import arena
 from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
@@ -57,9 +57,9 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
 
 
 def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
-    grown, grow = [], shipping.Arena.grow
-    monkeypatch.setattr(shipping, "APART", 1)
-    monkeypatch.setattr(shipping.Arena, "grow", lambda arena, size: (grown.append(size), grow(arena, size)))
+    grown, grow = [], arena.Arena.grow
+    monkeypatch.setattr(arena, "APART", 1)
+    monkeypatch.setattr(arena.Arena, "grow", lambda memory, size: (grown.append(size), grow(memory, size)))
 
     async def work(generator, push):
         await push(0)
@@ -67,7 +67,7 @@ def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_ge
             grown.clear()
             batch = (await generator.generate(1, PROMPTS, [2, 2, 2], 0)).batch
             assert grown[: len(before)] == before
-            assert {batch.tokens.ctypes.data, batch.engine_logprobs.ctypes.data} <= shipping._shared.keys()
+            assert {batch.tokens.ctypes.data, batch.engine_logprobs.ctypes.data} <= arena._pieces.keys()
 
     with_generator(work, Server())
 

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from dynamo_megatron.rollout import shipping
-from dynamo_megatron.rollout.shipping import APART, Arena, receive, send
+from dynamo_megatron.rollout.shipping import receive, send
+from dynamo_megatron.runtime import arena as arena_module
+from dynamo_megatron.runtime.arena import APART, Arena
 
 SENDER = """
 import sys, numpy as np
@@ -64,13 +65,13 @@ def test_what_was_joined_in_an_arena_is_sent_without_a_copy(monkeypatch, grown):
     joined, pairs, halves = map(arena.concatenate, (parts, [np.ones((2, 2)), np.zeros((1, 2))], [parts[0] / 2] * 2))
     del arena
     assert (joined == np.concatenate(parts)).all() and joined.dtype == np.int64 and pairs.shape == (3, 2)
-    monkeypatch.setattr(shipping, "Arena", None)
+    monkeypatch.setattr(arena_module, "Arena", None)
     send(there, [joined, pairs, halves])
+    monkeypatch.undo()
     received = receive(here)
     assert (received[0] == joined).all() and (received[1] == pairs).all() and (received[2] == halves).all()
     joined[0] = 9
     assert received[0][0] == 9, "one memory"
-    monkeypatch.undo()
     for part in (joined[1:], joined[:-1]):
         send(there, part)
         assert (receive(here) == part).all(), "a part of it is another array"

@@ -1,0 +1,103 @@
+"""Memory for large arrays that several processes of one host map, and pickling that leaves such arrays where they are.
+
+A step of 8,192 responses of 8k tokens has 0.8 GB of arrays, which a pipe takes seconds for and three copies of. The
+memory has no name in any file system: it is gone with the processes that map it, however they end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+APART = 1 << 20  # bytes from which on an array is not part of a pickled message
+ZEROS = bytes(1 << 20)
+_pieces: dict[int, Piece] = {}  # by the address where this process maps them
+
+
+class Arena:
+    """Memory that is taken from the system bit by bit. It is freed with the last array in it, in any process.
+
+    The first use of 0.8 GB can take a virtual machine five seconds, which a step's end would wait for.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """`descriptor`: of another process's arena, closed with this object; None: memory of its own."""
+        if descriptor is None:
+            # The random name is how another process knows that it has opened this memory and no other.
+            descriptor = os.memfd_create(f"dynamo-megatron-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
+        self.descriptor = descriptor
+        self._taken = self._used = 0  # bytes
+        weakref.finalize(self, os.close, descriptor)
+
+    def grow(self, size: int) -> None:
+        """By `size` bytes. Raises OSError where the system refuses them."""
+        end = self._taken + size
+        while self._taken < end:  # fallocate would leave the clearing of pages, the slow part, to their first use
+            self._taken += os.pwrite(self.descriptor, ZEROS[: end - self._taken], self._taken)
+
+    def take(self, size: int) -> Piece:
+        """The next `size` bytes; the arena grows if it has to. Raises OSError as `grow`."""
+        start = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._used = start + size
+        if self._used > self._taken:
+            self.grow(self._used - self._taken)
+        return Piece(self, start, size)
+
+    def concatenate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """As np.concatenate, of arrays of one dtype [N, ...]; a large result is in here, which grows if it has to."""
+        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+        dtype = arrays[0].dtype
+        size = int(np.prod(shape)) * dtype.itemsize
+        if size < APART:
+            return np.concatenate(arrays)
+        return np.concatenate(arrays, out=np.frombuffer(self.take(size).map(), dtype).reshape(shape))
+
+
+class Piece(NamedTuple):
+    """One array's bytes."""
+
+    arena: Arena
+    start: int
+    size: int
+
+    def map(self) -> mmap.mmap:
+        """The bytes, writable, for all processes that map them. `dump` does not copy an array that covers them."""
+        mapped = mmap.mmap(self.arena.descriptor, self.size, offset=self.start)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        _pieces[address] = self
+        weakref.finalize(mapped, _pieces.pop, address)
+        return mapped
+
+
+def dump(value: Any) -> tuple[bytes, list[Piece]]:
+    """`value` pickled without its contiguous arrays of at least `APART` bytes, and where these are, in order: where
+    they were if an arena has them, else in arenas that they are copied to. `pickle.loads(head, buffers=...)` reads it.
+    Raises OSError as `Arena.grow`."""
+    arrays: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        """Whether it stays in the message."""
+        if buffer.raw().nbytes < APART:
+            return True
+        arrays.append(buffer.raw())
+        return False
+
+    head = pickle.dumps(value, protocol=5, buffer_callback=keep)
+    return head, [_piece(array) for array in arrays]
+
+
+def _piece(array: memoryview) -> Piece:
+    flat = np.frombuffer(array, np.uint8)
+    own = _pieces.get(flat.ctypes.data)
+    if own is not None and own.size == flat.nbytes:
+        return own
+    piece = Arena().take(flat.nbytes)
+    np.copyto(np.frombuffer(piece.map(), np.uint8), flat)
+    return piece

@@ -1,0 +1,109 @@
+"""A value of rank 0 on every rank: its large arrays through memory that the ranks of a node map, and as tensors from
+node to node. Only what is left of the value is a pickled message.
+
+All ranks of a node map the same pages, copy-on-write: a rank that writes to an array gets pages of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dynamo_megatron.runtime.arena import Arena, Piece, dump
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
+
+T = TypeVar("T")
+
+
+def share(value: T | None, layout: Layout) -> T:
+    """Rank 0's `value` (None elsewhere), which can be pickled, on every rank; collective over all ranks.
+
+    With several ranks every rank gets a value of its own, rank 0 too; `value` itself must not be altered any more,
+    since the other ranks may read its arrays where they are. Raises OSError where the system has no memory for a copy.
+    """
+    if layout.world_size == 1:
+        return value
+    head, pieces = dump(value) if layout.rank == 0 else (b"", [])
+    box = [(head, [piece.size for piece in pieces])]
+    dist.broadcast_object_list(box, src=0, group=layout.host)
+    head, sizes = box[0]
+    if sizes and layout.leaders is not None:
+        pieces = _between_nodes(pieces, sizes, layout.leaders)
+    return pickle.loads(head, buffers=_within_node(pieces, sizes, layout.node) if sizes else None)
+
+
+def _between_nodes(pieces: list[Piece], sizes: list[int], leaders: dist.ProcessGroup) -> list[Piece]:
+    """Rank 0's pieces; on the other leaders, pieces of their own with the same bytes."""
+    if leaders.rank() != 0:
+        arena = Arena()
+        pieces = [arena.take(size) for size in sizes]
+    for piece in pieces:
+        dist.broadcast(_bytes(piece.map()), src=0, group=leaders)
+    return pieces
+
+
+def _within_node(pieces: list[Piece], sizes: list[int], node: dist.ProcessGroup) -> list[Any]:
+    """The bytes of the pieces that the first rank of `node` has, on all its ranks."""
+    first = dist.get_global_rank(node, 0)
+    box = [[_Address.of(piece) for piece in pieces]]
+    dist.broadcast_object_list(box, src=first, group=node)
+    buffers: list[Any] = [_copy_on_write(piece.arena.descriptor, piece.start, piece.size) for piece in pieces]
+    if node.rank() != 0:
+        with contextlib.suppress(OSError):
+            buffers = [address.open() for address in box[0]]
+    # The first rank keeps its descriptors open until here.
+    opened = torch.tensor(len(buffers), dtype=torch.int32)
+    dist.all_reduce(opened, dist.ReduceOp.MIN, group=node)
+    if int(opened) == len(sizes):
+        return buffers
+    if node.rank() != 0:
+        buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        dist.broadcast(_bytes(buffer), src=first, group=node)
+    return buffers
+
+
+class _Address(NamedTuple):
+    """Where the other processes of a node find a piece: a descriptor of the process that has it, in /proc.
+
+    Nothing is created for it that a killed rank could leave behind, and nothing listens, as it would to pass
+    descriptors on through a socket. Another user, or a process that sees other process ids, finds nothing there, or
+    memory of another name.
+    """
+
+    path: str
+    name: str
+    start: int
+    size: int
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Address:
+        path = f"/proc/{os.getpid()}/fd/{piece.arena.descriptor}"
+        return cls(path, os.readlink(path), piece.start, piece.size)
+
+    def open(self) -> mmap.mmap:
+        """The bytes, copy-on-write. Raises OSError where this process cannot open them."""
+        if os.readlink(self.path) != self.name:
+            raise FileNotFoundError(f"{self.path} is not {self.name}")
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _copy_on_write(descriptor, self.start, self.size)
+        finally:
+            os.close(descriptor)
+
+
+def _copy_on_write(descriptor: int, start: int, size: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start)
+
+
+def _bytes(buffer: Any) -> torch.Tensor:
+    """uint8 [bytes of `buffer`], in its memory."""
+    return torch.frombuffer(buffer, dtype=torch.uint8)
