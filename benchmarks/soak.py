@@ -49,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--minutes", type=float, help="ends the soak before its steps are done")
+    parser.add_argument("--rounds", type=int, help="ends it once each kind of fault has occurred so often")
     parser.add_argument("--every", type=int, default=20, help="steps from one fault's end to the next one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--health-timeout", type=float, default=30.0, help="seconds; freezes are 1/6, 2/3, 3/2 of it")
@@ -61,7 +62,7 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     at_start, started = machine(PACKAGES), time.monotonic()
     site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated)
-    soak = Soak(site, options.every, options.steps, options.minutes)
+    soak = Soak(site, options.every, options.steps, options.minutes, options.rounds)
     try:
         kinds = possible(site, options.kinds)
         soak.run(kinds, random.Random(options.seed))
