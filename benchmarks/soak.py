@@ -3,10 +3,11 @@ memory, handles, threads, sockets, /dev/shm and step time stay flat.
 
     python -P benchmarks/soak.py --steps 3000 --minutes 90 --seed 0
 
-The order of the faults is seeded; each must leave the run going on, or end it so that the same command resumes. Exit
-code 1 and a line for each thing that was not as it should be. As root it runs in a mount namespace of its own, with an
-output folder and a /dev/shm that may be filled; else these two faults are left out. Run nothing else meanwhile: times
-and /dev/shm are the machine's.
+The order of the faults is seeded, and no kind comes again before all have come; each must leave the run going on, or
+end it so that the same command resumes. Exit code 1 and a line for each thing that was not as it should be. As root it
+runs in a mount namespace of its own, with an output folder and a /dev/shm that may be filled; else these two faults are
+left out. Run nothing else meanwhile: times and /dev/shm are the machine's. tests/e2e/soak_faults.py has the faults, and
+what is not among them.
 """
 
 from __future__ import annotations
