@@ -88,7 +88,11 @@ class Site:
         exit code is 2. Raises ValueError where that is not so, and where it leaves processes."""
         names = {line.partition(": ")[0] for line in self.run.text.splitlines()}  # "disk: ...": of every start
         other = self._started()
-        code = other.wait(REFUSED_WITHIN)
+        try:
+            code = other.wait(REFUSED_WITHIN)
+        finally:
+            if other.process.poll() is None:
+                other.kill()
         lines = [line for line in other.text.splitlines() if line.strip() and line.partition(": ")[0] not in names]
         if code != 2 or len(lines) != 1 or not re.search(says, lines[0]):
             raise ValueError(f"another start ended with exit code {code} and {lines[-3:]}, not with 2 and {says!r}")
