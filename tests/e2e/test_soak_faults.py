@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import soak_faults
 from soak_faults import FAULTS, Fault, broken_lines, lost_files
-from soak_run import judged
+from soak_run import Soak, judged
 from soak_service import RewardService
+from soak_site import Site
 
 from dynamo_megatron.checkpoint_folder import choose_checkpoint, write_manifest
 from dynamo_megatron.config import Config
@@ -95,6 +96,44 @@ def test_a_fault_has_the_lines_that_are_expected_and_no_others(lines, problem):
     assert found == [] if problem is None else len(found) == 1 and found[0].startswith(problem)
     silent = judged(Fault("rank killed", hurt=None, says="killed", silent=True), lines)
     assert silent == ([] if not lines else found)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "left", "problem"),
+    [
+        (2, "output_dir: another process trains there", [], None),
+        (0, "output_dir: another process trains there", [], "ended with exit code 0"),
+        (2, "output_dir: another process trains there\nand more", [], "ended with exit code 2 and "),
+        (2, "output_dir: no such folder", [], "not with 2 and 'another process'"),
+        (2, "", [], "ended with exit code 2 and []"),
+        (2, "output_dir: another process trains there", [SimpleNamespace(name=lambda: "sglang")], "left after 30 s"),
+    ],
+)
+def test_a_start_is_refused_with_one_line_and_leaves_no_process(code, text, left, problem):
+    site = Site.__new__(Site)
+    site.run = SimpleNamespace(text="disk: 1 GB free\nstep   1/20  reward  0.5\n")
+    process = SimpleNamespace(poll=lambda: code)
+    other = SimpleNamespace(text=f"disk: 2 GB free\n{text}\n", process=process)
+    other.wait, other.left_behind = lambda timeout: code, lambda within: left
+    site._started = lambda: other
+    if problem is None:
+        assert site.refused("another process") == text
+    else:
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            site.refused("another process")
+
+
+def test_steps_that_a_run_does_once_more_are_audited_once_more(tmp_path):
+    site = SimpleNamespace(saved=10, step=10, output=tmp_path, start=lambda: None, alive=lambda: True)
+    site.wait = lambda condition, timeout: True
+    soak = Soak(site, every=8, steps=40, minutes=None, audited=dict.fromkeys(range(1, 21), 256))
+    assert soak._starts_again()
+    assert soak.audited == dict.fromkeys(range(1, 11), 256)
+    row = {"step": 11, "rollout/aborted": 0.0, "rollout/failed": 0.0, "rollout/rejected": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "allocation.jsonl").write_text(json.dumps({"step": 11, "n": 8}) + "\n")
+    soak._audit(11)
+    assert soak.audited[11] == 8 and soak.problems[0].startswith("step 11: "), "its rollouts are not on disk"
 
 
 def asked(service: RewardService, samples: int) -> list | None:
