@@ -40,7 +40,8 @@ class Fault:
     """`hurt(site, rng)` returns what it did; it raises ValueError or OSError where something is not as it should be
     that the run's console does not show. `says`: every line that the console has of it matches. There are at most
     `most`, and at least one except where it is `silent`. `codes`: exit codes with which the run may end, None among
-    them where it may go on; it is started again then. `leaves`: `says` is about the run that is started after it."""
+    them where it may go on; it is started again then. `leaves`: `says` is about the run that is started after it.
+    `litters`: the guards are killed too, so that nothing clears up after the servers."""
 
     name: str
     hurt: Callable[[Site, random.Random], str]
@@ -49,6 +50,7 @@ class Fault:
     most: int = 1
     codes: tuple[int | None, ...] = (None,)
     leaves: bool = False
+    litters: bool = False
 
 
 def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:
@@ -342,10 +344,10 @@ FAULTS = (
         codes=(1,),
     ),
     Fault("launcher killed", kill_launcher, NONE, silent=True, codes=(-9,)),
-    Fault("everything killed", kill_everything, NONE, silent=True, codes=(-9,)),
-    Fault("rollouts altered on disk", altered_file, "discarded", codes=(-9,), leaves=True),
-    Fault("broken lines in metrics and allocation", broken_lines, NONE, silent=True, codes=(-9,)),
-    Fault("checkpoint lost a file", lost_files, FELL_BACK, codes=(-9,), leaves=True),
+    Fault("everything killed", kill_everything, NONE, silent=True, codes=(-9,), litters=True),
+    Fault("rollouts altered on disk", altered_file, "discarded", codes=(-9,), leaves=True, litters=True),
+    Fault("broken lines in metrics and allocation", broken_lines, NONE, silent=True, codes=(-9,), litters=True),
+    Fault("checkpoint lost a file", lost_files, FELL_BACK, codes=(-9,), leaves=True, litters=True),
     Fault("SIGTERM", ask_to_stop(signal.SIGTERM), STOPPED, codes=(75,)),
     Fault("SIGTERM three times", ask_to_stop(signal.SIGTERM, times=3), STOPPED, codes=(75,)),
     Fault("SIGUSR1", ask_to_stop(signal.SIGUSR1), STOPPED, codes=(75,)),

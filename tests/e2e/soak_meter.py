@@ -104,6 +104,12 @@ class Meter:
         self._kinds: dict[int, str] = {}
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
+        self._ignored: set[Path] = set()
+
+    def ignore_what_is_there(self) -> None:
+        """Entries of /dev/shm and temporary folders that are there now do not count from here on: of processes that
+        were killed together with all that would have cleared up after them."""
+        self._ignored |= {*self._shared_memory.iterdir(), *self._temporary.iterdir()}
 
     def sample(self, step: int, seconds: float, launcher: int, processes: Sequence[psutil.Process]) -> None:
         """After a step that took so long. `processes`: the run's, the launcher too."""
@@ -116,8 +122,8 @@ class Meter:
                 kind = self._kinds[process.pid]
                 if kind and (used := usage(process.pid)) is not None:
                     self._lives[kind, process.pid].append((step, used))
-        self._whole["/dev/shm entries"].append(len(list(self._shared_memory.iterdir())))
-        self._whole["temporary folders"].append(len(list(self._temporary.iterdir())))
+        self._whole["/dev/shm entries"].append(len({*self._shared_memory.iterdir()} - self._ignored))
+        self._whole["temporary folders"].append(len({*self._temporary.iterdir()} - self._ignored))
         self._whole["step time"].append(seconds)
 
     def growths(self) -> list[Growth]:

@@ -90,6 +90,8 @@ class Soak:
         if not going:
             if left := site.run.left_behind(within=LEFT_FOR):
                 problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
+            if fault.litters:
+                site.meter.ignore_what_is_there()
             going = self._starts_again()
             if fault.leaves:
                 lines += [line for line in site.new_lines(0) if re.search(fault.says, line)]

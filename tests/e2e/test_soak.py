@@ -91,6 +91,19 @@ def test_a_leak_in_one_process_shows(tmp_path, monkeypatch, leak):
     assert ("memory" in grown) == (leak == "memory")
 
 
+def test_what_killed_processes_could_not_clear_away_does_not_count(tmp_path):
+    meter = Meter(tmp_path, tmp_path)
+    for step in range(2 * LEAST):
+        (tmp_path / f"sem.{step}").touch()
+        meter.ignore_what_is_there()
+        meter.sample(step, 1.0, psutil.Process().pid, [])
+    assert {g.what: g.last for g in meter.growths()} == {
+        "/dev/shm entries": 0,
+        "temporary folders": 0,
+        "step time": 1.0,
+    }
+
+
 def test_growth_is_of_medians_and_one_more_of_what_is_counted_is_none():
     rng = random.Random(0)
     noisy = [rng.choice([1.0, 1.0, 1.0, 5.0]) for _ in range(200)]
