@@ -41,7 +41,7 @@ class Fault:
     that the run's console does not show. `says`: every line that the console has of it matches. There are at most
     `most`, and at least one except where it is `silent`. `codes`: exit codes with which the run may end, None among
     them where it may go on; it is started again then. `leaves`: `says` is about the run that is started after it.
-    `litters`: the guards are killed too, so that nothing clears up after the servers."""
+    `litters`: guards are killed too, so that nothing clears up after their servers."""
 
     name: str
     hurt: Callable[[Site, random.Random], str]
@@ -221,7 +221,8 @@ def _half_a_line(file: Path) -> bytes:
 def lost_files(site: Site, rng: random.Random) -> str:
     """All are killed, and every checkpoint loses a file: no run starts. Then all but the newest get it back."""
     root = site.output / "checkpoints"
-    site.wait(lambda: len(complete_checkpoints(root)) > 1, 300)
+    if not site.wait(lambda: len(complete_checkpoints(root)) > 1, 300):
+        raise TimeoutError("no two checkpoints after 300 s")
     kill_everything(site, rng)
     site.run.process.wait()
     lost = []
@@ -317,8 +318,8 @@ STOPPED = "stopped by SIG(TERM|USR1).*the same command (resumes|starts)"
 FELL_BACK = r"warning: the checkpoint of step \d+ is damaged: .*; going on from step \d+"
 NONE = "$^"
 FAULTS = (
-    Fault("server killed", kill_server, f"{OUT}|{LOST}", most=2),
-    Fault("server's guard killed", kill_guard, f"{OUT}|{LOST}", most=2),
+    Fault("server killed", kill_server, f"{OUT}|{LOST}", most=2, litters=True),
+    Fault("server's guard killed", kill_guard, f"{OUT}|{LOST}", most=2, litters=True),
     Fault("server frozen", freeze_server, f"{OUT}|{LOST}", silent=True, most=2),
     Fault("server's replies altered", alter_replies, f"{OUT}|{LOST}", silent=True, most=4),
     Fault("server slow", slow_server, NONE, silent=True),

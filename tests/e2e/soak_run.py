@@ -87,11 +87,11 @@ class Soak:
         if code not in fault.codes:
             how = "did not end" if code is None else f"ended with exit code {code}"
             problems.append(f"the run {how}: {self._last_words()}")
+        if not going and (left := site.run.left_behind(within=LEFT_FOR)):
+            problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
+        if fault.litters:
+            site.meter.ignore_unused(site.processes() if going else [])
         if not going:
-            if left := site.run.left_behind(within=LEFT_FOR):
-                problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
-            if fault.litters:
-                site.meter.ignore_what_is_there()
             going = self._starts_again()
             if fault.leaves:
                 lines += [line for line in site.new_lines(0) if re.search(fault.says, line)]

@@ -91,17 +91,23 @@ def test_a_leak_in_one_process_shows(tmp_path, monkeypatch, leak):
     assert ("memory" in grown) == (leak == "memory")
 
 
-def test_what_killed_processes_could_not_clear_away_does_not_count(tmp_path):
-    meter = Meter(tmp_path, tmp_path)
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_killed_processes_could_not_clear_away_does_not_count(tmp_path, lives):
+    """Two files a step, and a folder, which a process that lives may have."""
+    places = [tmp_path / "shared", tmp_path / "temporary"]
+    for place in places:
+        place.mkdir()
+    meter = Meter(*places)
     for step in range(2 * LEAST):
-        (tmp_path / f"sem.{step}").touch()
-        meter.ignore_what_is_there()
+        (places[0] / f"sem.{step}").touch()
+        (places[0] / f"sem.mp-{step}").touch()
+        for place in places:
+            (place / f"folder-{step}").mkdir()
+        meter.ignore_unused([psutil.Process()] if lives else [])
         meter.sample(step, 1.0, psutil.Process().pid, [])
-    assert {g.what: g.last for g in meter.growths()} == {
-        "/dev/shm entries": 0,
-        "temporary folders": 0,
-        "step time": 1.0,
-    }
+    flat = {g.what: g.flat for g in meter.growths()}
+    assert flat == {"/dev/shm entries": not lives, "temporary folders": not lives, "step time": True}
+    assert max(meter._whole["/dev/shm entries"]) == (2 * LEAST if lives else 0), "folders alone"
 
 
 def test_growth_is_of_medians_and_one_more_of_what_is_counted_is_none():
