@@ -192,25 +192,29 @@ def altered_file(site: Site, rng: random.Random) -> str:
     return f"{len(some)} of {len(found)} rollouts of step {step}"
 
 
-def broken_lines(site: Site, rng: random.Random) -> str:
-    """All are killed. With half a line and a newline at its end, as a power cut leaves it, one of the files that are a
-    line a step (a prompt) long is refused. Without the newline no file is."""
+def broken_files(site: Site, rng: random.Random) -> str:
+    """All are killed. No run starts with a config.yaml that is no YAML, nor with half a line and a newline at the end
+    of one of the files of JSON lines. Where the newline is missing, as after a kill, it does."""
     kill_everything(site, rng)
     site.run.process.wait()
-    broken, torn = rng.sample([site.output / "metrics.jsonl", site.output / "allocation.jsonl"], 2)
-    whole = broken.read_bytes()
-    broken.write_bytes(whole + _half_a_line(broken) + b"\n")
-    try:
-        site.refused(
-            f"^output_dir: {broken}:\\d+: not JSON .*; restore the file from a copy, or delete this line of it$"
-        )
-    finally:
-        broken.write_bytes(whole)
+    config, broken, torn = (site.output / name for name in ("config.yaml", "metrics.jsonl", "allocation.jsonl"))
+    if rng.random() < 0.5:
+        broken, torn = torn, broken
+    for file, end, says in (
+        (config, b"[", f"^output_dir: .*{config.name}.*; restore it from a copy, or name another folder$"),
+        (broken, _half_a_line(broken) + b"\n", f"^output_dir: {broken}:\\d+: not JSON .*, or delete this line of it$"),
+    ):
+        whole = file.read_bytes()
+        file.write_bytes(whole + end)
+        try:
+            site.refused(says)
+        finally:
+            file.write_bytes(whole)
     for file in (broken, torn):
         half = _half_a_line(file)
-        with file.open("ab") as end:
-            end.write(half)
-    return f"a broken line in {broken.name} was refused; then a torn one in each of both files"
+        with file.open("ab") as opened:
+            opened.write(half)
+    return f"config.yaml and {broken.name} were refused; then a torn line was in each of both files of lines"
 
 
 def _half_a_line(file: Path) -> bytes:
@@ -347,7 +351,7 @@ FAULTS = (
     Fault("launcher killed", kill_launcher, NONE, silent=True, codes=(-9,)),
     Fault("everything killed", kill_everything, NONE, silent=True, codes=(-9,), litters=True),
     Fault("rollouts altered on disk", altered_file, "discarded", codes=(-9,), leaves=True, litters=True),
-    Fault("broken lines in metrics and allocation", broken_lines, NONE, silent=True, codes=(-9,), litters=True),
+    Fault("broken config and lines", broken_files, NONE, silent=True, codes=(-9,), litters=True),
     Fault("checkpoint lost a file", lost_files, FELL_BACK, codes=(-9,), leaves=True, litters=True),
     Fault("SIGTERM", ask_to_stop(signal.SIGTERM), STOPPED, codes=(75,)),
     Fault("SIGTERM three times", ask_to_stop(signal.SIGTERM, times=3), STOPPED, codes=(75,)),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import soak_faults
-from soak_faults import FAULTS, Fault, broken_lines, lost_files
+from soak_faults import FAULTS, Fault, broken_files, lost_files
 from soak_run import Soak, judged
 from soak_service import RewardService
 from soak_site import Site
@@ -59,9 +59,9 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_broken_line_is_refused_and_torn_ones_are_dropped(folder, seed):
-    broken_lines(folder, random.Random(seed))
-    assert len(folder.said) == 1
+def test_a_broken_file_is_refused_and_torn_lines_are_dropped(folder, seed):
+    broken_files(folder, random.Random(seed))
+    assert len(folder.said) == 2
     assert OutputDir(folder.config).finished() is None
     for name in ("metrics.jsonl", "allocation.jsonl"):
         file = folder.output / name
