@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
-from dynamo_megatron.checkpoint.folder import latest_checkpoint, read_state
+from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
@@ -106,8 +106,8 @@ class OutputDir:
             self._claimed.discard(why)
 
     def check(self) -> None:
-        """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, or files
-        of this run that are broken where it would go on."""
+        """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only
+        damaged checkpoints, or files of this run that are broken where it would go on."""
         refuse_foreign(self.path)
         if not has_results(self.path):
             return
@@ -121,6 +121,10 @@ class OutputDir:
         if differ:
             hint = "it has no checkpoint: delete it, or name another folder" if last is None else "name another folder"
             raise ConfigError(f"output_dir: {self.path} holds a run with another {', '.join(differ)}; {hint}")
+        try:
+            choose_checkpoint(self.path / "checkpoints", say=lambda line: None)
+        except ValueError as error:
+            raise ConfigError(f"output_dir: {error}") from None
         for name in STEP_LOGS:
             try:
                 kept_bytes(self.path / name, last[0] if last is not None else 0)

@@ -7,10 +7,12 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from small_disk import mounting  # tests/e2e
 
 # Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
 # does. Processes that tests start decide for themselves.
@@ -32,6 +34,16 @@ ROOT = Path(__file__).parents[1]
 def own_cache(tmp_path_factory):
     """Evaluations are kept for this session alone."""
     os.environ["DYNAMO_MEGATRON_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def small_disk(request, tmp_path) -> Iterator[Path]:
+    """A folder that is a file system of 1 MiB, or of the size that a test gives it: `parametrize("small_disk", ["64k"],
+    indirect=True)`."""
+    with mounting(tmp_path / "small", getattr(request, "param", "1m")) as mounted:
+        if not mounted:
+            pytest.skip("this user may not mount a tmpfs")
+        yield tmp_path / "small"
 
 
 @pytest.fixture(scope="session")

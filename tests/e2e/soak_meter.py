@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from dynamo_megatron.rollout.guard import shared_memory_of
+
 SHARE = 0.05  # growth from the first to the last quarter of the samples that still counts as flat
 LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
@@ -104,6 +106,17 @@ class Meter:
         self._kinds: dict[int, str] = {}
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
+        self._ignored: set[Path] = set()
+
+    def ignore_unused(self, processes: Sequence[psutil.Process]) -> None:
+        """Entries of /dev/shm that none of `processes`, all of the run's, maps do not count from here on; where there
+        are no processes, temporary folders do not either. For what was killed together with all that would have cleared
+        up after it."""
+        used = shared_memory_of(process.pid for process in processes)
+        unused = {entry for entry in self._shared_memory.iterdir() if str(entry) not in used}
+        self._ignored |= {entry for entry in unused if not (processes and entry.is_dir())}
+        if not processes:
+            self._ignored |= {*self._temporary.iterdir()}
 
     def sample(self, step: int, seconds: float, launcher: int, processes: Sequence[psutil.Process]) -> None:
         """After a step that took so long. `processes`: the run's, the launcher too."""
@@ -116,8 +129,8 @@ class Meter:
                 kind = self._kinds[process.pid]
                 if kind and (used := usage(process.pid)) is not None:
                     self._lives[kind, process.pid].append((step, used))
-        self._whole["/dev/shm entries"].append(len(list(self._shared_memory.iterdir())))
-        self._whole["temporary folders"].append(len(list(self._temporary.iterdir())))
+        self._whole["/dev/shm entries"].append(len({*self._shared_memory.iterdir()} - self._ignored))
+        self._whole["temporary folders"].append(len({*self._temporary.iterdir()} - self._ignored))
         self._whole["step time"].append(seconds)
 
     def growths(self) -> list[Growth]:

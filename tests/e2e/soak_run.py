@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 from soak_faults import FAULTS, NEED_SMALL_DISKS, Fault, order
-from soak_site import SERVERS, Site
+from soak_site import LEFT_FOR, SERVERS, Site
 
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
@@ -23,22 +23,22 @@ from dynamo_megatron.types import NOT_TRAINED
 
 STEP_LIMIT = 600.0  # seconds for two steps, a restart of the run or a server included
 END_LIMIT = 60.0  # seconds until a run that a fault ends has ended
-LEFT_FOR = 30.0  # seconds until all of its processes have
 TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass
 class Soak:
-    """`problems`: what was not as it should be, a line each; a soak without any has passed."""
+    """`problems`: what was not as it should be, a line each; a soak without any has passed. It ends after `minutes`, or
+    once each kind of fault has occurred `rounds` times; None: neither ends it."""
 
     site: Site
     every: int  # steps between two faults
     steps: int
     minutes: float | None
+    rounds: int | None = None
     problems: list[str] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
-    audited: int = 0
-    rollouts: int = 0
+    audited: dict[int, int] = field(default_factory=dict)  # step -> rollouts
 
     def run(self, kinds: Sequence[Fault], rng: random.Random) -> None:
         site, started = self.site, time.monotonic()
@@ -48,7 +48,8 @@ class Soak:
         if not going:
             self.problems.append(f"the run did not start: {self._last_words()}")
         due = site.step + self.every
-        for fault in order(list(kinds), self.steps // self.every + 1, rng) if going else []:
+        count = self.steps // self.every + 1 if self.rounds is None else self.rounds * len(kinds)
+        for fault in order(list(kinds), count, rng) if going else []:
             site.calm = True
             site.wait(lambda due=due: site.step >= due, max(0.0, min(over - time.monotonic(), self.every * STEP_LIMIT)))
             site.calm = False
@@ -73,8 +74,8 @@ class Soak:
         begun, before, start = time.monotonic(), site.step, len(site.run.text)
         try:
             what = fault.hurt(site, rng)
-        except (OSError, ValueError, psutil.Error) as error:  # it met the run in a state that it cannot be hurt in
-            what = "not done"
+        except (OSError, ValueError, psutil.Error) as error:  # or it met the run in a state that cannot be hurt
+            what = "not as it should be"
             problems.append(f"{type(error).__name__}: {error}")
         hurt = time.monotonic()
         self._wait_for_an_end(fault)
@@ -86,9 +87,11 @@ class Soak:
         if code not in fault.codes:
             how = "did not end" if code is None else f"ended with exit code {code}"
             problems.append(f"the run {how}: {self._last_words()}")
+        if not going and (left := site.run.left_behind(within=LEFT_FOR)):
+            problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
+        if fault.litters:
+            site.meter.ignore_unused(site.processes() if going else [])
         if not going:
-            if left := site.run.left_behind(within=LEFT_FOR):
-                problems.append(f"left behind after {LEFT_FOR:g} s: {[p.name() for p in left]}")
             going = self._starts_again()
             if fault.leaves:
                 lines += [line for line in site.new_lines(0) if re.search(fault.says, line)]
@@ -108,6 +111,8 @@ class Soak:
             site.wait(lambda: not site.alive() or (goes_on and site.step >= begun + 2), END_LIMIT)
 
     def _starts_again(self) -> bool:
+        saved = self.site.saved  # the run does the later steps once more
+        self.audited = {step: rollouts for step, rollouts in self.audited.items() if step <= saved}
         self.site.start()
         return self._recovers()
 
@@ -134,9 +139,8 @@ class Soak:
         return lines[-1] if lines else "it said nothing"
 
     def _audit(self, last: int) -> None:
-        rollouts, problems = audit(self.site.output, range(self.audited + 1, last + 1))
-        self.audited = max(self.audited, last)
-        self.rollouts += rollouts
+        rollouts, problems = audit(self.site.output, [n for n in range(1, last + 1) if n not in self.audited])
+        self.audited |= rollouts
         self.problems += problems
 
     def result(self) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class Soak:
         grown = [f"{g.what} grew from {g.first:g} to {g.last:g}" for g in growths if not g.flat]
         return {
             "steps": self.site.step,
-            "rollouts audited": self.rollouts,
+            "rollouts audited": sum(self.audited.values()),
             "servers": len(SERVERS),
             "problems": self.problems + grown,
             "faults": self.faults,
@@ -159,21 +163,24 @@ def judged(fault: Fault, lines: Sequence[str]) -> list[str]:
     problems = [f"a line of something else: {line!r}" for line in lines if line not in told][:3]
     if not told and not fault.silent:
         problems.append(f"no line matches {fault.says!r}")
+    if len(told) > fault.most:
+        problems.append(f"{len(told)} lines instead of {fault.most}: {told}")
     if any(TRACEBACK in line for line in lines):
         problems.append("a traceback on the console")
     return problems
 
 
-def audit(output: Path, steps: range) -> tuple[int, list[str]]:
-    """The rollouts allocated in these steps, and a line for each step where not every one of them is on disk once, or
-    where what was not trained is not what the metrics count."""
+def audit(output: Path, steps: Sequence[int]) -> tuple[dict[int, int], list[str]]:
+    """The number of rollouts allocated in each of these steps, and a line for each step where not every one of them is
+    on disk once, or where what was not trained is not what the metrics count."""
     allocated: dict[int, list[int]] = defaultdict(list)
     for row in read_rows(output / "allocation.jsonl"):
         allocated[row["step"]].append(row["n"])
     rows = {row["step"]: row for row in read_rows(output / "metrics.jsonl")}
-    rollouts, problems, store = 0, [], RolloutStore(output)
+    rollouts, problems, store = {}, [], RolloutStore(output)
     for step in steps:
         wanted = {rollout_id(group_id(step, i), k) for i, n in enumerate(allocated[step]) for k in range(n)}
+        rollouts[step] = len(wanted)
         try:
             found = list(store.lines(step))
         except ValueError as error:
@@ -191,7 +198,6 @@ def audit(output: Path, steps: range) -> tuple[int, list[str]]:
         counted = sum(rows[step][f"rollout/{kind}"] for kind in ("aborted", "failed", "rejected")) * len(wanted)
         if lost != round(counted):
             problems.append(f"step {step}: {lost} rollouts on disk were not trained, the metrics count {counted:g}")
-        rollouts += len(wanted)
     return rollouts, problems
 
 

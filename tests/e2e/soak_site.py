@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 from background_run import Run
+from small_disk import mounting
 from soak_meter import Meter, kind_of
+from soak_service import REWARD, RewardService
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 
@@ -27,75 +27,11 @@ ROOT = Path(__file__).parents[2]
 POLL_EVERY = 0.05  # seconds
 DISK, SHARED_MEMORY = "1g", "512m"  # sizes of the file systems that a soak fills
 TAIL = 1 << 16  # bytes of metrics.jsonl, more than a line has
+LEFT_FOR = 30.0  # seconds until the processes of a run that has ended have ended, too
+REFUSED_WITHIN = 300.0  # seconds until a start that is refused has ended
 STEP_LINE = re.compile(r"step +\d+/")
 SERVERS = ("server-0", "server-1")
 VICTIM = "server-1"  # what hurts a server hurts this one, so that the other one lives long enough to show a leak
-REWARD = '''"""Does the response begin with an odd digit? A file fault-NAME makes the next call fail in that way."""
-import os
-import resource
-import signal
-import time
-
-
-def allocate():
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, hard))
-    try:
-        bytearray(1 << 31)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-FAULTS = {
-    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "memory": allocate,
-    "hang": lambda: time.sleep(1e6),
-}
-
-
-def odd(prompt, response):
-    for name, fail in FAULTS.items():
-        try:
-            os.rename("fault-" + name, "done-" + name)  # one worker gets it
-        except FileNotFoundError:
-            continue
-        fail()
-    return float(response[:1] in "13579" and response != "")
-'''
-
-
-class RewardService:
-    """A reward function behind HTTP that gives 0 for all; while `down`, 503."""
-
-    def __init__(self) -> None:
-        service, self.down = self, False
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
-                body = json.dumps({"rewards": [0.0] * len(samples)}).encode()
-                self.send_response(503 if service.down else 200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-
-
-def mounted(path: Path, size: str) -> bool:
-    """Whether a file system of its own, in memory, could be put at `path`."""
-    path.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "soak", str(path)], capture_output=True)
-    return done.returncode == 0
 
 
 class Site:
@@ -108,14 +44,18 @@ class Site:
         self.shared_memory, self.temporary = Path("/dev/shm"), folder / "tmp"
         for made in (self.disk, self.temporary, folder / "control"):
             made.mkdir(parents=True, exist_ok=True)
-        self.small_disks = isolated and mounted(self.disk, DISK) and mounted(self.shared_memory, SHARED_MEMORY)
         self.service = RewardService()
         self.meter = Meter(self.shared_memory, self.temporary)
         self.calm = False  # samples are taken in steps that no fault is part of
         self.run: Run | None = None
         self._sampled = -1
         self._words = [folder / "config.yaml", ROOT / "configs" / "methods" / "dynamo.yaml", f"seed={seed}"]
-        self._write(steps)
+        with contextlib.ExitStack() as mounts:
+            sizes = {self.disk: DISK, self.shared_memory: SHARED_MEMORY} if isolated else {}
+            mounted = [mounts.enter_context(mounting(place, size)) for place, size in sizes.items()]
+            self.small_disks = bool(mounted) and all(mounted)
+            self._write(steps)
+            self._mounts = mounts.pop_all()
 
     def _write(self, steps: int) -> None:
         task, control = self.folder / "task", self.folder / "control"
@@ -138,7 +78,27 @@ class Site:
 
     # -- the run ---------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        self.run = Run(self.folder, *self._words, environment={"TMPDIR": str(self.temporary)})
+        self.run = self._started()
+
+    def _started(self) -> Run:
+        return Run(self.folder, *self._words, environment={"TMPDIR": str(self.temporary)})
+
+    def refused(self, says: str) -> str:
+        """The only line that the same command has to say when it is started now, once more: it matches `says`, and its
+        exit code is 2. Raises ValueError where that is not so, and where it leaves processes."""
+        names = {line.partition(": ")[0] for line in self.run.text.splitlines()}  # "disk: ...": of every start
+        other = self._started()
+        try:
+            code = other.wait(REFUSED_WITHIN)
+        finally:
+            if other.process.poll() is None:
+                other.kill()
+        lines = [line for line in other.text.splitlines() if line.strip() and line.partition(": ")[0] not in names]
+        if code != 2 or len(lines) != 1 or not re.search(says, lines[0]):
+            raise ValueError(f"another start ended with exit code {code} and {lines[-3:]}, not with 2 and {says!r}")
+        if left := other.left_behind(within=LEFT_FOR):
+            raise ValueError(f"another start left after {LEFT_FOR:g} s: {[p.name() for p in left]}")
+        return lines[0]
 
     def last_row(self) -> dict[str, Any]:
         """Metrics of the last step that is done; {} before the first."""
@@ -252,6 +212,10 @@ class Site:
         """Of the console from character `start` on, without those of steps."""
         return [line for line in self.run.text[start:].splitlines() if line.strip() and not STEP_LINE.match(line)]
 
+    def gone(self, processes: Sequence[psutil.Process]) -> bool:
+        """Whether all of them have ended within LEFT_FOR seconds."""
+        return self.wait(lambda: not any(map(_lives, processes)), LEFT_FOR)
+
     def kill(self) -> None:
         """SIGKILL to every process of the run."""
         for process in reversed(self.processes()):
@@ -263,6 +227,10 @@ class Site:
         if self.alive():
             self.kill()
         self.service.close()
-        if self.small_disks:
-            for folder in (self.disk, self.shared_memory):
-                subprocess.run(["umount", "-l", str(folder)], check=False)
+        self._mounts.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

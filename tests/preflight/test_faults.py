@@ -194,17 +194,6 @@ def test_problems_that_are_trained_on_are_noted(base, check):
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_a_full_disk(small_disk, failure):
     said = failure("disk", f"output_dir={small_disk}/run")
     assert "has 1.05 MB free, the run needs" in said and "lower checkpoint.keep_last" in said

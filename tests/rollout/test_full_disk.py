@@ -1,7 +1,6 @@
 """A disk that is full in the middle of a step, a real one: the run ends with a line that says so, and loses nothing."""
 
 import asyncio
-import subprocess
 
 import pytest
 from stand_ins import VOCABULARY, Server, external, listening
@@ -19,17 +18,6 @@ def score(prompt, response):
     return 1.0
 """
 PROMPTS = [Prompt(f"p{i}", text="?", answer="a", tokens=[20, 30]) for i in range(4)]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def fill(folder) -> None:

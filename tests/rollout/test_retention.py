@@ -68,17 +68,6 @@ def test_what_cannot_be_removed_ends_no_run(tmp_path):
     assert retention.trim(5) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
     """Steps of 64 kB on a disk of 1 MB, of which a checkpoint has a little and another program then 256 kB."""
     make_run(small_disk, 0, 6)
