@@ -27,11 +27,17 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.signed_store import forget_secret, share_secret
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
+from dynamo_megatron.user_code import UserCodeError
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
-FORESEEN = (RolloutError, RewardError, OSError)  # their message says it all; others come with a traceback
+FORESEEN = (
+    RolloutError,
+    RewardError,
+    UserCodeError,
+    OSError,
+)  # their message says it all; others come with a traceback
 
 
 class Job:
@@ -186,6 +192,8 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
+    if isinstance(error, UserCodeError):
+        details = error.frames
     message = printable(text if refused else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
