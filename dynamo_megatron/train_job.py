@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.custom_advantage import load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.config_files import ConfigError
 from dynamo_megatron.coordination import Coordinator, StopRequested
@@ -29,7 +30,23 @@ from dynamo_megatron.rollout.serve import NodeServers
 from dynamo_megatron.rollout.server import check_reachable, takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
+from dynamo_megatron.testing import check_loss
 from dynamo_megatron.tracking.journal import Journal
+
+
+def check_functions(config: Config) -> None:
+    """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
+    loss that breaks its contract on made-up tokens."""
+    algorithm = config.algorithm
+    if algorithm.advantage.of_the_user:
+        load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
+    if algorithm.loss.function is not None:
+        check_loss(
+            algorithm.loss.function,
+            reference=algorithm.kl.coef > 0,
+            kl_coef=algorithm.kl.coef if algorithm.kl.where == "function" else 0.0,
+            context_parallel=config.parallel.cp > 1,
+        )
 
 
 class TrainJob(Job):
@@ -58,6 +75,7 @@ class TrainJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        check_functions(config)
         self.journal = Journal(config)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
