@@ -66,7 +66,7 @@ def in_backward(inputs):
 
 
 def nan(inputs):
-    return torch.where(inputs.response == 1, torch.nan, grpo(inputs))
+    return grpo(inputs) * torch.where(inputs.response == 1, torch.nan, 1.0)
 
 
 def nan_gradient(inputs):

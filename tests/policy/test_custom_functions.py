@@ -45,19 +45,21 @@ PAIRS = {
 RUNS = [(name, layout) for layout in LAYOUTS for name in (PAIRS if layout == "TP1" else SHORT)]
 ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "function": "own_functions:grpo"})
 FILE = Path(__file__).with_name("own_functions.py")
-WRONG = {
-    "nothing": "UserCodeError: algorithm.loss.function: own_functions:nothing returned NoneType, not a tensor of float32 [",
-    "mean": "UserCodeError: algorithm.loss.function: own_functions:mean returned float32 [] on cpu, not a tensor of ",
-    "ids": "UserCodeError: algorithm.loss.function: own_functions:ids returned int64 [",
-    "detached": "UserCodeError: algorithm.loss.function: own_functions:detached returned losses that have no gradient by",
-    "constant": "UserCodeError: algorithm.loss.function: own_functions:constant returned losses that have no gradient by",
-    "key_error": "UserCodeError: algorithm.loss.function: own_functions:key_error failed: KeyError: 'no such table' "
-    f"({FILE}, line ",
-    "in_backward": "UserCodeError: algorithm.loss.function: own_functions:in_backward failed: RuntimeError: one of the ",
-    "nan": "NonFiniteError: algorithm.loss.function: own_functions:nan gave a loss or derivative that is NaN or infinite: "
-    "loss nan, gradient norm nan before the optimizer step: rank 0, prompts a",
-    "nan_gradient": "NonFiniteError: algorithm.loss.function: own_functions:nan_gradient gave a loss or derivative that "
-    "is NaN or infinite: loss 0, gradient norm nan before the optimizer step: rank 0, prompts a, b, c",
+NO_GRADIENT, NOT_FINITE = (
+    "returned losses that have no gradient by inputs.logprobs",
+    "gave a loss or derivative that is",
+)
+WRONG = {  # what is said after the function's name
+    "nothing": "returned NoneType, not a tensor of float32 [",
+    "mean": "returned float32 [] on cpu, not a tensor of float32 [",
+    "ids": "returned int64 [",
+    "detached": NO_GRADIENT,
+    "constant": NO_GRADIENT,
+    "key_error": f"failed: KeyError: 'no such table' ({FILE}, line ",
+    "in_backward": "failed: RuntimeError: one of the variables needed for gradient computation has been modified",
+    "nan": f"{NOT_FINITE} NaN or infinite: loss nan, gradient norm nan before the optimizer step: rank 0, prompts ",
+    "nan_gradient": f"{NOT_FINITE} NaN or infinite: loss 0, gradient norm nan before the optimizer step: rank 0, "
+    "prompts a, b, c",
 }
 
 
@@ -110,7 +112,9 @@ def test_the_update_is_that_of_the_built_in_one(results, name, layout):
 def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results, layout, name):
     for found in results[layout]:
         said = found["wrong"][name]
-        assert said.startswith(WRONG[name]) and "\n" not in said, said
+        kind = "NonFiniteError" if name.startswith("nan") else "UserCodeError"
+        line = f"{kind}: algorithm.loss.function: own_functions:{name} {WRONG[name]}"
+        assert said.startswith(line) and "\n" not in said, said
         assert found["wrong"]["moved"] == "0.0"
 
 
