@@ -192,12 +192,12 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
-    if isinstance(error, UserCodeError):
-        details = error.frames
     message = printable(text if refused else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
+    if isinstance(error, UserCodeError) and first == message:  # every rank may have called the function
+        details = error.frames
     if isinstance(error, RemoteFailure):
         first = str(error)
     elif first == message and not refused and not isinstance(error, FORESEEN):
