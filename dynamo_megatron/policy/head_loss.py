@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,9 @@ class HeadLoss(NamedTuple):
     loss: Tensor  # scalar; the gradient of the model comes from it
     metrics: dict[str, Tensor]  # sums
     finite: Finite
+
+
+LossOfHidden = Callable[[MicroBatch, Tensor], HeadLoss]  # of a micro-batch and its hidden rows, [r, h]
 
 
 def fused_loss(slots: Tensor, output: PolicyLossOutput) -> HeadLoss:
@@ -93,15 +96,15 @@ def _finite(*values: Tensor) -> Tensor:
 
 
 def raise_non_finite(
-    what: str,
+    result: Mapping[str, float],
     found: Sequence[Finite],
-    gradients_finite: bool,
+    parameters: Sequence[Tensor],
     source: Sequences,
     mini_batch: MiniBatch,
     layout: Layout,
     function: UserFunction | None,
 ) -> None:
-    """On all ranks. `what`: the loss and the gradient norm. `found`: this rank's micro-batches."""
+    """On all ranks. `result`: loss and gradient norm of the update; `found`: of this rank's micro-batches."""
 
     def prompts(slots: np.ndarray) -> set[str]:
         owners = np.searchsorted(source.response_offsets, slots, side="right") - 1
@@ -113,9 +116,11 @@ def raise_non_finite(
         slots = finite.slots.numpy()
         by_function |= prompts(slots[~finite.function.cpu().numpy()])
         broken |= prompts(slots[~finite.inputs.cpu().numpy()])
+    gradients_finite = all(torch.isfinite(p.main_grad).all() for p in parameters)
     trained = {source.prompt_ids[s] for m in mini_batch.micro_batches for s in m.sequences}
     mine = (layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained), sorted(by_function))
     everyone = layout.gather(mine)
+    what = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step"
     if at_fault := [x for x in everyone if x[4]]:
         assert function is not None
         where = "; ".join(f"rank {rank}, prompts {', '.join(bad)}" for rank, *_, bad in at_fault)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
 from dynamo_megatron.policy.head_loss import (
     Finite,
     HeadLoss,
+    LossOfHidden,
     NonFiniteError,
     StepTokens,
     custom_loss,
@@ -98,14 +99,14 @@ class Policy:
             ),
             self.ddp,
         )
-        self.loss_config, function = config.policy_loss(), config.algorithm.loss.function
-        self.loss_function = None if function is None else load_loss(function)
+        self.loss_config = config.policy_loss()
+        self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
             check_backend(
                 self._head_weight,
                 self.loss_config,
-                gradient=config.kernels.gradient if function is None else "recompute",
+                gradient="recompute" if function else config.kernels.gradient,
                 kl_cov=config.algorithm.loss.kl_cov is not None,
                 response_ratio=config.algorithm.loss.ratio != "token",
                 **head,
@@ -240,8 +241,8 @@ class Policy:
 
         `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
-        terms are on; with a loss function of the user's where the whole gradient is 0. Raises NonFiniteError on every
-        rank, before the optimizer step, and UserCodeError naming that function.
+        terms are on; with a user's function where the gradient is 0. Raises NonFiniteError on every rank, before the
+        optimizer step, and UserCodeError.
         """
         shaped = shape_tokens(
             batch.rollouts,
@@ -254,8 +255,8 @@ class Policy:
             self.config.algorithm,
             seed=self.config.seed,
         )
-        engine = torch.from_numpy(batch.rollouts.engine_logprobs)
-        tokens = StepTokens(stats.logprobs, engine, reference_logprobs, shaped.advantages, shaped.weights)
+        engine_logprobs = torch.from_numpy(batch.rollouts.engine_logprobs)
+        tokens = StepTokens(stats.logprobs, engine_logprobs, reference_logprobs, shaped.advantages, shaped.weights)
         if self.loss_function is not None:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
@@ -263,7 +264,7 @@ class Policy:
         result = self._optimize(batch.rollouts, mini_batch, head_loss, learning_rate)
         return {**result, "selected": float(shaped.selected.sum())}
 
-    def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> Callable[[MicroBatch, torch.Tensor], HeadLoss] | None:
+    def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> LossOfHidden | None:
         """The built-in loss of a micro-batch; None where no token can give a gradient."""
         loss, device = self.loss_config, self.layout.device
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
@@ -358,12 +359,10 @@ class Policy:
         self,
         source: Sequences,
         mini_batch: MiniBatch,
-        head_loss: Callable[[MicroBatch, torch.Tensor], HeadLoss],
+        head_loss: LossOfHidden,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the sequences of `mini_batch`; `head_loss`: of a micro-batch and its hidden rows.
-
-        Nothing of a micro-batch is waited for: sums and flags stay on the device until the last one."""
+        """One optimizer step. Nothing of a micro-batch is waited for: sums and flags stay on the device till the end."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         finite: list[Finite] = []  # of each micro-batch
@@ -385,9 +384,8 @@ class Policy:
         totals = self.layout.world_sum(sums.cpu())
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
-            gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self._parameters)
-            raise_non_finite(what, finite, gradients_finite, source, mini_batch, self.layout, self.loss_function)
+            where = (source, mini_batch, self.layout)
+            raise_non_finite(result, finite, self._parameters, *where, self.loss_function)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases

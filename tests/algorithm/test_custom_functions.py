@@ -17,6 +17,7 @@ from dynamo_megatron.config_files import ConfigError, compose
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.records import Rollout, RolloutBatch
 from dynamo_megatron.testing import check_advantage, check_allocator, check_loss
+from dynamo_megatron.train_job import check_functions
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
@@ -76,6 +77,18 @@ def test_right_advantages_pass():
     check_advantage(known_prompts, prompt_ids=["mine"])
     with pytest.raises(ValueError, match="known_prompts failed: KeyError: 'p0'"):
         check_advantage(known_prompts)
+
+
+def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
+    from dynamo_megatron.run import _report
+
+    try:
+        check_advantage(known_prompts)
+    except ValueError as error:
+        assert _report(error, 0, None, True) == 1
+    *frames, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"UserCodeError: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line ")
+    assert len(frames) == 4 and all("Traceback" not in line for line in frames) and "known_prompts" in frames[0]
 
 
 def test_advantages_of_no_rollouts_and_of_ranks_that_differ():
@@ -189,6 +202,26 @@ def test_right_losses_pass():
         check_loss(of_responses, context_parallel=True)
 
 
+def test_a_run_checks_its_loss_before_it_starts_anything():
+    def config(*words: str):
+        return compose([], ["algorithm.modulation=null", *words], DEFAULTS)[0]
+
+    check_functions(config(f"algorithm.loss.function={__name__}:of_responses"))
+    kl = f"algorithm.loss.function={__name__}:with_reference"
+    check_functions(config(kl, "algorithm.kl={coef: 0.1, where: function}"))
+    for words, says in {
+        (
+            f"algorithm.loss.function={__name__}:of_responses",
+            "parallel.cp=2",
+        ): "of_responses gives a response other losses",
+        (kl,): "with_reference failed: TypeError",
+        (f"algorithm.loss.function={__name__}:normalised",): "normalised gives a response other losses",
+        ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_functions(config(*words))
+
+
 @pytest.mark.parametrize(
     ("load", "name", "says"),
     [
@@ -253,6 +286,7 @@ def test_the_kl_term_needs_a_function_to_be_left_to():
 
 def test_what_acts_before_the_loss_goes_with_a_function():
     words = [
+        "algorithm.allocation.rollout_n_min=1",
         "algorithm.loss.entropy_top_ratio=0.2",
         "algorithm.loss.aggregation=token_mean",
         "algorithm.loss.mini_batches=2",
