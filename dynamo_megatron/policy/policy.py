@@ -362,7 +362,7 @@ class Policy:
         head_loss: LossOfHidden,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step. Nothing of a micro-batch is waited for: sums and flags stay on the device till the end."""
+        """One optimizer step. No micro-batch is waited for: sums and flags stay on the device until the last one."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         finite: list[Finite] = []  # of each micro-batch

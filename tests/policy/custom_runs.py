@@ -85,6 +85,15 @@ def said_of_wrong_functions(config: dict, algorithm: dict, wrong: list[str], lay
     policy.loss_function = load_loss("own_functions:grpo")
     nothing = TrainBatch(batch.rollouts, np.zeros_like(batch.advantages), batch.mini_batch, batch.weights)
     found["no advantage"] = str(policy.update(nothing, mini, stats, None, 1e-3)["skipped"])
+    advantages = batch.advantages.copy()
+    advantages[batch.rollouts.rollout_ids.index("1-1")] = np.nan
+    broken = TrainBatch(batch.rollouts, advantages, batch.mini_batch, batch.weights)
+    for name in ("function", "no function"):
+        try:
+            policy.update(broken, mini, stats, None, 1e-3)
+        except NonFiniteError as error:
+            found[f"nan advantage, {name}"] = str(error)
+        policy.loss_function = None
     found["moved"] = str(gap(before, parameters(policy)))
     try:
         build(config, {**algorithm, "advantage": {"kind": "own_functions:by_rank"}}, layout)

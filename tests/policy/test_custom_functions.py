@@ -119,6 +119,15 @@ def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["function", "no function"])
+def test_a_function_is_not_blamed_for_what_it_was_given(results, layout, name):
+    for found in results[layout]:
+        said = found["wrong"][f"nan advantage, {name}"]
+        assert said.startswith("loss nan, gradient norm nan before the optimizer step: rank ")
+        assert said.count("prompts b") == said.count("rank ") and "prompts a" not in said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_without_any_gradient_is_skipped(results, layout):
     assert all(found["wrong"]["no advantage"] == "1.0" for found in results[layout])
 
