@@ -129,7 +129,7 @@ class MicroBatch:
     def response(self) -> torch.Tensor:
         """int64 [r], ascending: which of `sequences` (an index into them) a response row belongs to."""
         counts = self.response_bounds.diff()
-        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(self.rows))
 
     @classmethod
     def pack(
