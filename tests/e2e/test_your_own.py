@@ -37,4 +37,4 @@ def test_the_walk_through_works(tmp_path):
     steps = (tmp_path / "runs/my-method/metrics.jsonl").read_text().splitlines()
     assert len(steps) == 2 and all("policy/clip_share" not in json.loads(step) for step in steps)
     assert (tmp_path / "runs/mine/report.png").stat().st_size > 10_000
-    assert text.count("<|im_start|>assistant") == 1, "the export's answer to a chat prompt"
+    assert text.count("<|im_start|>assistant") == 4 + 1, "the samples' prompts and the export's answer to one"
