@@ -24,6 +24,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.signed_store import forget_secret, share_secret
+from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
 
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
     from dynamo_megatron.policy.policy import Policy
 
-FORESEEN = (RolloutError, RewardError, OSError)  # their message says it all; others come with a traceback
+FORESEEN = (
+    RolloutError,
+    RewardError,
+    UserCodeError,
+    OSError,
+)  # their message says it all; others come with a traceback
 
 
 class Job:
@@ -191,6 +197,8 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
+    if isinstance(error, UserCodeError) and first == message:  # every rank may have called the function
+        details = error.frames
     if isinstance(error, RemoteFailure):
         first = str(error)
     elif first == message and not refused and not isinstance(error, FORESEEN):

@@ -75,7 +75,7 @@ class RLTrainer(Trainer):
         rollouts, mini_batches, stats = self.sample(step)
         # A pure function of the rollouts: their advantages within each group, and the weight of each token, which is
         # normalised over its mini-batch (algorithm.loss.aggregation), whatever the micro-batches and the layout are.
-        batch = TrainBatch.build(rollouts, self.config)
+        batch = TrainBatch.build(rollouts, self.config, self.policy.layout.gather)
         reference = self.policy.reference_logprobs(rollouts, mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)

@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.custom_advantage import load_advantage
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
@@ -27,11 +28,27 @@ from dynamo_megatron.rollout.server import check_reachable, takes_turns
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
+from dynamo_megatron.testing import check_loss
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.weight_sync.transports import check_transport
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
+
+
+def check_functions(config: Config) -> None:
+    """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
+    loss that breaks its contract on made-up tokens."""
+    algorithm = config.algorithm
+    if algorithm.advantage.of_the_user:
+        load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
+    if algorithm.loss.function is not None:
+        check_loss(
+            algorithm.loss.function,
+            reference=algorithm.kl.coef > 0,
+            kl_coef=algorithm.kl.coef if algorithm.kl.where == "function" else 0.0,
+            context_parallel=config.parallel.cp > 1,
+        )
 
 
 class TrainJob(Job):
@@ -60,6 +77,7 @@ class TrainJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
+        check_functions(config)
         self.journal = Journal(config)
         progress = self.journal.progress
         progress.phase("loading tokenizer")

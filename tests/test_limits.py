@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "limits.md").read_text(encoding="ut
 KEYS = {
     "model.dtype=float16": "model.dtype: 'float16' needs loss scaling",
     "model.lora.rank=8": "unknown key model.lora",
-    "algorithm.advantage.kind=gae": "algorithm.advantage.kind: Input should be",
+    "algorithm.advantage.kind=gae": "algorithm.advantage.kind: 'gae' is unknown",
     "model.router_aux_loss_coef=0.01": "model.router_aux_loss_coef: 0.01: the policy loss is normalised over the "
     "mini-batch",
     "algorithm.kl.where=reward": "algorithm.kl.where: Input should be 'loss'",

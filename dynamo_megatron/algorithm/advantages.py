@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
-
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
+from dynamo_megatron.config.method import ADVANTAGES
 
 
 def group_advantages(
     rewards: Array,
     group_ids: Sequence[Hashable],
-    kind: AdvantageKind,
+    kind: str,
     *,
     singleton: Literal["zero", "raw"] = "zero",
     eps: float = 1e-6,
@@ -34,8 +33,8 @@ def group_advantages(
     Raises ValueError for an unknown kind, a reward that is not finite, for `reinforce` one outside [0, 1], or ids that
     do not fit the rewards.
     """
-    if kind not in get_args(AdvantageKind):
-        raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(get_args(AdvantageKind))}")
+    if kind not in ADVANTAGES:
+        raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
     given = to_numpy(rewards, "rewards")
@@ -47,7 +46,7 @@ def group_advantages(
     if kind == "reinforce":
         if (bad := np.flatnonzero((values < 0) | (values > 1))).size:
             raise ValueError(f"rewards: entry {bad[0]} is {values[bad[0]]}; reinforce takes rewards from 0 to 1")
-        return _weighted(2 * values - 1, positive_weight, given, rewards)
+        return _as_given(weighted(2 * values - 1, positive_weight), given, rewards)
 
     size = np.bincount(index, minlength=groups)
     # Measured from the group's lowest reward, equal rewards are exactly 0 and leave no rounding error behind.
@@ -68,12 +67,16 @@ def group_advantages(
     alone = size[index] == 1
     raw = values / (1 + eps) if kind == "grpo" else values
     result = np.where(alone, raw if singleton == "raw" else 0.0, result)
-    return _weighted(result, positive_weight, given, rewards)
+    return _as_given(weighted(result, positive_weight), given, rewards)
 
 
-def _weighted(advantages: np.ndarray, positive_weight: float, given: np.ndarray, rewards: Array) -> Array:
-    """With the positive ones times `positive_weight`, in the rewards' dtype and library."""
-    result = np.where(advantages > 0, positive_weight * advantages, advantages)
+def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
+    """With the positive ones times `positive_weight` (W-REINFORCE)."""
+    return np.where(advantages > 0, positive_weight * advantages, advantages)
+
+
+def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
+    """In the rewards' dtype and library."""
     return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)
 
 

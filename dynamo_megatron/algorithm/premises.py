@@ -48,7 +48,7 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
             "measures more closely is also trained on more; set algorithm.loss.aggregation=prompt_mean"
         )
-    if low == 1 and advantage.singleton == "zero":
+    if low == 1 and advantage.singleton == "zero" and not advantage.of_the_user:
         warnings.append(
             "algorithm.allocation.rollout_n_min=1: a prompt with one rollout has nothing to compare it with and "
             "teaches nothing; set it to 2 or more"

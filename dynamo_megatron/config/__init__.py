@@ -18,6 +18,7 @@ from dynamo_megatron.config.method import (
     Positive,
     RolloutCorrectionConfig,
     Section,
+    check_loss_fits,
 )
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.runtime.user_code import SPEC
@@ -201,13 +202,8 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig | None = None
 
     @model_validator(mode="after")
-    def _modulates_token_ratios(self) -> AlgorithmConfig:
-        for key, only in (("kind", "clip"), ("ratio", "token")):
-            if self.modulation is not None and (value := getattr(self.loss, key)) != only:
-                raise ValueError(
-                    f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
-                    "set algorithm.modulation to null"
-                )
+    def _loss_fits(self) -> AlgorithmConfig:
+        check_loss_fits(self.loss, self.modulation, self.kl)
         return self
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
+
+from dynamo_megatron.runtime.user_code import SPEC
 
 Positive = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    def unused(self, names: tuple[str, ...], why: str) -> None:
+        """Raises ValueError, a line each, for options `names` that are not at their defaults and would do nothing."""
+        defaults = {name: type(self).model_fields[name].default for name in names}
+        changed = [name for name in names if getattr(self, name) != defaults[name]]
+        if changed:
+            texts = {name: "null" if defaults[name] is None else f"{defaults[name]}" for name in changed}
+            raise ValueError("\n".join(f"{name}: {why}; set it to {texts[name]}" for name in changed))
 
 
 class EntropyShapingConfig(Section):
@@ -21,14 +31,35 @@ class EntropyShapingConfig(Section):
     kappa: Annotated[float, Field(gt=1)] = 2.0
 
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
+
+
 class AdvantageConfig(Section):
-    kind: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "rloo"
+    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce or module:function
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
     entropy_shaping: EntropyShapingConfig | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ADVANTAGES and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is unknown; give {', '.join(ADVANTAGES)} or module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _used(self) -> AdvantageConfig:
+        if self.of_the_user:
+            self.unused(("singleton", "eps"), f"an option of the built-in kinds, which {self.kind} is not given")
+        return self
+
+    @property
+    def of_the_user(self) -> bool:
+        """`kind` names a function of the user's."""
+        return self.kind not in ADVANTAGES
 
     @model_validator(mode="after")
     def _reinforce(self) -> AdvantageConfig:
@@ -81,7 +112,14 @@ class KLCovConfig(Section):
     coef: Annotated[float, Field(gt=0)] = 1.0
 
 
+# Options of the built-in losses alone. What acts on advantages and weights before the loss goes with any function.
+BUILT_IN_LOSS = (
+    "kind", "ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coef", "clip_cov", "kl_cov"
+)  # fmt: skip
+
+
 class LossConfig(Section):
+    function: str | None = None  # module:function, a loss of yours per token (docs/your-own.md); None: that of `kind`
     # cispo (arXiv 2506.13585): the ratio, held to [1 - low, 1 + high], is a weight without gradient on the logprob
     kind: Literal["clip", "cispo"] = "clip"
     # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
@@ -97,8 +135,17 @@ class LossConfig(Section):
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
 
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is not of the form module:function")
+        return value
+
     @model_validator(mode="after")
     def _fits(self) -> LossConfig:
+        if self.function is not None:
+            self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which function {self.function} is not given")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
             raise ValueError(
                 f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
@@ -116,14 +163,33 @@ class LossConfig(Section):
 class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    where: Literal["loss"] = "loss"
+    where: Literal["loss", "function"] = "loss"  # function: loss.function has the term, with the coef that it is given
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
     @model_validator(mode="after")
     def _used(self) -> KLConfig:
         if self.reference is not None and self.coef == 0:
             raise ValueError("reference: only a coef above 0 uses it")
+        if self.where == "function" and self.coef == 0:
+            raise ValueError("where: function is about the KL term, which only a coef above 0 turns on")
         return self
+
+
+def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> None:
+    """Raises ValueError for sections that contradict each other."""
+    if modulation is not None and loss.function is not None:
+        raise ValueError(
+            f"modulation: is a part of the built-in loss, which loss.function {loss.function} takes the place of; "
+            "set it to null"
+        )
+    for key, only in (("kind", "clip"), ("ratio", "token")):
+        if modulation is not None and (value := getattr(loss, key)) != only:
+            raise ValueError(
+                f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
+                "set algorithm.modulation to null"
+            )
+    if kl.where == "function" and loss.function is None:
+        raise ValueError("kl.where: function leaves the KL term to loss.function, which is null; set it to loss")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

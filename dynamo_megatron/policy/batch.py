@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.algorithm.advantages import group_advantages, weighted
 from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
 from dynamo_megatron.types import RolloutBatch, Sequences
@@ -26,22 +27,39 @@ class TrainBatch:
     weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch
 
     @classmethod
-    def build(cls, rollouts: RolloutBatch, config: Config) -> TrainBatch:
-        """Advantages by group, mini-batches, and token weights within each."""
-        group = _group_numbers(rollouts.group_ids)
-        advantage, loss = config.algorithm.advantage, config.algorithm.loss
-        rewards, max_length = rollouts.rewards, config.rollout.max_new_tokens
+    def build(
+        cls, rollouts: RolloutBatch, config: Config, gather: Callable[[str], list[str]] | None = None
+    ) -> TrainBatch:
+        """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
+
+        Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
+        """
+        group, loss = _group_numbers(rollouts.group_ids), config.algorithm.loss
+        max_length = config.rollout.max_new_tokens
+        advantage = config.algorithm.advantage
+        rewards = rollouts.rewards
         if advantage.overlong_buffer is not None:
             penalty = (advantage.overlong_buffer, advantage.overlong_penalty)
             rewards = rewards + overlong_penalty(rollouts.response_lengths, max_length, *penalty)
-        advantages = group_advantages(
-            rewards,
-            rollouts.group_ids,
-            advantage.kind,
-            singleton=advantage.singleton,
-            eps=advantage.eps,
-            positive_weight=advantage.positive_weight,
-        )
+        if advantage.of_the_user:
+            inputs = AdvantageInputs(
+                rewards=rewards,
+                successes=rollouts.successes,
+                group=group,
+                prompt_ids=tuple(rollouts.prompt_ids),
+                response_lengths=rollouts.response_lengths,
+            )
+            values = custom_advantages(load_advantage(advantage.kind), inputs, gather)
+            advantages = weighted(values, advantage.positive_weight)
+        else:
+            advantages = group_advantages(
+                rewards,
+                rollouts.group_ids,
+                advantage.kind,
+                singleton=advantage.singleton,
+                eps=advantage.eps,
+                positive_weight=advantage.positive_weight,
+            )
         mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
         mini_batch = np.zeros(len(group), np.int64)
         weights = np.zeros(len(group), np.float64)
@@ -106,6 +124,12 @@ class MicroBatch:
     slots: torch.Tensor  # int64 [r], on the CPU: their slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
     sequences: list[int]
+
+    @property
+    def response(self) -> torch.Tensor:
+        """int64 [r], ascending: which of `sequences` (an index into them) a response row belongs to."""
+        counts = self.response_bounds.diff()
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(self.rows))
 
     @classmethod
     def pack(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,23 +20,29 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
+from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.losses import response_log_ratios
-from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.checkpoint.policy_weights import load_folder
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
-from dynamo_megatron.kernels import PolicyLossOutput
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
+from dynamo_megatron.policy.head_loss import (
+    Finite,
+    HeadLoss,
+    LossOfHidden,
+    NonFiniteError,
+    StepTokens,
+    custom_loss,
+    fused_loss,
+    raise_non_finite,
+)
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
 from dynamo_megatron.types import Sequences
-
-
-class NonFiniteError(RuntimeError):
-    """A token statistic, loss or gradient norm that is NaN or infinite; raised before the optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,13 @@ class Policy:
             self.ddp,
         )
         self.loss_config = config.policy_loss()
+        self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
             check_backend(
                 self._head_weight,
                 self.loss_config,
-                gradient=config.kernels.gradient,
+                gradient="recompute" if function else config.kernels.gradient,
                 kl_cov=config.algorithm.loss.kl_cov is not None,
                 response_ratio=config.algorithm.loss.ratio != "token",
                 **head,
@@ -234,9 +241,9 @@ class Policy:
 
         `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
-        terms are on. Raises NonFiniteError on every rank, before the optimizer step.
+        terms are on; with a user's function where the gradient is 0. Raises NonFiniteError on every rank, before the
+        optimizer step, and UserCodeError.
         """
-        loss, device = self.loss_config, self.layout.device
         shaped = shape_tokens(
             batch.rollouts,
             mini_batch.members,
@@ -248,30 +255,43 @@ class Policy:
             self.config.algorithm,
             seed=self.config.seed,
         )
+        engine_logprobs = torch.from_numpy(batch.rollouts.engine_logprobs)
+        tokens = StepTokens(stats.logprobs, engine_logprobs, reference_logprobs, shaped.advantages, shaped.weights)
+        if self.loss_function is not None:
+            head_loss = functools.partial(self._custom_loss, tokens)
+        elif (head_loss := self._fused_loss(tokens, shaped)) is None:
+            return {"skipped": 1.0}
+        result = self._optimize(batch.rollouts, mini_batch, head_loss, learning_rate)
+        return {**result, "selected": float(shaped.selected.sum())}
+
+    def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> LossOfHidden | None:
+        """The built-in loss of a micro-batch; None where no token can give a gradient."""
+        loss, device = self.loss_config, self.layout.device
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():
-            return {"skipped": 1.0}
+            return None
         whole_sequences = loss.modulation is not None and (
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
 
-        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
+        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             slots = micro_batch.slots
-            log_ratios = self._response_log_ratios(micro_batch, hidden, stats.logprobs[slots])
+            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens.old_logprobs[slots])
             rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = taken.to(device), slots[taken]
                 hidden = hidden[rows]
-            return here, kernels.policy_loss(
+            reference = tokens.reference_logprobs
+            output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels[rows],
-                shaped.advantages[here].to(device),
-                stats.logprobs[here].to(device),
-                shaped.weights[here].to(device),
+                tokens.advantages[here].to(device),
+                tokens.old_logprobs[here].to(device),
+                tokens.weights[here].to(device),
                 loss,
-                ref_logprobs=None if reference_logprobs is None else reference_logprobs[here].to(device),
+                ref_logprobs=None if reference is None else reference[here].to(device),
                 old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
                 log_ratios=None if log_ratios is None else log_ratios[rows],
                 ranges=shaped.ranges,
@@ -279,9 +299,14 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
+            return fused_loss(here, output)
 
-        result = self._optimize(batch.rollouts, mini_batch, policy_loss, learning_rate)
-        return {**result, "selected": float(shaped.selected.sum())}
+        return policy_loss
+
+    def _custom_loss(self, tokens: StepTokens, micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
+        """By the user's function, of all response tokens: its loss need not be 0 where the advantage is."""
+        head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
+        return custom_loss(self.loss_function, micro_batch, head, tokens, self.config.algorithm.kl)
 
     @torch.no_grad()
     def _response_log_ratios(
@@ -309,7 +334,7 @@ class Policy:
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
         head = {**self._head, "temperature": 1.0}
 
-        def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, PolicyLossOutput]:
+        def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             here = micro_batch.slots
             weight = per_token[here].to(self.layout.device)
             ones = torch.ones_like(weight)
@@ -325,7 +350,7 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **head,
             )
-            return here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()})
+            return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
 
         (mini_batch,) = self.pack(sequences, [np.arange(len(weights))])
         return self._optimize(sequences, mini_batch, cross_entropy, learning_rate)
@@ -334,23 +359,20 @@ class Policy:
         self,
         source: Sequences,
         mini_batch: MiniBatch,
-        head_loss: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, PolicyLossOutput]],
+        head_loss: LossOfHidden,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the sequences of `mini_batch`; `head_loss`: a micro-batch's trained slots and loss.
-
-        Nothing of a micro-batch is waited for: sums and flags stay on the device until the last one."""
+        """One optimizer step. No micro-batch is waited for: sums and flags stay on the device until the last one."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
-        finite: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each micro-batch the trained slots, and bool of each
+        finite: list[Finite] = []  # of each micro-batch
 
         def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            slots, output = head_loss(micro_batch, hidden)
+            output = head_loss(micro_batch, hidden)
             for i, name in enumerate(names):
                 if name in output.metrics:
                     sums[i] += output.metrics[name].detach().double()
-            values = (output.stats.logprobs, output.stats.entropy, output.advantages)
-            finite.append((slots, torch.stack([torch.isfinite(x) for x in values]).all(0)))
+            finite.append(output.finite)
             return output.loss
 
         for chunk in self.ddp:
@@ -362,7 +384,10 @@ class Policy:
         totals = self.layout.world_sum(sums.cpu())
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            self._raise_non_finite(result, finite, source, mini_batch)
+            where = (source, mini_batch, self.layout)
+            raise_non_finite(result, finite, self._parameters, *where, self.loss_function)
+        if self.loss_function is not None and grad_norm == 0:
+            return {**result, "skipped": 1.0}
         # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases
         # (wd_mult 0) to a scheduler that is not used here.
         o = self.config.optimizer
@@ -371,24 +396,3 @@ class Policy:
             group.update(lr=learning_rate, weight_decay=decay, betas=o.betas, eps=o.eps)
         self.optimizer.step()
         return result
-
-    def _raise_non_finite(
-        self,
-        result: dict,
-        finite: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        source: Sequences,
-        mini_batch: MiniBatch,
-    ) -> None:
-        bad = [slots[~flags.cpu()].numpy() for slots, flags in finite]
-        owners = [np.searchsorted(source.response_offsets, slots, side="right") - 1 for slots in bad]
-        broken = {source.prompt_ids[s] for sequences in owners for s in sequences}
-        gradients_finite = all(torch.isfinite(p.main_grad).all() for p in self._parameters)
-        trained = {source.prompt_ids[s] for m in mini_batch.micro_batches for s in m.sequences}
-        mine = (self.layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained))
-        everyone: list = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, mine, group=self.layout.host)
-        at_fault = [x for x in everyone if x[2]] or [x for x in everyone if not x[1]] or everyone
-        where = "; ".join(f"rank {rank}, prompts {', '.join(bad or prompts)}" for rank, _, bad, prompts in at_fault)
-        raise NonFiniteError(
-            f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step: {where}"
-        )

@@ -6,7 +6,6 @@ elsewhere is a URL (`http.py`).
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.runtime.user_code import load_callable
+from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 # Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
@@ -31,18 +30,7 @@ def load_function(name: str) -> Callable[[Prompt, str], float]:
         raise ValueError(
             f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)}, module:function or an http:// URL"
         )
-    function = load_callable(BUILT_IN.get(name, name), "reward.functions")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some of C's have none
-        return function
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ValueError(
-            f"reward.functions: {name!r} takes {signature}, and is called with (prompt, response)"
-        ) from None
-    return function
+    return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
 
 
 def checked(value: Any) -> float:

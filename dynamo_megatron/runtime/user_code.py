@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo_megatron.runtime.plain_text import error_line
@@ -16,6 +19,52 @@ from dynamo_megatron.runtime.plain_text import error_line
 OURS = str(Path(__file__).parents[1])
 NOT_THE_USERS = ("<frozen ", *(folder + os.sep for folder in (OURS, *sysconfig.get_paths().values())))
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class UserCodeError(ValueError):
+    """What a function of the user's did wrong, one line that names it. `frames`: the user's own, as in a traceback."""
+
+    def __init__(self, line: str, frames: str = ""):
+        super().__init__(line)
+        self.frames = frames
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user's, and what messages call it ("key: module:function")."""
+
+    function: Callable
+    name: str
+
+    @classmethod
+    def load(cls, spec: str, key: str, *arguments: str) -> UserFunction:
+        """As `load_callable`. Raises ValueError also for a function that cannot be called with `arguments`."""
+        function = load_callable(spec, key)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # some of C's have none
+            signature = None
+        if signature is not None:
+            try:
+                signature.bind(*arguments)
+            except TypeError:
+                called = f"({', '.join(arguments)})"
+                raise UserCodeError(f"{key}: {spec!r} takes {signature}, and is called with {called}") from None
+        return cls(function, f"{key}: {spec}")
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Raises UserCodeError for whatever the user's code raises inside."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            line, frames = failure(error)
+            raise UserCodeError(f"{self.name} failed: {line}", frames) from error
+
+    def hold(self, kept: bool, broken: str) -> None:
+        """Raises UserCodeError, "key: module:function `broken`", unless `kept`."""
+        if not kept:
+            raise UserCodeError(f"{self.name} {broken}")
 
 
 def load_callable(spec: str, key: str) -> Callable:

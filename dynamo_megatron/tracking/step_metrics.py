@@ -24,6 +24,13 @@ if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
 
+SHARES = {
+    "clip": "clipped",
+    "clip_c": "clipped_dual",
+    "damped": "damped",
+    "boosted": "boosted",
+}  # of an update's counts
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -85,6 +92,8 @@ def step_metrics(
         for name in ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
     }
     algorithm, lengths = config.algorithm, rollouts.response_lengths
+    built_in = SHARES if algorithm.loss.function is None else {}  # what a function of the user's clips is not counted
+    shares = {f"policy/{name}_share": total[count] / max(1, tokens) for name, count in built_in.items()}
     apart = mismatch(stats.logprobs.numpy() - rollouts.engine_logprobs, lengths, algorithm.rollout_correction)
     options = {}
     if algorithm.loss.selects:
@@ -128,10 +137,7 @@ def step_metrics(
         "data/skipped_prompts": record.skipped_prompts,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
-        "policy/clip_share": total["clipped"] / max(1, tokens),
-        "policy/clip_c_share": total["clipped_dual"] / max(1, tokens),
-        "policy/damped_share": total["damped"] / max(1, tokens),
-        "policy/boosted_share": total["boosted"] / max(1, tokens),
+        **shares,
         "policy/grad_norm": sum(u["grad_norm"] for u in made) / max(1, len(made)),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),

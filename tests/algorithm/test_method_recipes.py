@@ -34,6 +34,7 @@ algorithm:
     entropy_shaping: {alpha: 0.3}
   modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
   loss:
+    function: mine:loss
     clip_ratio_low: 0.4
     clip_ratio_high: 0.6
     clip_ratio_c: 4.0
@@ -48,7 +49,14 @@ algorithm:
 def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="token", **others) -> dict:
     """Everything that makes the loss; what is not named is off."""
     low, high = clip
-    loss = {"kind": kind, "ratio": ratio, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
+    loss = {
+        "function": None,
+        "kind": kind,
+        "ratio": ratio,
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "clip_ratio_c": c,
+    }
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}

@@ -1,5 +1,6 @@
 """docs/your-own.md works word by word."""
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ def test_the_walk_through_works(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "your-own.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     (tmp_path / "walk.sh").write_text("set -euo pipefail\n" + "".join(blocks))
     with open(tmp_path / "console.log", "w") as log:
         done = subprocess.run(
@@ -33,5 +34,7 @@ def test_the_walk_through_works(tmp_path):
     assert "\x1b" not in text and "\r" not in text, "control characters where there is no terminal"
     assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 1
     assert "Replaying the run's own allocator gives all 24 counts of allocation.jsonl exactly." in text
+    steps = (tmp_path / "runs/my-method/metrics.jsonl").read_text().splitlines()
+    assert len(steps) == 2 and all("policy/clip_share" not in json.loads(step) for step in steps)
     assert (tmp_path / "runs/mine/report.png").stat().st_size > 10_000
-    assert text.count("<|im_start|>assistant") == 1, "the export's answer to a chat prompt"
+    assert text.count("<|im_start|>assistant") == 4 + 1, "the samples' prompts and the export's answer to one"

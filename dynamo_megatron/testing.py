@@ -1,0 +1,151 @@
+"""Checks of what the user plugs in, for the user's own tests. Each raises ValueError, one line, for a broken contract.
+
+`check_allocator` is about `algorithm.allocation.kind`; the others, a second at most, about `algorithm.advantage.kind`
+and `algorithm.loss.function`. docs/your-own.md says what is asked of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from dynamo_megatron.algorithm.allocators.contract import check_allocator
+from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
+from dynamo_megatron.algorithm.custom_loss import LossInputs, TokenLosses, custom_losses, load_loss
+from dynamo_megatron.runtime.user_code import UserFunction
+
+__all__ = ["check_advantage", "check_allocator", "check_loss"]
+
+GROUPS = ((1,), (4,), (2, 3), (1, 7, 1, 2), (8, 8, 8, 8))  # rollouts of each
+RESPONSES = ((1,), (9,), (3, 1, 12, 2), (30, 30, 30))  # tokens of each
+DRIFTS = {"at the old policy": 0.0, "near the old policy": 0.3, "far from the old policy": 6.0}  # std, nats
+FARTHEST = 20.0  # nats; exp of it squared is still a float32
+
+
+def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0", "p1", "p2")) -> None:
+    """Calls `function` ("module:function", or the function) with made-up rollouts of the prompts `prompt_ids`.
+
+    Groups: one, several, of one rollout, of unequal sizes, a prompt drawn twice. Rewards: all 0, all 1, 0 and 1, any
+    number. Held: finite float64 [S]; the same values when called again; inputs that are only read; a rollout's value
+    does not depend on the place of the rollouts in the batch, beyond rounding.
+    """
+    function = load_advantage(function) if isinstance(function, str) else _named(function)
+    rng = np.random.default_rng(0)
+    for sizes in GROUPS:
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        count = len(group)
+        rewards = {"0": np.zeros(count), "1": np.ones(count), "0 and 1": rng.integers(0, 2, count).astype(np.float64)}
+        for kind, values in {**rewards, "any": rng.normal(0, 3, count)}.items():
+            names = tuple(prompt_ids[g % len(prompt_ids)] for g in group)
+            inputs = AdvantageInputs(values, values >= 1, group, names, rng.integers(0, 50, count))
+            advantages = custom_advantages(function, inputs)
+            order = rng.permutation(count)
+            moved = custom_advantages(function, _reordered(inputs, order))
+            same = np.allclose(advantages[order], moved, rtol=1e-9, atol=1e-9)
+            case = f"groups of {', '.join(map(str, sizes))} rollouts with rewards of {kind}"
+            function.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
+
+
+def check_loss(
+    function: Callable | str, *, reference: bool = False, kl_coef: float = 0.0, context_parallel: bool = False
+) -> None:
+    """Calls `function` ("module:function", or the function) with made-up tokens.
+
+    Responses: one and several, of one token and more. Policies: the old one, and others up to 20 nats from it.
+    Advantages: of both signs, and all 0; weights, some of them 0. `reference`: with logprobs of a reference policy, and
+    with `kl_coef` (algorithm.kl.where: function). Held: finite floating-point losses [r] with a gradient by the
+    logprobs, which is finite, too; the same bits when called again; inputs that are only read; a response's losses do
+    not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: nor do a token's on the
+    other tokens of its response, which other ranks may have.
+    """
+    function = load_loss(function) if isinstance(function, str) else _named(function)
+    for case, inputs in _loss_cases(reference, kl_coef):
+        before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+        found = custom_losses(function, inputs)
+        for name, tensor in before.items():
+            function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name} ({case})")
+        _hold_finite(function, inputs, found, case)
+        again = custom_losses(function, _part(inputs, torch.ones(len(before["weights"]), dtype=torch.bool)))
+        same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        function.hold(same, f"gives other losses when called again with the same inputs ({case})")
+        alone = [inputs.response == i for i in inputs.response.unique()]
+        why = "a loss has to be a function of its own response, or it would depend on micro_batch_tokens"
+        _hold_parts(function, inputs, found, alone, f"by itself than beside others: {why} ({case})")
+        if context_parallel:
+            halves = torch.arange(len(inputs.response)) % 2 == 0
+            why = "with parallel.cp above 1 a rank has only a part of its tokens; use cp 1"
+            _hold_parts(function, inputs, found, [halves, ~halves], f"whose tokens are apart: {why} ({case})")
+
+
+def _named(function: Callable) -> UserFunction:
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    return UserFunction(function, f"{module}:{name}")
+
+
+def _reordered(inputs: AdvantageInputs, order: np.ndarray) -> AdvantageInputs:
+    numbers: dict[int, int] = {}
+    group = [numbers.setdefault(g, len(numbers)) for g in inputs.group[order].tolist()]
+    return AdvantageInputs(
+        inputs.rewards[order],
+        inputs.successes[order],
+        np.asarray(group, np.int64),
+        tuple(inputs.prompt_ids[i] for i in order),
+        inputs.response_lengths[order],
+    )
+
+
+def _loss_cases(reference: bool, kl_coef: float) -> Iterator[tuple[str, LossInputs]]:
+    rng = np.random.default_rng(0)
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, np.float32))
+
+    for lengths in RESPONSES:
+        count = sum(lengths)
+        response = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+        for drift, size in DRIFTS.items():
+            for kind in ("advantages of both signs", "advantages of 0"):
+                old = -rng.exponential(1.5, count)
+                moved = np.clip(size * rng.normal(size=count), -FARTHEST, FARTHEST)
+                inputs = LossInputs(
+                    logprobs=tensor(old + moved).requires_grad_(),
+                    entropy=tensor(rng.exponential(0.8, count)),
+                    old_logprobs=tensor(old),
+                    engine_logprobs=tensor(old + rng.normal(0, 0.01, count)),
+                    reference_logprobs=tensor(old + rng.normal(0, 0.3, count)) if reference or kl_coef else None,
+                    advantages=tensor(rng.normal(size=count) * (kind != "advantages of 0")),
+                    weights=tensor(rng.uniform(0.5, 1, count) * (rng.random(count) < 0.8) / count),
+                    response=response,
+                    kl_coef=kl_coef,
+                )
+                yield f"{len(lengths)} responses, {drift}, {kind}", inputs
+
+
+def _part(inputs: LossInputs, kept: torch.Tensor) -> LossInputs:
+    """The tokens `kept` (bool [r]), of responses counted anew."""
+    tensors = {name: t.detach()[kept] for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+    tensors["logprobs"].requires_grad_()
+    tensors["response"] = tensors["response"].unique(return_inverse=True)[1]
+    return replace(inputs, **tensors)
+
+
+def _hold_finite(function: UserFunction, inputs: LossInputs, found: TokenLosses, case: str) -> None:
+    for name, values in (("a loss", found.loss), ("a derivative by logprobs", found.gradient)):
+        if (bad := (~torch.isfinite(values)).nonzero()).numel():
+            i = int(bad[0, 0])
+            distance = float((inputs.logprobs - inputs.old_logprobs)[i].detach())
+            at = f"logprobs - old_logprobs is {distance:.3g} and the advantage {float(inputs.advantages[i]):.3g}"
+            function.hold(False, f"gave {name} of {float(values[i])} where {at} ({case})")
+
+
+def _hold_parts(
+    function: UserFunction, inputs: LossInputs, found: TokenLosses, parts: list[torch.Tensor], what: str
+) -> None:
+    for kept in parts:
+        if kept.any():
+            part = custom_losses(function, _part(inputs, kept))
+            same = all(torch.allclose(a[kept], b, rtol=1e-4, atol=1e-6) for a, b in zip(found, part, strict=True))
+            function.hold(same, f"gives a response other losses {what}")

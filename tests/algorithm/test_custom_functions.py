@@ -1,0 +1,312 @@
+"""Advantages and losses by functions of the user's: contracts, the tests of them, what a config refuses, the page."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
+from dynamo_megatron.algorithm.custom_loss import load_loss
+from dynamo_megatron.algorithm.premises import premise_warnings
+from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.testing import check_advantage, check_allocator, check_loss
+from dynamo_megatron.train_job import check_functions
+from dynamo_megatron.types import Rollout, RolloutBatch
+
+DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
+PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
+FILE = str(Path(__file__))
+
+
+def inputs(*rewards: float) -> AdvantageInputs:
+    values, group = np.array(rewards), np.arange(len(rewards)) // 2
+    names = tuple(f"p{g}" for g in group)
+    return AdvantageInputs(values, values > 0, group, names, np.full(len(rewards), 5))
+
+
+def rloo(inputs):
+    return group_advantages(inputs.rewards, inputs.group, "rloo")
+
+
+def by_length(inputs):
+    return inputs.successes / np.maximum(inputs.response_lengths, 1)
+
+
+def known_prompts(inputs):
+    return np.array([{"mine": 1.0}[p] for p in inputs.prompt_ids])
+
+
+ADVANTAGES = {  # wrong ones
+    "listed": (lambda i: i.rewards.tolist(), r"returned list, not a numpy array of float64 \(1,\)"),
+    "short": (lambda i: i.rewards[:-1], r"returned float64 \(0,\), not a numpy array of float64 \(1,\)"),
+    "single": (lambda i: i.rewards.astype(np.float32), r"returned float32 \(1,\), not"),
+    "tensor": (lambda i: torch.from_numpy(i.rewards.copy()), "returned Tensor, not"),
+    "nan": (
+        lambda i: np.log(i.rewards - 9),
+        "returned nan for rollout 0, of prompt 'p0'; advantages have to be finite",
+    ),
+    "drawn": (lambda i: np.random.default_rng().normal(size=len(i.rewards)), "other advantages when called again"),
+    "in place": (lambda i: np.negative(i.rewards, out=i.rewards), "failed: ValueError: .* read-only"),
+    "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
+    "by place": (
+        lambda i: i.rewards - np.arange(len(i.rewards)),
+        "another advantage where the batch is in another order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_wrong_advantage_is_named_in_one_line(name):
+    function, says = ADVANTAGES[name]
+    with pytest.raises(ValueError, match=says) as error:
+        check_advantage(function)
+    assert str(error.value).startswith(f"{__name__}:<lambda> ") and "\n" not in str(error.value)
+    assert name != "raises" or 'in <lambda>\n    "raises"' in error.value.frames
+
+
+def test_right_advantages_pass():
+    for function in (rloo, by_length, f"{__name__}:rloo"):
+        check_advantage(function)
+    check_advantage(known_prompts, prompt_ids=["mine"])
+    with pytest.raises(ValueError, match="known_prompts failed: KeyError: 'p0'"):
+        check_advantage(known_prompts)
+
+
+def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
+    from dynamo_megatron.run import _report
+
+    try:
+        check_advantage(known_prompts)
+    except ValueError as error:
+        assert _report(error, 0, None, True) == 1
+    *frames, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"UserCodeError: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line ")
+    assert len(frames) == 4 and all("Traceback" not in line for line in frames) and "known_prompts" in frames[0]
+
+
+def test_advantages_of_no_rollouts_and_of_ranks_that_differ():
+    function = load_advantage(f"{__name__}:rloo")
+    assert custom_advantages(load_advantage(f"{__name__}:known_prompts"), inputs()).shape == (0,)
+    got = custom_advantages(function, inputs(0.0, 1.0), lambda mine: [mine, mine])
+    assert got.tolist() == [-1.0, 1.0]
+    with pytest.raises(ValueError, match="rloo returned other advantages on rank 2 than on rank 0"):
+        custom_advantages(function, inputs(0.0, 1.0), lambda mine: [mine, mine, "other"])
+
+
+def batch() -> RolloutBatch:
+    """A prompt that is two groups, of 1 and 3 rollouts, and another one between them."""
+    made = []
+    for i, (group, prompt) in enumerate([("1/a", "a"), ("2/b", "b"), ("2/b", "b"), *[("3/a", "a")] * 3]):
+        length = 8 - i % 3
+        fields = ([1] * (2 + length), [0, 0] + [1] * length, [-1.0] * length, [(0, 0, length)], "stop")
+        made.append(Rollout(f"{group}-{i}", group, prompt, 1, *fields, float(i % 2), i % 2 == 1, {}))
+    return RolloutBatch.from_rollouts(made)
+
+
+seen: list[AdvantageInputs] = []
+
+
+def remembers(inputs):
+    seen.append(inputs)
+    return rloo(inputs)
+
+
+@pytest.mark.parametrize(
+    "override", ["algorithm.advantage.positive_weight=0.3", "algorithm.advantage.overlong_buffer=0.5"]
+)
+def test_a_batch_of_the_same_advantages_is_the_same_batch(override):
+    words = [override, "rollout.max_new_tokens=8"]
+    config = [
+        compose([], [*words, f"algorithm.advantage.kind={kind}"], DEFAULTS)[0]
+        for kind in ("rloo", f"{__name__}:remembers")
+    ]
+    built_in, custom = (TrainBatch.build(batch(), c) for c in config)
+    assert custom.advantages.dtype == np.float64
+    assert custom.advantages.tobytes() == built_in.advantages.tobytes() and built_in.advantages.any()
+    given = seen[-1]
+    assert given.group.tolist() == [0, 1, 1, 2, 2, 2] and given.prompt_ids == ("a", "b", "b", "a", "a", "a")
+    assert given.successes.tolist() == [False, True] * 3 and given.response_lengths.tolist() == [8, 7, 6] * 2
+    overlong = "overlong" in override
+    assert given.rewards.tolist() == ([-0.5, 0.625, -0.25, 0.5, -0.375, 0.75] if overlong else [0.0, 1.0] * 3)
+
+
+def clipped(inputs):
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(0.8, 1.2))
+
+
+def of_responses(inputs):
+    """GSPO's, of whole responses."""
+    count = int(inputs.response.max()) + 1
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    sums = torch.zeros(count).index_add(0, inputs.response, log_ratio)
+    means = sums / inputs.response.bincount(minlength=count)
+    return -inputs.advantages * means.exp()[inputs.response]
+
+
+def with_reference(inputs):
+    return clipped(inputs) + inputs.kl_coef * (inputs.logprobs - inputs.reference_logprobs) ** 2
+
+
+def normalised(inputs):
+    return clipped(inputs) / inputs.advantages.abs().max().clamp(min=1e-3)
+
+
+def in_place(inputs):
+    inputs.advantages.mul_(2)
+    return clipped(inputs)
+
+
+LOSSES = {  # wrong ones
+    "nothing": (lambda i: None, r"returned NoneType, not a tensor of float32 \[1\] on cpu"),
+    "mean": (lambda i: clipped(i).mean(), r"returned float32 \[\] on cpu, not a tensor"),
+    "detached": (lambda i: clipped(i).detach(), "returned losses that have no gradient by inputs.logprobs"),
+    "overflows": (
+        lambda i: (40 * (i.logprobs - i.old_logprobs)).exp(),
+        "gave a loss of inf where logprobs - old_logprobs is",
+    ),
+    "steep": (
+        lambda i: (i.logprobs - i.old_logprobs).abs().sqrt(),
+        "gave a derivative by logprobs of nan where .* is 0 and",
+    ),
+    "drawn": (lambda i: clipped(i) * torch.rand(()), "gives other losses when called again"),
+    "in place": (in_place, r"changes inputs.advantages \(1 responses"),
+    "normalised": (normalised, "gives a response other losses by itself than beside others: .* micro_batch_tokens"),
+    "no reference": (with_reference, "failed: TypeError: unsupported operand .*NoneType"),
+    "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_wrong_loss_is_named_in_one_line(name):
+    function, says = LOSSES[name]
+    with pytest.raises(ValueError, match=says) as error:
+        check_loss(function)
+    assert str(error.value).startswith(f"{__name__}:{function.__qualname__} ") and "\n" not in str(error.value)
+
+
+def test_right_losses_pass():
+    for function in (clipped, of_responses, f"{__name__}:clipped"):
+        check_loss(function)
+    check_loss(clipped, context_parallel=True)
+    for options in ({"reference": True}, {"kl_coef": 0.1}):
+        check_loss(with_reference, **options)
+    with pytest.raises(ValueError, match=r"other losses whose tokens are apart: with parallel\.cp"):
+        check_loss(of_responses, context_parallel=True)
+
+
+def test_a_run_checks_its_loss_before_it_starts_anything():
+    def config(*words: str):
+        return compose([], ["algorithm.modulation=null", *words], DEFAULTS)[0]
+
+    check_functions(config(f"algorithm.loss.function={__name__}:of_responses"))
+    kl = f"algorithm.loss.function={__name__}:with_reference"
+    check_functions(config(kl, "algorithm.kl={coef: 0.1, where: function}"))
+    for words, says in {
+        (
+            f"algorithm.loss.function={__name__}:of_responses",
+            "parallel.cp=2",
+        ): "of_responses gives a response other losses",
+        (kl,): "with_reference failed: TypeError",
+        (f"algorithm.loss.function={__name__}:normalised",): "normalised gives a response other losses",
+        ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_functions(config(*words))
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "says"),
+    [
+        (load_loss, "no_module_like_this:loss", "algorithm.loss.function: cannot import 'no_module_like_this'"),
+        (load_loss, f"{__name__}:lots", "algorithm.loss.function: .* has no 'lots'"),
+        (
+            load_loss,
+            f"{__name__}:batch",
+            r"algorithm.loss.function: .*:batch' takes \(\).*, and is called with \(inputs\)",
+        ),
+        (load_advantage, f"{__name__}:FILE", "algorithm.advantage.kind: .*:FILE' is of type str and cannot be called"),
+    ],
+)
+def test_a_name_that_is_no_function(load, name, says):
+    with pytest.raises(ValueError, match=says) as error:
+        load(name)
+    assert "\n" not in str(error.value)
+
+
+FUNCTION = ["algorithm.loss.function=my:loss", "algorithm.modulation=null"]
+OF_THE_LOSS = "an option of the built-in losses, which function my:loss is not given; set it to"
+OF_THE_KIND = "an option of the built-in kinds, which my:a is not given; set it to"
+REFUSED = {
+    "modulation={}": "algorithm: modulation: is a part of the built-in loss, which loss.function my:loss takes",
+    "loss.kind=cispo": f"algorithm.loss: kind: {OF_THE_LOSS} clip",
+    "loss.ratio=sequence": f"algorithm.loss: ratio: {OF_THE_LOSS} token",
+    "loss.clip_ratio_low=0.3": f"algorithm.loss: clip_ratio_low: {OF_THE_LOSS} 0.2",
+    "loss.clip_ratio_high=0.28": f"algorithm.loss: clip_ratio_high: {OF_THE_LOSS} 0.2",
+    "loss.clip_ratio_c=3": f"algorithm.loss: clip_ratio_c: {OF_THE_LOSS} null",
+    "loss.entropy_coef=0.01": f"algorithm.loss: entropy_coef: {OF_THE_LOSS} 0.0",
+    "loss.clip_cov={}": f"algorithm.loss: clip_cov: {OF_THE_LOSS} null",
+    "loss.kl_cov={}": f"algorithm.loss: kl_cov: {OF_THE_LOSS} null",
+    "loss.function=my.py:l.x": "algorithm.loss.function: 'my.py:l.x' is not of the form module:function",
+    "kl={where: function}": "algorithm.kl: where: function is about the KL term, which only a coef above 0 turns on",
+    "advantage={kind: 'my:a', singleton: raw}": f"algorithm.advantage: singleton: {OF_THE_KIND} zero",
+    "advantage={kind: 'my:a', eps: 0.1}": f"algorithm.advantage: eps: {OF_THE_KIND} 1e-06",
+    "advantage.kind=gae": "algorithm.advantage.kind: 'gae' is unknown; give grpo, dr_grpo, rloo, reinforce or module:",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_an_option_that_would_do_nothing_is_refused_by_name(override):
+    with pytest.raises(ConfigError) as error:
+        compose([], [*FUNCTION, f"algorithm.{override}"], DEFAULTS)
+    (line,) = str(error.value).splitlines()
+    assert line.removeprefix("the command line: ").startswith(REFUSED[override])
+
+
+def test_all_options_that_would_do_nothing_are_named_at_once():
+    words = ["algorithm.loss.clip_ratio_high=0.28", "algorithm.loss.clip_ratio_c=10"]
+    with pytest.raises(ConfigError) as error:
+        compose([], [*FUNCTION, *words], DEFAULTS)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_the_kl_term_needs_a_function_to_be_left_to():
+    words = ["algorithm.kl={coef: 0.1, where: function}"]
+    with pytest.raises(ConfigError, match=r"kl\.where: function leaves the KL term to loss\.function, which is null"):
+        compose([], words, DEFAULTS)
+    assert compose([], [*FUNCTION, *words], DEFAULTS)[0].algorithm.kl.where == "function"
+
+
+def test_what_acts_before_the_loss_goes_with_a_function():
+    words = [
+        "algorithm.allocation.rollout_n_min=1",
+        "algorithm.loss.entropy_top_ratio=0.2",
+        "algorithm.loss.aggregation=token_mean",
+        "algorithm.loss.mini_batches=2",
+        "algorithm.rollout_correction={}",
+        "algorithm.advantage={kind: 'my:a', positive_weight: 0.1, overlong_buffer: 0.2, entropy_shaping: {}}",
+        "algorithm.kl.coef=0.1",
+    ]
+    config, _ = compose([], [*FUNCTION, *words], DEFAULTS)
+    assert not any("rollout_n_min" in line for line in premise_warnings(config))
+
+
+def test_the_page(monkeypatch):
+    """Its functions keep the contracts, by the page's own calls."""
+    (own,) = re.findall(r"^cat > my_method.py <<'END'\n(.*?)^END$", PAGE, re.MULTILINE | re.DOTALL)
+    (calls,) = re.findall(r"^\.venv/bin/python -P - <<'END'\n(.*?check_loss.*?)^END$", PAGE, re.MULTILINE | re.DOTALL)
+    module = types.ModuleType("my_method")
+    exec(own, vars(module))
+    monkeypatch.setitem(sys.modules, "my_method", module)
+    exec(calls, {})
+
+
+def test_allocators_are_tested_from_the_same_place():
+    check_allocator({"kind": "uniform"})
