@@ -1,7 +1,7 @@
 """Checks of what the user plugs in, for the user's own tests. Each raises ValueError, one line, for a broken contract.
 
 `check_allocator` is about `algorithm.allocation.kind`; the others, a second at most, about `algorithm.advantage.kind`
-and `algorithm.loss.function`. docs/your-own.md says what is asked of each.
+and `algorithm.loss.kind`. docs/your-own.md says what is asked of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss of a token by a function of the user's: `algorithm.loss.function`. `testing.py` has a test of one."""
+"""The loss of a token by a function of the user's: `algorithm.loss.kind`. `testing.py` has a test of one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenLosses(NamedTuple):
 @functools.cache
 def load_loss(spec: str) -> UserFunction:
     """Raises ValueError (one line)."""
-    return UserFunction.load(spec, "algorithm.loss.function", "inputs")
+    return UserFunction.load(spec, "algorithm.loss.kind", "inputs")
 
 
 def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:

@@ -32,6 +32,14 @@ class EntropyShapingConfig(Section):
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
+LOSSES = ("clip", "cispo")
+
+
+def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
+    """Raises ValueError for what is neither."""
+    if value not in built_in and not SPEC.fullmatch(value):
+        raise ValueError(f"{value!r} is unknown; give {', '.join(built_in)} or module:function")
+    return value
 
 
 class AdvantageConfig(Section):
@@ -46,9 +54,7 @@ class AdvantageConfig(Section):
     @field_validator("kind")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in ADVANTAGES and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is unknown; give {', '.join(ADVANTAGES)} or module:function")
-        return value
+        return built_in_or_function(value, ADVANTAGES)
 
     @model_validator(mode="after")
     def _used(self) -> AdvantageConfig:
@@ -114,14 +120,14 @@ class KLCovConfig(Section):
 
 # Options of the built-in losses alone. What acts on advantages and weights before the loss goes with any function.
 BUILT_IN_LOSS = (
-    "kind", "ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coef", "clip_cov", "kl_cov"
+    "ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coef", "clip_cov", "kl_cov"
 )  # fmt: skip
 
 
 class LossConfig(Section):
-    function: str | None = None  # module:function, a loss of yours per token (docs/your-own.md); None: that of `kind`
-    # cispo (arXiv 2506.13585): the ratio, held to [1 - low, 1 + high], is a weight without gradient on the logprob
-    kind: Literal["clip", "cispo"] = "clip"
+    # clip, cispo (arXiv 2506.13585: the ratio, held to [1 - low, 1 + high], is a weight without gradient on the
+    # logprob), or module:function, a loss of yours per token (docs/your-own.md)
+    kind: str = "clip"
     # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
     # geometric mean (GSPO, arXiv 2507.18071)
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
@@ -135,17 +141,15 @@ class LossConfig(Section):
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
 
-    @field_validator("function")
+    @field_validator("kind")
     @classmethod
-    def _names_a_function(cls, value: str | None) -> str | None:
-        if value is not None and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is not of the form module:function")
-        return value
+    def _known(cls, value: str) -> str:
+        return built_in_or_function(value, LOSSES)
 
     @model_validator(mode="after")
     def _fits(self) -> LossConfig:
         if self.function is not None:
-            self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which function {self.function} is not given")
+            self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which {self.kind} is not given")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
             raise ValueError(
                 f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
@@ -153,6 +157,11 @@ class LossConfig(Section):
         if self.kl_cov is not None and self.ratio != "token":
             raise ValueError(f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token")
         return self
+
+    @property
+    def function(self) -> str | None:
+        """The user's function that `kind` names; None for a built-in loss."""
+        return None if self.kind in LOSSES else self.kind
 
     @property
     def selects(self) -> bool:
@@ -163,7 +172,9 @@ class LossConfig(Section):
 class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    where: Literal["loss", "function"] = "loss"  # function: loss.function has the term, with the coef that it is given
+    where: Literal["loss", "function"] = (
+        "loss"  # function: the user's loss has the term, with the coef that it is given
+    )
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
     @model_validator(mode="after")
@@ -179,7 +190,7 @@ def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: K
     """Raises ValueError for sections that contradict each other."""
     if modulation is not None and loss.function is not None:
         raise ValueError(
-            f"modulation: is a part of the built-in loss, which loss.function {loss.function} takes the place of; "
+            f"modulation: is a part of the built-in loss, which loss.kind {loss.kind} takes the place of; "
             "set it to null"
         )
     for key, only in (("kind", "clip"), ("ratio", "token")):
@@ -189,7 +200,10 @@ def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: K
                 "set algorithm.modulation to null"
             )
     if kl.where == "function" and loss.function is None:
-        raise ValueError("kl.where: function leaves the KL term to loss.function, which is null; set it to loss")
+        raise ValueError(
+            "kl.where: function leaves the KL term to a function of yours, "
+            f"and loss.kind {loss.kind} is none; set it to loss"
+        )
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

@@ -206,16 +206,16 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
     def config(*words: str):
         return compose([], ["algorithm.modulation=null", *words], DEFAULTS)[0]
 
-    check_functions(config(f"algorithm.loss.function={__name__}:of_responses"))
-    kl = f"algorithm.loss.function={__name__}:with_reference"
+    check_functions(config(f"algorithm.loss.kind={__name__}:of_responses"))
+    kl = f"algorithm.loss.kind={__name__}:with_reference"
     check_functions(config(kl, "algorithm.kl={coef: 0.1, where: function}"))
     for words, says in {
         (
-            f"algorithm.loss.function={__name__}:of_responses",
+            f"algorithm.loss.kind={__name__}:of_responses",
             "parallel.cp=2",
         ): "of_responses gives a response other losses",
         (kl,): "with_reference failed: TypeError",
-        (f"algorithm.loss.function={__name__}:normalised",): "normalised gives a response other losses",
+        (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives a response other losses",
         ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
     }.items():
         with pytest.raises(ValueError, match=says):
@@ -225,12 +225,12 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
 @pytest.mark.parametrize(
     ("load", "name", "says"),
     [
-        (load_loss, "no_module_like_this:loss", "algorithm.loss.function: cannot import 'no_module_like_this'"),
-        (load_loss, f"{__name__}:lots", "algorithm.loss.function: .* has no 'lots'"),
+        (load_loss, "no_module_like_this:loss", "algorithm.loss.kind: cannot import 'no_module_like_this'"),
+        (load_loss, f"{__name__}:lots", "algorithm.loss.kind: .* has no 'lots'"),
         (
             load_loss,
             f"{__name__}:batch",
-            r"algorithm.loss.function: .*:batch' takes \(\).*, and is called with \(inputs\)",
+            r"algorithm.loss.kind: .*:batch' takes \(\).*, and is called with \(inputs\)",
         ),
         (load_advantage, f"{__name__}:FILE", "algorithm.advantage.kind: .*:FILE' is of type str and cannot be called"),
     ],
@@ -241,12 +241,11 @@ def test_a_name_that_is_no_function(load, name, says):
     assert "\n" not in str(error.value)
 
 
-FUNCTION = ["algorithm.loss.function=my:loss", "algorithm.modulation=null"]
-OF_THE_LOSS = "an option of the built-in losses, which function my:loss is not given; set it to"
+FUNCTION = ["algorithm.loss.kind=my:loss", "algorithm.modulation=null"]
+OF_THE_LOSS = "an option of the built-in losses, which my:loss is not given; set it to"
 OF_THE_KIND = "an option of the built-in kinds, which my:a is not given; set it to"
 REFUSED = {
-    "modulation={}": "algorithm: modulation: is a part of the built-in loss, which loss.function my:loss takes",
-    "loss.kind=cispo": f"algorithm.loss: kind: {OF_THE_LOSS} clip",
+    "modulation={}": "algorithm: modulation: is a part of the built-in loss, which loss.kind my:loss takes",
     "loss.ratio=sequence": f"algorithm.loss: ratio: {OF_THE_LOSS} token",
     "loss.clip_ratio_low=0.3": f"algorithm.loss: clip_ratio_low: {OF_THE_LOSS} 0.2",
     "loss.clip_ratio_high=0.28": f"algorithm.loss: clip_ratio_high: {OF_THE_LOSS} 0.2",
@@ -254,7 +253,7 @@ REFUSED = {
     "loss.entropy_coef=0.01": f"algorithm.loss: entropy_coef: {OF_THE_LOSS} 0.0",
     "loss.clip_cov={}": f"algorithm.loss: clip_cov: {OF_THE_LOSS} null",
     "loss.kl_cov={}": f"algorithm.loss: kl_cov: {OF_THE_LOSS} null",
-    "loss.function=my.py:l.x": "algorithm.loss.function: 'my.py:l.x' is not of the form module:function",
+    "loss.kind=my.py:l.x": "algorithm.loss.kind: 'my.py:l.x' is unknown; give clip, cispo or module:function",
     "kl={where: function}": "algorithm.kl: where: function is about the KL term, which only a coef above 0 turns on",
     "advantage={kind: 'my:a', singleton: raw}": f"algorithm.advantage: singleton: {OF_THE_KIND} zero",
     "advantage={kind: 'my:a', eps: 0.1}": f"algorithm.advantage: eps: {OF_THE_KIND} 1e-06",
@@ -279,7 +278,9 @@ def test_all_options_that_would_do_nothing_are_named_at_once():
 
 def test_the_kl_term_needs_a_function_to_be_left_to():
     words = ["algorithm.kl={coef: 0.1, where: function}"]
-    with pytest.raises(ConfigError, match=r"kl\.where: function leaves the KL term to loss\.function, which is null"):
+    with pytest.raises(
+        ConfigError, match=r"kl\.where: function leaves the KL term to a function of yours, and loss\.kind clip is none"
+    ):
         compose([], words, DEFAULTS)
     assert compose([], [*FUNCTION, *words], DEFAULTS)[0].algorithm.kl.where == "function"
 

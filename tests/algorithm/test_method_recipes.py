@@ -34,7 +34,7 @@ algorithm:
     entropy_shaping: {alpha: 0.3}
   modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
   loss:
-    function: mine:loss
+    kind: mine:loss
     clip_ratio_low: 0.4
     clip_ratio_high: 0.6
     clip_ratio_c: 4.0
@@ -50,7 +50,6 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     """Everything that makes the loss; what is not named is off."""
     low, high = clip
     loss = {
-        "function": None,
         "kind": kind,
         "ratio": ratio,
         "clip_ratio_low": low,

@@ -24,7 +24,7 @@ def changed(algorithm: dict, **sections) -> dict:
 
 def pair(algorithm: dict, function: str = "grpo", **sections) -> list[dict]:
     """With the built-in loss and with `function`, and with `sections` for that one alone."""
-    return [algorithm, changed(algorithm, loss={"function": f"own_functions:{function}"}, **sections)]
+    return [algorithm, changed(algorithm, loss={"kind": f"own_functions:{function}"}, **sections)]
 
 
 before_the_loss = changed(
@@ -43,7 +43,7 @@ PAIRS = {
     "advantages": [rloo, changed(rloo, advantage={"kind": "own_functions:rloo"})],
 }
 RUNS = [(name, layout) for layout in LAYOUTS for name in (PAIRS if layout == "TP1" else SHORT)]
-ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "function": "own_functions:grpo"})
+ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "kind": "own_functions:grpo"})
 FILE = Path(__file__).with_name("own_functions.py")
 NO_GRADIENT, NOT_FINITE = (
     "returned losses that have no gradient by inputs.logprobs",
@@ -113,7 +113,7 @@ def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results
     for found in results[layout]:
         said = found["wrong"][name]
         kind = "NonFiniteError" if name.startswith("nan") else "UserCodeError"
-        line = f"{kind}: algorithm.loss.function: own_functions:{name} {WRONG[name]}"
+        line = f"{kind}: algorithm.loss.kind: own_functions:{name} {WRONG[name]}"
         assert said.startswith(line) and "\n" not in said, said
         assert found["wrong"]["moved"] == "0.0"
 
