@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,42 +22,35 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
-from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
+from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.types import Prompt, RolloutBatch
 
-if TYPE_CHECKING:  # the rollout process and tests go without Megatron
-    from dynamo_megatron.phases import Clock
-    from dynamo_megatron.policy.batch import TrainBatch
-    from dynamo_megatron.policy.policy import ResponseStats
-    from dynamo_megatron.weight_sync.push import PushReport
 
-
-class Verdict(NamedTuple):
-    """After a step: whether it is to be evaluated, whether it is the best one evaluated so far, and why the run ends
-    here (None: it does not)."""
+class StepEnd(NamedTuple):
+    """What comes after a step."""
 
     evaluate: bool
-    best: bool
-    finished: str | None
+    is_best: bool  # of all evaluated so far
+    stop_reason: str | None  # None: the run goes on
 
 
 @dataclass
 class Round:
-    """Some of a step's prompts and their rollouts. A step is one round, or under dynamic sampling several."""
+    """Some of a step's prompts, and their rollouts. A step is one round, or under dynamic sampling several."""
 
     prompts: list[Prompt]
+    allocation: Allocation
     first: int  # position of the first prompt in the step
-    allocation: Allocation | None = None
-    result: RolloutResult | None = None  # after `reject` without the rejected rollouts
+    result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
     sampled: int = 0  # trainable rollouts, before `reject`
-    kept: np.ndarray | None = None  # int64, ascending: which of them are in `result`
+    kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
 
 
 class Controller:
-    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py).
+    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Of earlier steps the
+    prompt stream, the allocator's history and the journal know; of the present one only its `Round`s do.
 
-    Between a step's first `draw` and its `log` it holds the step's rounds; across steps only the stream, the allocator
-    and the journal remember anything. Methods that wait raise StopRequested where the run is asked to stop.
+    Methods that wait raise StopRequested where the run is asked to stop.
     """
 
     def __init__(
@@ -73,10 +66,8 @@ class Controller:
         self.config, self._stream, self._allocator = config, stream, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self._journal, self._coordinator = journal, coordinator
-        self._step, self._rounds = 0, []
-        self.record: StepRecord | None = None
 
-    def explain(self) -> None:
+    def print_notes(self) -> None:
         """Prints what the user should know of the method, and the legend of the step's line."""
         allocation = self.config.algorithm.allocation
         if allocation.kind == "neyman":
@@ -88,41 +79,34 @@ class Controller:
             self._journal.say(f"warning: {warning}")
         self._journal.say(legend(self.config.trainer.steps, self._journal.width))
 
-    # -- the verbs of a step ---------------------------------------------------------------------------------------
-    def draw(self, step: int) -> list[Prompt]:
-        """The next prompts of the data: a batch, or in a later round as many as the batch still misses groups."""
-        if step != self._step:
-            self._step, self._rounds, self._missing = step, [], self.config.data.batch_prompts
-            self.record = None
-        self._journal.progress.phase("reading data")
-        prompts = self._stream.next(self._missing, self._coordinator.check_stop)
-        self._rounds.append(Round(prompts, sum(len(r.prompts) for r in self._rounds)))
-        return prompts
+    # -- sampling --------------------------------------------------------------------------------------------------
+    def draw(self, rounds: Sequence[Round]) -> list[Prompt]:
+        """The next prompts of the data: a batch, or after the step's first round as many as it still misses groups."""
+        self._journal.progress.phase("read data")
+        return self._stream.next(self._missing(rounds), self._coordinator.check_stop)
 
-    def allocate(self, prompts: Sequence[Prompt]) -> None:
-        """Divides the rollout budget among `prompts`, by what `observe` has seen of them in earlier steps."""
+    def allocate(self, step: int, prompts: Sequence[Prompt]) -> Allocation:
+        """How many rollouts each of `prompts` gets: their share of the step's budget, divided by what `observe` has
+        seen of each so far."""
         budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
-        ids = [prompt.prompt_id for prompt in prompts]
-        self._rounds[-1].allocation = self._allocator.decide(ids, budget, step=self._step)
+        return self._allocator.decide([prompt.prompt_id for prompt in prompts], budget, step=step)
 
-    def generate(self) -> RolloutBatch:
-        """Scored rollouts of the prompts drawn last, on disk by then, perhaps none. Raises PushNeeded: then it may be
-        called again."""
-        now, progress = self._rounds[-1], self._journal.progress
-        counts = now.allocation.counts
+    def generate(self, step: int, now: Round) -> RolloutBatch:
+        """Scored rollouts of the round's prompts, all on disk, perhaps none. Raises PushNeeded: then it may be called
+        again."""
+        progress, counts = self._journal.progress, now.allocation.counts
         self._coordinator.check_stop()
         progress.phase("generate", int(counts.sum()))
         now.result = self._rollout.generate(
-            self._step, now.prompts, counts, self._coordinator.check_stop, progress.count, now.first
+            step, now.prompts, counts, self._coordinator.check_stop, progress.count, now.first
         )
         return now.result.batch
 
-    def reject(self, logprobs: np.ndarray) -> None:
-        """Takes rollouts out of the round that cannot have been sampled from the present policy, whose `logprobs`
-        (float [R]) of the round's response tokens are given. Raises RolloutError where more than
-        `rollout.proof.max_rejected_share` of the step's are rejected, and not all of them are of one of several
-        servers, which is restarted."""
-        step, proof, now = self._step, self.config.rollout.proof, self._rounds[-1]
+    def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
+        """Takes rollouts out of the last round whose server had other weights than the policy, whose `logprobs` (float
+        [R]) of their tokens are given. Raises RolloutError where more than `rollout.proof.max_rejected_share` of the
+        step's are rejected, and not all of them are of one of several servers, which is restarted."""
+        proof, now = self.config.rollout.proof, rounds[-1]
         batch = now.result.batch
         found = rejections(
             logprobs,
@@ -145,7 +129,7 @@ class Controller:
             f"the first, {batch.rollout_ids[first]}: {why}"
         )
         self._rollout.reject(step, [batch.rollout_ids[i] for i in found], self._coordinator.check)
-        share = 1 - sum(len(r.kept) for r in self._rounds) / sum(r.sampled for r in self._rounds)
+        share = 1 - sum(len(r.kept) for r in rounds) / sum(r.sampled for r in rounds)
         if share > proof.max_rejected_share and not one_of_several:
             raise RolloutError(
                 f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
@@ -153,12 +137,12 @@ class Controller:
             )
         now.result = now.result.without(list(found), [note])
 
-    def observe(self) -> None:
-        """The allocator's history of each prompt takes in the rewards of the round's rollouts."""
-        fresh = self._rounds[-1].result.batch
-        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, self._step)
+    def observe(self, step: int, now: Round) -> None:
+        """The allocator's history of each prompt takes in the rewards of its rollouts, but for those rejected."""
+        fresh = now.result.batch
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step)
 
-    def select(self) -> np.ndarray | None:
+    def select(self, step: int, rounds: Sequence[Round]) -> np.ndarray | None:
         """Which of the step's rollouts are trained on: int64, ascending, of all that its rounds sampled. None: another
         round is needed.
 
@@ -166,53 +150,53 @@ class Controller:
         those of further prompts, for at most so many rounds; a batch of nothing else stays as it is. Raises
         RolloutError where not one rollout can be trained on.
         """
-        step, sampling = self._step, self.config.algorithm.dynamic_sampling
-        sampled = RolloutResult.join([r.result for r in self._rounds])
-        differs = informative(sampled.batch.rewards, sampled.batch.group_ids)
-        groups = {sampled.batch.group_ids[s] for s in np.flatnonzero(differs)}
-        self._missing = self.config.data.batch_prompts - len(groups)
-        last = self._rounds[-1].result.counts
+        sampling, last = self.config.algorithm.dynamic_sampling, rounds[-1].result.counts
         in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
-        if self._missing and sampling and len(self._rounds) <= sampling.rounds and in_time:
+        if sampling and len(rounds) <= sampling.rounds and in_time and self._missing(rounds):
             return None
+        sampled = RolloutResult.join([r.result for r in rounds])
         for note in sampled.notes:
             self._journal.say(note)
         if not sampled.batch.rollout_ids:
             why = [note.removeprefix(f"step {step}: ") for note in sampled.notes[-1:]]
             requested = sampled.counts["requested"]
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
-        allocations = [r.allocation for r in self._rounds]
-        sampled.check_accounts(int(sum(a.counts.sum() for a in allocations)))
-        self.record = StepRecord(step, allocations, sampled, self._stream.epoch, self._stream.skipped)
-        starts = np.cumsum([0, *(r.sampled for r in self._rounds)])
-        kept = np.concatenate([start + r.kept for start, r in zip(starts, self._rounds, strict=False)])
+        sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
+        starts = np.cumsum([0, *(r.sampled for r in rounds)])
+        kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
+        differs = informative(sampled.batch.rewards, sampled.batch.group_ids)
         return kept[differs] if sampling and differs.any() else kept
 
-    # -- after the update ------------------------------------------------------------------------------------------
-    def log(
-        self,
-        batch: TrainBatch,
-        stats: ResponseStats,
-        updates: Sequence[Mapping[str, float]],
-        pushed: PushReport,
-        clock: Clock,
-        ranks: Mapping[str, float],
-    ) -> None:
-        """Writes the step's metrics and allocation, and its line for the user. `ranks`: metrics of all ranks."""
-        metrics = step_metrics(self.record, batch, stats, updates, pushed, clock, self.config) | ranks
-        line = step_line(metrics, self.config.trainer.steps, self._journal.width)
-        self._journal.step(metrics, line, self.record.allocation_rows())
+    def _missing(self, rounds: Sequence[Round]) -> int:
+        """Groups that a batch lacks: those whose rewards differ are there."""
+        there = 0
+        for batch in (r.result.batch for r in rounds):
+            differs = informative(batch.rewards, batch.group_ids)
+            there += len({batch.group_ids[s] for s in np.flatnonzero(differs)})
+        return self.config.data.batch_prompts - there
 
-    def verdict(self, step: int) -> Verdict:
+    # -- after the update ------------------------------------------------------------------------------------------
+    def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
+        """What the step sampled."""
+        sampled = RolloutResult.join([r.result for r in rounds])
+        return StepRecord(step, [r.allocation for r in rounds], sampled, self._stream.epoch, self._stream.skipped)
+
+    def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
+        """Writes the step's metrics and allocation, and its line for the user."""
+        line = step_line(metrics, self.config.trainer.steps, self._journal.width)
+        self._journal.step(metrics, line, record.allocation_rows())
+
+    def end_of(self, step: int) -> StepEnd:
         """Also of an evaluation from before a kill, which may have come between it and its export."""
         evaluation, journal = self._evaluation, self._journal
         due = evaluation is not None and (journal.finished() is not None or evaluation.due(step))
         evaluated = due and journal.evaluated(step)
-        return Verdict(due and not evaluated, evaluated and journal.best(step), journal.finished())
+        return StepEnd(due and not evaluated, evaluated and journal.best(step), journal.finished())
 
-    def evaluate(self, step: int) -> Verdict:
-        """Evaluates the servers' weights, those of `step`. Raises PushNeeded: then it may be called again."""
+    def evaluate(self, step: int) -> StepEnd:
+        """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises PushNeeded:
+        then it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)
         journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count, journal.say))
-        return self.verdict(step)
+        return self.end_of(step)

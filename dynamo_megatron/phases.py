@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.weight_sync.memory import MemoryTurns
+from dynamo_megatron.weight_sync.memory import DeviceMemory
 
 # A phase, and which of `resharding.memory.PHASES` it needs. A phase that is not here leaves the memory as it is.
 MEMORY = {
@@ -43,16 +43,16 @@ class Clock:
 
 
 class Phases:
-    """Every rank's. `progress` is rank 0's, None elsewhere; `turns`: None where servers have memory of their own."""
+    """Every rank's. `progress` is rank 0's, None elsewhere; `memory`: None where servers have memory of their own."""
 
-    def __init__(self, progress: Progress | None, turns: MemoryTurns | None):
-        self.clock, self.turns, self._progress = Clock(), turns, progress
+    def __init__(self, progress: Progress | None, memory: DeviceMemory | None):
+        self.clock, self.memory, self._progress = Clock(), memory, progress
 
     def begin(self, phase: str) -> None:
         """Collective over all ranks where they share memory with servers."""
         if self._progress is not None:
             self._progress.phase(phase)
-        if self.turns is not None and phase in MEMORY:
+        if self.memory is not None and phase in MEMORY:
             self.clock.begin("memory")
-            self.turns.enter(MEMORY[phase])
+            self.memory.enter(MEMORY[phase])
         self.clock.begin(phase)

@@ -50,8 +50,8 @@ class Serving:
             self._phases.begin("push weights")
             self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
             if not self._spent.needed:
-                if self._phases.turns is not None:
-                    self._phases.turns.know(self._pusher.endpoints)
+                if self._phases.memory is not None:
+                    self._phases.memory.set_servers(self._pusher.endpoints)
                 return
         raise RolloutError(f"{TRIES} pushes in a row reached no server; {self._spent.needed}")
 

@@ -20,7 +20,7 @@ class SFTTrainer(Trainer):
         super().__init__(*run)
         self.next_examples = next_examples
 
-    def begin(self) -> None:
+    def before_first_step(self) -> None:
         if self.journal is not None:
             self.journal.progress.start(self.start)
 
@@ -28,7 +28,7 @@ class SFTTrainer(Trainer):
         self.phases.begin("read data")
         if self.journal is None:
             self.coordinator.pass_on_stop()
-        sequences = self.from_rank_0(f"the examples of step {step}", self.draw)
+        sequences = self.on_rank_0(f"the examples of step {step}", self.draw)
         self.phases.begin("update")
         tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
         weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
@@ -41,10 +41,10 @@ class SFTTrainer(Trainer):
         self.coordinator.check_stop()
         return self.next_examples(self.coordinator.check_stop)
 
-    def evaluate(self, step: int) -> str | None:
+    def evaluate_if_due(self, step: int) -> str | None:
         if self.config.trainer.stop_when is None:
             return None
-        return self.from_rank_0(f"the end of step {step}", lambda: self.journal.finished())
+        return self.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
 
     def log(self, step: int, tokens: int, lr: float, update: dict[str, float]) -> None:
         clock, steps = self.phases.clock, self.config.trainer.steps

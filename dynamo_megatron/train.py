@@ -1,27 +1,34 @@
-"""The training loop. Every rank runs it; what only rank 0 does is marked so.
+"""The training loop. Every rank runs it; the functions marked "rank 0" run on rank 0 alone.
 
-DynaMO (arXiv 2602.19208) is two things in it: `allocate` divides a step's rollouts among its prompts by how much the
-rewards of each have varied in earlier steps, and the policy's loss modulates each token's advantage by its entropy.
+DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides a step's
+budget of rollouts among its prompts: the more a prompt's rewards have varied so far, the more rollouts it gets
+(algorithm.allocation). `Policy.update` scales each token's advantage by the entropy of the policy at that token
+(algorithm.modulation).
 
-Rank 0's `Controller` has the prompts, the allocator's history, the client of the rollout servers and the record of the
-run; all ranks together have the policy. A NaN ends the run, on all ranks and with one message that names the prompt:
-`token_stats` raises it, and `update` before the optimizer's step. What survives a kill is on disk: the last checkpoint,
-and each rollout of the step under way, which rank 0 writes as it finishes and a resumed run does not sample again.
+Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
+servers, and the run's record. All ranks together have the policy. The other ranks get three things from rank 0: the
+rollouts, which of them are trained on, and what comes after the step. The rest they compute themselves.
+
+A NaN in the logprobs, the entropies, the loss or the gradient norm raises NonFiniteError, which names the prompts, on
+every rank: in `token_stats`, or in `update` before the optimizer's step. After a kill the same command continues from
+the last checkpoint (policy, optimizer, position in the data, allocator's history). Each rollout is on disk once it is
+scored, and those of the first step after the checkpoint are not sampled again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.controller import Controller
+from dynamo_megatron.controller import Controller, Round
+from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
-from dynamo_megatron.policy.policy import ResponseStats
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
+from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.training_run import TrainingRun
 from dynamo_megatron.types import RolloutBatch
 from dynamo_megatron.weight_sync.memory import memory_metrics
@@ -29,126 +36,144 @@ from dynamo_megatron.weight_sync.push import PushReport
 
 
 class Trainer(TrainingRun):
-    """The loop of `train` and of `sft`."""
+    """The loop of the commands `train` and `sft`."""
 
     def train(self) -> None:
-        """To `trainer.steps` or `trainer.stop_when`."""
-        self.begin()
+        """Trains until `trainer.steps` or `trainer.stop_when`."""
+        self.before_first_step()
         self.phases.clock.restart()
-        finished = self.evaluate(self.start)
+        stop_reason = self.evaluate_if_due(self.start)
         for step in range(self.start + 1, self.config.trainer.steps + 1):
-            if finished:
+            if stop_reason is not None:
                 break
             self.coordinator.begin_step(step)
             self.train_step(step)
             self.checkpoints.reached(step)
-            finished = self.evaluate(step)
-            self.save_if_due(step, finished)
+            stop_reason = self.evaluate_if_due(step)
+            self.save_if_due(step, stop_reason)
 
-    def begin(self) -> None:
-        """What comes before the first step."""
+    def before_first_step(self) -> None:
+        raise NotImplementedError
 
     def train_step(self, step: int) -> None:
         raise NotImplementedError
 
-    def evaluate(self, step: int) -> str | None:
-        """Returns why the run ends after `step`; None: it goes on."""
+    def evaluate_if_due(self, step: int) -> str | None:
+        """Returns why the run ends after `step`, or None if it goes on."""
         raise NotImplementedError
 
 
-class RLTrainer(Trainer):
-    """`control` is rank 0's, None elsewhere. `end_servers` ends the servers that this rank has started."""
+class Sampled(NamedTuple):
+    """What a step trains on."""
 
-    def __init__(self, *run: Any, serving: Serving, control: Controller | None, end_servers: Callable[[], None]):
+    rollouts: RolloutBatch
+    mini_batches: list[MiniBatch]  # this rank's part of them, packed
+    stats: TokenStats  # of each response token under the policy that the step begins with, float32 [R]
+    rounds: list[Round]  # rank 0's; empty elsewhere
+
+
+class RLTrainer(Trainer):
+    """`controller` is rank 0's and None on the other ranks. `end_servers` ends the rollout servers of this node."""
+
+    def __init__(self, *run: Any, serving: Serving, controller: Controller | None, end_servers: Callable[[], None]):
         super().__init__(*run)
-        self.serving, self.control, self.end_servers = serving, control, end_servers
+        self.serving, self.controller, self.end_servers = serving, controller, end_servers
         self.resources = ResourceMeter()
 
-    def begin(self) -> None:
-        if self.control is not None:
-            self.control.explain()
+    def before_first_step(self) -> None:
+        if self.controller is not None:
+            self.controller.print_notes()
         self.serving.push(self.start, self.coordinator.check_stop)
         if self.journal is not None:
             self.journal.progress.start(self.start)
 
     def train_step(self, step: int) -> None:
-        rollouts, mini_batches, stats = self.sample(step)
-        # A pure function of the rollouts: their advantages within each group, and the weight of each token, which is
-        # normalised over its mini-batch (algorithm.loss.aggregation), whatever the micro-batches and the layout are.
-        batch = TrainBatch.build(rollouts, self.config, self.policy.layout.gather)
-        reference = self.policy.reference_logprobs(rollouts, mini_batches)  # None without a KL term
+        sampled = self.sample(step)
+        # Pure functions of rollouts and config: an advantage for each rollout, from the rewards of its group, and a
+        # weight for its tokens, 1 over what algorithm.loss.aggregation counts in the mini-batch (by default: prompts
+        # times the prompt's rollouts times the longest response). The loss is sum(weight * loss of the token).
+        batch = TrainBatch.build(sampled.rollouts, self.config, self.policy.layout.gather)
+        reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
-        updates = [self.policy.update(batch, mini_batch, stats, reference, lr) for mini_batch in mini_batches]
-        pushed = self.serving.push(step)  # the servers sample step + 1 from these weights, proved to have arrived
-        self.log(batch, stats, updates, pushed)
+        updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
+        # Every server proves by checksums that it has the new weights, from which it then samples step + 1.
+        pushed = self.serving.push(step)
+        self.log(step, sampled, batch, updates, pushed)
 
-    def sample(self, step: int) -> tuple[RolloutBatch, list[MiniBatch], ResponseStats]:
-        """The rollouts that `step` trains on, packed, and the policy's statistics of their tokens, on every rank.
+    def sample(self, step: int) -> Sampled:
+        """Rollouts from the weights of step - 1.
 
-        One round; with `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) further rounds replace groups whose
-        rewards are all equal. A group is the rollouts of one draw of a prompt.
+        Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
+        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
+        of one round; `generate` names it.
         """
-        control, rounds, kept = self.control, [], None
+        controller, rounds, batches, rows = self.controller, [], [], None
 
-        def allocate() -> None:  # rank 0
-            prompts = control.draw(step)
-            control.allocate(prompts)  # by what `observe` saw in earlier steps; one without history counts as average
+        def draw_and_allocate() -> None:  # rank 0
+            prompts = controller.draw(rounds)
+            allocation = controller.allocate(step, prompts)
+            rounds.append(Round(prompts, allocation, first=sum(len(r.prompts) for r in rounds)))
 
-        def choose() -> np.ndarray | None:  # rank 0
-            control.reject(stats.logprobs.numpy())  # what cannot have been sampled from the policy
-            control.observe()  # the allocator learns; after it has allocated this step, and before the update
-            return control.select()  # None: another round
+        def generate() -> RolloutBatch:  # rank 0
+            return controller.generate(step, rounds[-1])
 
-        while kept is None:
+        def select() -> np.ndarray | None:  # rank 0
+            controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts of a server with other weights
+            controller.observe(step, rounds[-1])  # the history that later calls of `allocate` go by
+            return controller.select(step, rounds)
+
+        while rows is None:  # another round
             self.phases.begin("read data")
-            self.from_rank_0(f"the prompts of step {step}", allocate)
-            what = f"the rollouts of step {step}"
-            rounds.append(self.serving.ask("generate", what, lambda: control.generate(), version=step - 1))
-            mini_batches, stats = self.measure(rounds[-1])
-            kept = self.from_rank_0(what, choose)
-        rollouts = RolloutBatch.join(rounds).take(kept)
-        if rollouts is not rounds[-1]:  # not all of one round: the updates need micro-batches of their own
-            mini_batches, stats = self.measure(rollouts)
-        return rollouts, mini_batches, stats
+            self.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
+            batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
+            mini_batches, stats = self.pack_and_measure(batches[-1])
+            rows = self.on_rank_0(f"the rollouts of step {step}", select)
+        rollouts = RolloutBatch.join(batches).take(rows)
+        if rollouts is not batches[-1]:  # `join` and `take` copy only if they have to: here rollouts were left out
+            mini_batches, stats = self.pack_and_measure(rollouts)
+        return Sampled(rollouts, mini_batches, stats, rounds)
 
-    def measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], ResponseStats]:
-        """Mini-batches of whole groups, packed, and logprob, entropy and E[pi Lambda] of each response token under the
-        policy, from the micro-batches of the updates: in the first update every ratio is exactly 1."""
+    def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
+        """Packs whole groups into mini-batches, and these into micro-batches, once. The statistics of the tokens (old
+        logprob, entropy) and the updates run over the same micro-batches, so that the first update's ratios are 1."""
         self.phases.begin("logprobs")
-        members = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
-        mini_batches = self.policy.pack(rollouts, members)
+        rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
+        mini_batches = self.policy.pack(rollouts, rows)
         return mini_batches, self.policy.token_stats(rollouts, mini_batches)
 
-    def evaluate(self, step: int) -> str | None:
-        """If `eval.every` says so, rank 0 has the servers answer the problems of `eval.data`."""
-        verdict = self.from_rank_0(f"the end of step {step}", lambda: self.control.verdict(step))
-        if verdict.evaluate:
+    def evaluate_if_due(self, step: int) -> str | None:
+        """As Trainer.evaluate_if_due; exports the model where `checkpoint.export_hf: best` asks for it."""
+        end = self.on_rank_0(f"the end of step {step}", lambda: self.controller.end_of(step))
+        if end.evaluate:
             what = f"the evaluation of step {step}"
-            verdict = self.serving.ask("evaluate", what, lambda: self.control.evaluate(step), version=step)
-        if verdict.best:
+            end = self.serving.ask("evaluate", what, lambda: self.controller.evaluate(step), version=step)
+        if end.is_best:
             self.phases.begin("save")
             self.checkpoints.export_best()
-        return verdict.finished
+        return end.stop_reason
 
     def log(
         self,
+        step: int,
+        sampled: Sampled,
         batch: TrainBatch,
-        stats: ResponseStats,
         updates: Sequence[Mapping[str, float]],
         pushed: PushReport,
     ) -> None:
-        layout, turns = self.policy.layout, self.phases.turns
+        layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
         resources = layout.gather(self.resources.sample())
-        moved = layout.gather(turns.report()) if turns is not None else None
-        if self.control is not None:
-            ranks = resource_metrics(resources, Path(self.config.output_dir))
+        moved = layout.gather(memory.report()) if memory is not None else None
+        if self.controller is not None:
+            record = self.controller.record(step, sampled.rounds)
+            metrics = step_metrics(record, batch, sampled.stats, updates, pushed, clock, self.config)
+            metrics |= resource_metrics(resources, Path(self.config.output_dir))
             if moved is not None:
-                ranks |= memory_metrics(moved)
-            self.control.log(batch, stats, updates, pushed, self.phases.clock, ranks)
-        self.phases.clock.restart()  # an evaluation and a save come after the metrics: their time is the next step's
+                metrics |= memory_metrics(moved)
+            self.controller.log(record, metrics)
+        clock.restart()  # the evaluation and the save of this step count into the time of the next one
 
     def stop(self) -> None:
-        if self.phases.turns is not None:  # servers may still be generating, and a save needs their memory
+        if self.phases.memory is not None:  # a save needs the device memory of servers that may still generate
             self.end_servers()
-            self.phases.turns.know([])
+            self.phases.memory.set_servers([])

@@ -24,7 +24,7 @@ from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
-from dynamo_megatron.rollout.server import check_reachable, takes_turns
+from dynamo_megatron.rollout.server import check_reachable, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
@@ -139,17 +139,19 @@ class TrainJob(Job):
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import RLTrainer
-        from dynamo_megatron.weight_sync.memory import MemoryTurns
+        from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.push import WeightPusher
 
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
-        rollout, control, parts = self._rollout if leads else None, None, {}
+        rollout, controller, parts = self._rollout if leads else None, None, {}
         if leads:
             journal.say(f"optional packages: {Fusions.detect()}")
             parts = {"stream": self._stream, "allocator": self._allocator.history}
-            control = Controller(config, self._stream, self._allocator, rollout, self._evaluation, journal, coordinator)
-        turns = MemoryTurns(policy, rollout) if takes_turns(config.rollout) else None
-        phases = Phases(journal.progress if leads else None, turns)
+            controller = Controller(
+                config, self._stream, self._allocator, rollout, self._evaluation, journal, coordinator
+            )
+        memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
+        phases = Phases(journal.progress if leads else None, memory)
         pusher = WeightPusher(policy, rollout, coordinator)
         self._serving = Serving(pusher, coordinator, policy.layout, phases, journal.say if leads else None)
         checkpoints = Checkpoints(policy, config, parts, journal.say if leads else None)
@@ -157,7 +159,7 @@ class TrainJob(Job):
         if leads:
             self.output.take_over(start)
         run = (config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = RLTrainer(*run, serving=self._serving, control=control, end_servers=self._end_servers)
+        self._trainer = RLTrainer(*run, serving=self._serving, controller=controller, end_servers=self._end_servers)
 
     def run(self) -> None:
         try:

@@ -60,12 +60,12 @@ class TrainingRun:
         self.phases.begin("save")
         self.checkpoints.save()
 
-    def save_if_due(self, step: int, finished: str | None) -> None:
+    def save_if_due(self, step: int, stop_reason: str | None) -> None:
         """Every `checkpoint.every` steps, and after the last one."""
         every = self.config.checkpoint.every
-        if every and (finished or step % every == 0 or step == self.config.trainer.steps):
+        if every and (stop_reason is not None or step % every == 0 or step == self.config.trainer.steps):
             self.save()
 
-    def from_rank_0(self, what: str, make: Callable[[], T]) -> T:
+    def on_rank_0(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank. `what` is waited for, in messages."""
         return self.coordinator.from_rank_0(what, make, self.policy.layout)

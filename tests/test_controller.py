@@ -63,10 +63,10 @@ def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollou
     """(batch, StepRecord) of a step of the loop with one rank, where the policy gives `logprobs` of rollouts."""
     config, alone, phases = controller.config, Alone(), SimpleNamespace(begin=lambda phase: None)
     run = (config, Policy(logprobs), alone, None, phases, None, 0)
-    trainer = RLTrainer(*run, serving=alone, control=controller, end_servers=lambda: None)
-    rollouts, mini_batches, stats = trainer.sample(step)
-    assert stats.rollouts is rollouts and sum(map(len, mini_batches)) == len(rollouts.rollout_ids)
-    return TrainBatch.build(rollouts, config), controller.record
+    sampled = RLTrainer(*run, serving=alone, controller=controller, end_servers=lambda: None).sample(step)
+    rollouts = sampled.rollouts
+    assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
+    return TrainBatch.build(rollouts, config), controller.record(step, sampled.rounds)
 
 
 class Answering:

@@ -48,7 +48,7 @@ class Host:
         return sum(self.parts.values())
 
 
-def takes_turns(config: Config) -> bool:
+def shares_memory(config: Config) -> bool:
     """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
     return config.rollout.placement == "colocated" and config.rollout.offload is not False
 
@@ -60,7 +60,7 @@ def host_memory(
     tokens in the mean. The layout must fit the ranks."""
     p, dtype = config.parallel, config.model.dtype
     stages = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
-    turns = takes_turns(config) and (cuda or config.rollout.offload is True)
+    turns = shares_memory(config) and (cuda or config.rollout.offload is True)
     per_stage = ranks // p.pp
     hosts = []
     for first in range(0, ranks, ranks_per_node):

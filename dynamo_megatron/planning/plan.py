@@ -13,7 +13,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, Cluster
-from dynamo_megatron.planning.host import Host, host_memory, takes_turns
+from dynamo_megatron.planning.host import Host, host_memory, shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
 # measured.
@@ -214,7 +214,7 @@ def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, di
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
     push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
-    if not takes_turns(config):
+    if not shares_memory(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {
         "generate": held,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.checkpoint.policy_weights import load_folder
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
@@ -43,16 +43,6 @@ from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
 from dynamo_megatron.types import Sequences
-
-
-@dataclass(frozen=True)
-class ResponseStats:
-    """The policy's statistics of every response token of a step, float32 [R] on the CPU, the same on every rank."""
-
-    logprobs: torch.Tensor  # natural log of softmax(z / T)
-    entropy: torch.Tensor  # nats
-    expected_pi_lambda: torch.Tensor
-    collision: torch.Tensor
 
 
 class Policy:
@@ -181,7 +171,7 @@ class Policy:
         )
 
     @torch.no_grad()
-    def token_stats(self, source: Sequences, mini_batches: Sequence[MiniBatch], model: str = "policy") -> ResponseStats:
+    def token_stats(self, source: Sequences, mini_batches: Sequence[MiniBatch], model: str = "policy") -> TokenStats:
         """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
 
         `model`: whose weights they are, for messages. Raises, on every rank, NonFiniteError, and ValueError for a token
@@ -204,7 +194,7 @@ class Policy:
                 f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
                 f"responses; the first: {source.name(owners[0])}"
             )
-        return ResponseStats(*gathered)
+        return TokenStats(*gathered)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -233,7 +223,7 @@ class Policy:
         self,
         batch: TrainBatch,
         mini_batch: MiniBatch,
-        stats: ResponseStats,
+        stats: TokenStats,
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:

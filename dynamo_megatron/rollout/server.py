@@ -56,7 +56,7 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def takes_turns(config: RolloutConfig) -> bool:
+def shares_memory(config: RolloutConfig) -> bool:
     """Whether `rollout.offload` has servers and ranks take turns."""
     shared = config.engine == "sglang" and config.placement == "colocated" and cuda_available()
     return shared if config.offload == "auto" else config.offload
@@ -262,7 +262,7 @@ class SGLangServer:
         else:
             command += ["--mem-fraction-static", str(config.memory_fraction)]
             command += ["--base-gpu-id", str(self._slot * config.tp)]
-            if takes_turns(config):
+            if shares_memory(config):
                 command += ["--enable-memory-saver"]
         return command + config.server_args
 
@@ -274,7 +274,7 @@ class SGLangServer:
             environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._meeting}/ranks")
         if (interface := interface_of(self._host)) is not None:
             environment.setdefault(GLOO_INTERFACE, interface)
-        if takes_turns(self._config):
+        if shares_memory(self._config):
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
         if on_cpu:
             inherited = environment.get("PYTHONPATH")

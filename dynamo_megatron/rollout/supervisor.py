@@ -11,7 +11,7 @@ from typing import Protocol
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, cuda_available, takes_turns
+from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
 from dynamo_megatron.seeds import derived_seed
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
@@ -88,7 +88,7 @@ class Supervisor:
                 server.start()
                 try:
                     await server.wait_ready()
-                    if takes_turns(self._config.rollout):
+                    if shares_memory(self._config.rollout):
                         # The ranks build the policy next, or are in the midst of a step: the caches' turn comes.
                         await server.release_caches()
                     failed_starts = 0

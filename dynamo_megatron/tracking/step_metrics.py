@@ -16,9 +16,9 @@ from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 
 if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.algorithm.allocation import Allocation
+    from dynamo_megatron.kernels import TokenStats
     from dynamo_megatron.phases import Clock
     from dynamo_megatron.policy.batch import TrainBatch
-    from dynamo_megatron.policy.policy import ResponseStats
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.weight_sync.push import PushReport
 
@@ -65,7 +65,7 @@ def _mean(values) -> float:
 def step_metrics(
     record: StepRecord,
     batch: TrainBatch,
-    stats: ResponseStats,
+    stats: TokenStats,
     updates: Sequence[Mapping[str, float]],
     pushed: PushReport,
     clock: Clock,

@@ -46,7 +46,7 @@ class Moved:
     server_resumed: int = 0
 
 
-class MemoryTurns:
+class DeviceMemory:
     """Every rank's. `rollout` is rank 0's, None elsewhere: it has a server restarted that does not do its part."""
 
     def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None):
@@ -54,7 +54,7 @@ class MemoryTurns:
         self._released: dict[Endpoint, set[str]] = {}  # what each known server lacks; empty but on rank 0
         self.moved = Moved()
 
-    def know(self, endpoints: Sequence[Endpoint]) -> None:
+    def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
         """The servers there are now. One that is new comes without its caches (rollout/supervisor.py)."""
         if self._rollout is not None:
             self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import call
 from dynamo_megatron.runtime.threads import Call
-from dynamo_megatron.weight_sync.memory import MemoryTurns, Moved, memory_metrics
+from dynamo_megatron.weight_sync.memory import DeviceMemory, Moved, memory_metrics
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def alone(tmp_path):
 
 @pytest.fixture
 def turns(alone):
-    """(MemoryTurns without a training side, which servers it had restarted)."""
+    """(DeviceMemory without a training side, which servers it had restarted)."""
     lost = {}
-    turns = MemoryTurns(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
+    turns = DeviceMemory(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
     turns._offload = SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)
     return turns, lost
 
@@ -34,7 +34,7 @@ def turns(alone):
 def test_a_server_goes_through_all_phases_and_answers(sglang_server, turns):
     turns, lost = turns
     asyncio.run(sglang_server.release_caches())  # as after its start
-    turns.know([sglang_server.endpoint])
+    turns.set_servers([sglang_server.endpoint])
     request = {"input_ids": [10, 20, 30], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
     turns.enter("generate")
     before = call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]
@@ -50,7 +50,7 @@ def test_requests_under_way_end_before_memory_is_released(sglang_server, turns):
     """An abort returns before they have; SGLang dies of a release then."""
     turns, lost = turns
     asyncio.run(sglang_server.release_caches())
-    turns.know([sglang_server.endpoint])
+    turns.set_servers([sglang_server.endpoint])
     turns.enter("generate")
     sampling = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
     request = {"input_ids": [10, 20, 30], "sampling_params": sampling}
@@ -64,19 +64,19 @@ def test_requests_under_way_end_before_memory_is_released(sglang_server, turns):
 
 
 def test_only_rank_0_asks_servers(alone):
-    turns = MemoryTurns(SimpleNamespace(layout=alone), None)
-    turns.know([Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")])
+    turns = DeviceMemory(SimpleNamespace(layout=alone), None)
+    turns.set_servers([Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")])
     assert turns._released == {}
 
 
 def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns):
     turns, lost = turns
     gone = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
-    turns.know([gone])
+    turns.set_servers([gone])
     turns.enter("train")
     assert list(lost) == [gone]
     assert lost.pop(gone).startswith("it did not release its memory: /release_memory_occupation: no answer")
-    turns.know([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
+    turns.set_servers([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
     assert turns._released[again] == {"kv_cache", "cuda_graph"}
     turns.enter("weights")
     assert lost == {}

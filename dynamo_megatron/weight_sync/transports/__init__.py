@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.server import takes_turns
+from dynamo_megatron.rollout.server import shares_memory
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
 
@@ -78,7 +78,7 @@ def check_transport(config: RolloutConfig) -> str:
     if name == "ipc":
         check_segments("rollout.sync.transport: ipc")
         check_torch(config)
-    if takes_turns(config):
+    if shares_memory(config):
         check_segments("rollout.offload")
     return name
 
