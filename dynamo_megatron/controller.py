@@ -47,8 +47,8 @@ class Round:
 
 
 class Controller:
-    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Of earlier steps the
-    prompt stream, the allocator's history and the journal know; of the present one only its `Round`s do.
+    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Across steps the
+    prompt stream, the allocator's history and the journal keep state; within a step only its `Round`s do.
 
     Methods that wait raise StopRequested where the run is asked to stop.
     """
@@ -86,8 +86,8 @@ class Controller:
         return self._stream.next(self._missing(rounds), self._coordinator.check_stop)
 
     def allocate(self, step: int, prompts: Sequence[Prompt]) -> Allocation:
-        """How many rollouts each of `prompts` gets: their share of the step's budget, divided by what `observe` has
-        seen of each so far."""
+        """How many rollouts each of `prompts` gets. Their share of the step's budget is divided by the history that
+        `observe` has collected of each; a prompt without history counts as the average prompt."""
         budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
         return self._allocator.decide([prompt.prompt_id for prompt in prompts], budget, step=step)
 
@@ -147,8 +147,8 @@ class Controller:
         round is needed.
 
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out and replaced by
-        those of further prompts, for at most so many rounds; a batch of nothing else stays as it is. Raises
-        RolloutError where not one rollout can be trained on.
+        those of further prompts, in at most `rounds` further rounds. A batch of only such groups stays as it is.
+        Raises RolloutError where not one rollout can be trained on.
         """
         sampling, last = self.config.algorithm.dynamic_sampling, rounds[-1].result.counts
         in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
@@ -168,7 +168,7 @@ class Controller:
         return kept[differs] if sampling and differs.any() else kept
 
     def _missing(self, rounds: Sequence[Round]) -> int:
-        """Groups that a batch lacks: those whose rewards differ are there."""
+        """How many groups with different rewards the batch still lacks."""
         there = 0
         for batch in (r.result.batch for r in rounds):
             differs = informative(batch.rewards, batch.group_ids)
@@ -187,7 +187,8 @@ class Controller:
         self._journal.step(metrics, line, record.allocation_rows())
 
     def end_of(self, step: int) -> StepEnd:
-        """Also of an evaluation from before a kill, which may have come between it and its export."""
+        """What comes after `step`. An evaluation from before a kill counts, since the kill may have prevented its
+        export."""
         evaluation, journal = self._evaluation, self._journal
         due = evaluation is not None and (journal.finished() is not None or evaluation.due(step))
         evaluated = due and journal.evaluated(step)

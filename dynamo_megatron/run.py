@@ -32,12 +32,8 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
     from dynamo_megatron.policy.policy import Policy
 
-FORESEEN = (
-    RolloutError,
-    RewardError,
-    UserCodeError,
-    OSError,
-)  # their message says it all; others come with a traceback
+# Their message says it all; others come with a traceback.
+FORESEEN = (RolloutError, RewardError, UserCodeError, OSError)
 
 
 class Job:

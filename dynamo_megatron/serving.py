@@ -45,7 +45,7 @@ class Serving:
         return spent
 
     def _push(self, version: int, on_wait: Callable[[], None]) -> None:
-        """Where not one server takes the weights, once more to those that were restarted. Raises RolloutError."""
+        """If no server takes the weights, pushes them again to those that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
             self._phases.begin("push weights")
             self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
@@ -75,7 +75,7 @@ class Serving:
 
         for _ in range(TRIES):
             self._phases.begin(phase)
-            made, needed = self._coordinator.from_rank_0(what, attempt, self._layout)
+            made, needed = self._coordinator.on_rank_0(what, attempt, self._layout)
             if needed is None:
                 return made
             # The step before is saved already or can be: no need to wait for a server in order to stop.

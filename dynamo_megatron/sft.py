@@ -70,16 +70,17 @@ class SFTJob(Job):
         from dynamo_megatron.checkpoints import Checkpoints  # these need Megatron
         from dynamo_megatron.phases import Phases
         from dynamo_megatron.sft_trainer import SFTTrainer
+        from dynamo_megatron.training_run import RunParts
 
         journal, leads = self.journal, policy.layout.rank == 0
-        parts = {"stream": self._stream} if leads else {}
-        checkpoints = Checkpoints(policy, self.config, parts, journal.say if leads else None)
+        state = {"stream": self._stream} if leads else {}
+        checkpoints = Checkpoints(policy, self.config, state, journal.say if leads else None)
         start = checkpoints.resume()
         if leads:
             self.output.take_over(start)
         phases = Phases(journal.progress if leads else None, None)
-        run = (self.config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = SFTTrainer(*run, next_examples=self._next)
+        parts = RunParts(self.config, policy, coordinator, checkpoints, phases, journal, start)
+        self._trainer = SFTTrainer(parts, self._next)
 
     def run(self) -> None:
         self._trainer.run()

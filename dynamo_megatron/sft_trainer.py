@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.train import Trainer
+from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Sequences
 
 LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
@@ -16,8 +17,8 @@ LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
 class SFTTrainer(Trainer):
     """`next_examples(on_poll)`: rank 0's; it calls `on_poll` while it waits."""
 
-    def __init__(self, *run: Any, next_examples: Callable[[Callable[[], None]], Sequences]):
-        super().__init__(*run)
+    def __init__(self, parts: RunParts, next_examples: Callable[[Callable[[], None]], Sequences]):
+        super().__init__(parts)
         self.next_examples = next_examples
 
     def before_first_step(self) -> None:

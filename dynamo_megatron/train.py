@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
-from dynamo_megatron.training_run import TrainingRun
+from dynamo_megatron.training_run import RunParts, TrainingRun
 from dynamo_megatron.types import RolloutBatch
 from dynamo_megatron.weight_sync.memory import memory_metrics
 from dynamo_megatron.weight_sync.push import PushReport
@@ -42,13 +42,14 @@ class Trainer(TrainingRun):
         """Trains until `trainer.steps` or `trainer.stop_when`."""
         self.before_first_step()
         self.phases.clock.restart()
+        self.save()  # writes an export again that a kill has cut off
         stop_reason = self.evaluate_if_due(self.start)
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
                 break
             self.coordinator.begin_step(step)
             self.train_step(step)
-            self.checkpoints.reached(step)
+            self.reached(step)
             stop_reason = self.evaluate_if_due(step)
             self.save_if_due(step, stop_reason)
 
@@ -75,8 +76,10 @@ class Sampled(NamedTuple):
 class RLTrainer(Trainer):
     """`controller` is rank 0's and None on the other ranks. `end_servers` ends the rollout servers of this node."""
 
-    def __init__(self, *run: Any, serving: Serving, controller: Controller | None, end_servers: Callable[[], None]):
-        super().__init__(*run)
+    def __init__(
+        self, parts: RunParts, serving: Serving, controller: Controller | None, end_servers: Callable[[], None]
+    ):
+        super().__init__(parts)
         self.serving, self.controller, self.end_servers = serving, controller, end_servers
         self.resources = ResourceMeter()
 
@@ -120,15 +123,17 @@ class RLTrainer(Trainer):
 
         def select() -> np.ndarray | None:  # rank 0
             controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts of a server with other weights
-            controller.observe(step, rounds[-1])  # the history that later calls of `allocate` go by
+            controller.observe(step, rounds[-1])  # updates the history that `allocate` reads in later rounds and steps
             return controller.select(step, rounds)
 
-        while rows is None:  # another round
+        while rows is None:
             self.phases.begin("read data")
             self.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
             mini_batches, stats = self.pack_and_measure(batches[-1])
             rows = self.on_rank_0(f"the rollouts of step {step}", select)
+            if rows is None:
+                del mini_batches, stats  # the servers of the next round may need their memory
         rollouts = RolloutBatch.join(batches).take(rows)
         if rollouts is not batches[-1]:  # `join` and `take` copy only if they have to: here rollouts were left out
             mini_batches, stats = self.pack_and_measure(rollouts)

@@ -124,7 +124,7 @@ class TrainJob(Job):
     def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
         check_reachable(self.config.rollout, layout.gather(socket.gethostname()))
         self.show("starting server")
-        coordinator.from_rank_0(
+        coordinator.on_rank_0(
             "the rollout server to start",
             lambda: self._rollout.wait_ready(coordinator.check_stop),
             layout,
@@ -139,14 +139,15 @@ class TrainJob(Job):
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import RLTrainer
+        from dynamo_megatron.training_run import RunParts
         from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.push import WeightPusher
 
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
-        rollout, controller, parts = self._rollout if leads else None, None, {}
+        rollout, controller, state = self._rollout if leads else None, None, {}
         if leads:
             journal.say(f"optional packages: {Fusions.detect()}")
-            parts = {"stream": self._stream, "allocator": self._allocator.history}
+            state = {"stream": self._stream, "allocator": self._allocator.history}
             controller = Controller(
                 config, self._stream, self._allocator, rollout, self._evaluation, journal, coordinator
             )
@@ -154,12 +155,12 @@ class TrainJob(Job):
         phases = Phases(journal.progress if leads else None, memory)
         pusher = WeightPusher(policy, rollout, coordinator)
         self._serving = Serving(pusher, coordinator, policy.layout, phases, journal.say if leads else None)
-        checkpoints = Checkpoints(policy, config, parts, journal.say if leads else None)
+        checkpoints = Checkpoints(policy, config, state, journal.say if leads else None)
         start = checkpoints.resume()
         if leads:
             self.output.take_over(start)
-        run = (config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = RLTrainer(*run, serving=self._serving, controller=controller, end_servers=self._end_servers)
+        parts = RunParts(config, policy, coordinator, checkpoints, phases, journal, start)
+        self._trainer = RLTrainer(parts, self._serving, controller, self._end_servers)
 
     def run(self) -> None:
         try:

@@ -1,8 +1,9 @@
-"""What a training command does around its steps: it is asked to stop, saves, and exports the model."""
+"""What a training command does around its steps: it stops when asked to, saves, and exports the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
@@ -15,28 +16,32 @@ from dynamo_megatron.tracking.journal import Journal
 T = TypeVar("T")
 
 
-class TrainingRun:
-    """Every rank's. `journal` is rank 0's, None elsewhere. `start`: the step that the run goes on after."""
+@dataclass(frozen=True)
+class RunParts:
+    """What each rank of a run has, whatever it trains."""
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        coordinator: Coordinator,
-        checkpoints: Checkpoints,
-        phases: Phases,
-        journal: Journal | None,
-        start: int,
-    ):
-        self.config, self.policy, self.coordinator = config, policy, coordinator
-        self.checkpoints, self.phases, self.journal, self.start = checkpoints, phases, journal, start
+    config: Config
+    policy: Policy
+    coordinator: Coordinator
+    checkpoints: Checkpoints
+    phases: Phases
+    journal: Journal | None  # rank 0's
+    start: int  # the step that the run goes on after
+
+
+class TrainingRun:
+    """One rank of it."""
+
+    def __init__(self, parts: RunParts):
+        self.config, self.policy, self.coordinator = parts.config, parts.policy, parts.coordinator
+        self.checkpoints, self.phases, self.journal = parts.checkpoints, parts.phases, parts.journal
+        self.start = parts.start
 
     def run(self) -> None:
         """Raises StopRequested, after saving, where the run is asked to stop."""
         if self.journal is not None:
             self.journal.open(self.start)
         try:
-            self.save()  # makes up for an export that a kill cut off
             self.train()
         except StopRequested:
             self.stop()
@@ -54,7 +59,13 @@ class TrainingRun:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ends what would be in the way of a save."""
+        """Ends servers whose memory a save needs."""
+
+    def reached(self, step: int) -> None:
+        """The policy has the weights of `step`. A save in the background that has just been written is completed."""
+        self.phases.clock.begin("save")
+        self.checkpoints.reached(step)
+        self.phases.clock.begin("")
 
     def save(self) -> None:
         self.phases.begin("save")
@@ -68,4 +79,4 @@ class TrainingRun:
 
     def on_rank_0(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank. `what` is waited for, in messages."""
-        return self.coordinator.from_rank_0(what, make, self.policy.layout)
+        return self.coordinator.on_rank_0(what, make, self.policy.layout)

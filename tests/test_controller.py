@@ -24,6 +24,7 @@ from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, Rol
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import RLTrainer
+from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Prompt, Rollout
 
 BATCH = 4
@@ -37,7 +38,7 @@ class Alone:
 
     check_stop = check
 
-    def from_rank_0(self, what, make, layout):
+    def on_rank_0(self, what, make, layout):
         return make()
 
     def ask(self, phase, what, make, version):
@@ -50,9 +51,10 @@ class Policy:
     layout = None
 
     def __init__(self, logprobs):
-        self.logprobs = logprobs
+        self.logprobs, self.packed = logprobs, 0
 
     def pack(self, rollouts, mini_batches):
+        self.packed += 1
         return list(mini_batches)
 
     def token_stats(self, rollouts, mini_batches):
@@ -61,10 +63,12 @@ class Policy:
 
 def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
     """(batch, StepRecord) of a step of the loop with one rank, where the policy gives `logprobs` of rollouts."""
-    config, alone, phases = controller.config, Alone(), SimpleNamespace(begin=lambda phase: None)
-    run = (config, Policy(logprobs), alone, None, phases, None, 0)
-    sampled = RLTrainer(*run, serving=alone, controller=controller, end_servers=lambda: None).sample(step)
+    config, alone, policy = controller.config, Alone(), Policy(logprobs)
+    parts = RunParts(config, policy, alone, None, SimpleNamespace(begin=lambda phase: None), None, 0)
+    sampled = RLTrainer(parts, alone, controller, lambda: None).sample(step)
     rollouts = sampled.rollouts
+    left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
+    assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
     return TrainBatch.build(rollouts, config), controller.record(step, sampled.rounds)
 

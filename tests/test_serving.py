@@ -35,7 +35,7 @@ class Alone:
         if self.asked:
             raise StopRequested("SIGTERM")
 
-    def from_rank_0(self, what, make, layout):
+    def on_rank_0(self, what, make, layout):
         return make()
 
 

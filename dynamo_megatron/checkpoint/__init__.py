@@ -1,1 +1,1 @@
-"""All that knows a checkpoint's format: saving, loading, converting, inspecting."""
+"""Formats of checkpoints: saving, loading, inspecting."""

@@ -45,7 +45,7 @@ class Workload:
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on each rank of a pipeline stage. `training` names what is there at the peak of an update; `others`: the
-    sums of the phases that a colocated server has its part in (resharding/memory.py), none without one."""
+    sums of the phases that a colocated server has its part in (weight_sync/memory.py), none without one."""
 
     stage: int
     dense: int  # parameters, elements

@@ -1,1 +1,1 @@
-"""What is read of runs: reports, comparisons, samples."""
+"""Reads finished runs: reports, comparisons, samples."""

@@ -56,7 +56,7 @@ class Generator:
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self._unscored_steps = 0  # in a row, up to the last one
-        self._session: StepSession | None = None  # the last one
+        self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         self._interrupted: StepSession | None = None  # the last one, where it ended for want of a server
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
@@ -112,7 +112,8 @@ class Generator:
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """As RolloutWorker.generate."""
         rollout = self._config.rollout
-        session = self._session = await self._open_session(step, prompts, counts, first)
+        session = await self._open_session(step, prompts, counts, first)
+        self._answered = session.answered
         self.done = len(session.rollouts)
         deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
         requests = session.requests(self._lengths, self._config.seed)
@@ -191,7 +192,7 @@ class Generator:
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
         """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
         await self._on_disk(self._store.reject, step, rollout_ids)
-        answered = {} if self._session is None else self._session.answered
+        answered = self._answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 

@@ -21,8 +21,8 @@ LISTED = 3  # prompts named in a note
 
 @dataclass
 class StepSession:
-    """Of one call of `Generator.generate`. Where that ends for want of a server the next call goes on with it, since
-    outcomes are final."""
+    """Of one call of `Generator.generate`. If all servers are lost, the next call continues with it: an outcome is
+    final."""
 
     step: int
     wanted: dict[str, Prompt]  # by rollout_id, in batch order
@@ -100,7 +100,7 @@ class StepSession:
         return bool(statuses) and statuses <= set(UNSCORED)
 
     def result(self, said: Sequence[str]) -> RolloutResult:
-        """`said`: what the fleet has to say."""
+        """`said`: the fleet's notes."""
         now = time.monotonic()
         times = {
             "generate": now - self.started,

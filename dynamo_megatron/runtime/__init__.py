@@ -1,1 +1,1 @@
-"""Processes and what they share with others: waiting, signals, sockets, files, text of others."""
+"""Processes, signals, sockets, files, and text and JSON that others wrote."""

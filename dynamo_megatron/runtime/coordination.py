@@ -118,7 +118,7 @@ class Coordinator:
         self._step_timeout = step_timeout
         self._store = SignedStore(store, secret)
         self._step, self._step_began = 0, None
-        self._calls = 0  # of `from_rank_0`
+        self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
@@ -147,14 +147,14 @@ class Coordinator:
         if (by := self._store.get(STOP)) is not None:
             raise StopRequested(by)
 
-    def from_rank_0(self, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
+    def on_rank_0(self, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
         """What `make` returns on rank 0, on every rank, as by `share`. All ranks make the same calls in the same order.
 
         The others poll until it is there, outside of any collective, at most `timeout` seconds; `what` they wait for is
         in the message. Where `make` raises StopRequested, all ranks do.
         """
         self._calls += 1
-        key, made = f"call-{self._calls}", None
+        key, made = f"call-{self._calls}-{what}", None
         if self.rank == 0:
             try:
                 made = make()

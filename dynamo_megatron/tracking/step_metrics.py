@@ -17,9 +17,9 @@ from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.algorithm.allocation import Allocation
     from dynamo_megatron.kernels import TokenStats
-    from dynamo_megatron.phases import Clock
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
+    from dynamo_megatron.tracking.clock import Clock
     from dynamo_megatron.weight_sync.push import PushReport
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from dynamo_megatron.policy.offload import PARTS, Offload
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, call, rest
+from dynamo_megatron.runtime.threads import for_each
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
     from dynamo_megatron.rollout.recorded import RecordedRollouts
     from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.runtime.threads import for_each
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
 # What is on the device in each phase: the server's tags, the training side's parts. A server that has released its

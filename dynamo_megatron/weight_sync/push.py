@@ -94,7 +94,7 @@ class WeightPusher:
         be back, the report says why. Raises RolloutError; OSError where the disk is full.
         """
         start = time.monotonic()
-        endpoints, device = self._from_rank_0("begin", partial(self._begin, version, on_wait))
+        endpoints, device = self._on_rank_0("begin", partial(self._begin, version, on_wait))
         paused = time.monotonic()
         self._endpoints = endpoints
         if not endpoints:
@@ -126,7 +126,7 @@ class WeightPusher:
             floor = sum(floor_bytes(self._policy.spec, e.tp, self._itemsize) for e in endpoints)
             return PushReport(end - start, end - paused, proof_seconds, sent, floor, needed)
 
-        return self._from_rank_0("end", settle)
+        return self._on_rank_0("end", settle)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -228,8 +228,8 @@ class WeightPusher:
                 self._connected.discard(endpoint)
                 under_way.dropped.add(endpoint.name)
 
-    def _from_rank_0(self, what: str, make: Callable[[], T]) -> T:
-        return self._coordinator.from_rank_0(f"the servers ({what} of a push)", make, self._layout)
+    def _on_rank_0(self, what: str, make: Callable[[], T]) -> T:
+        return self._coordinator.on_rank_0(f"the servers ({what} of a push)", make, self._layout)
 
     def _make(self, name: str) -> Transport:
         if name == "tensor":

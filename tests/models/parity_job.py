@@ -32,12 +32,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from whole_tensors import named_huggingface_tensors  # noqa: E402
 
 from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
+from dynamo_megatron.checkpoint.weights import load_weights, open_weights  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
-from dynamo_megatron.models import (  # noqa: E402
-    load_model_config,
-    load_weights,
-    open_weights,
-)
+from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.models.mapping import is_expert  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402

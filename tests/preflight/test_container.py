@@ -59,7 +59,7 @@ def test_pins_agree_with_the_tested_table(file):
 
 
 def test_trainer_and_server_have_one_torch():
-    """Colocated servers open CUDA IPC handles of the trainer's (resharding/transports)."""
+    """Colocated servers open CUDA IPC handles of the trainer's (weight_sync/transports)."""
     assert pins("gpu_trainer.txt")["torch"] == pins("gpu_server.txt")["torch"]
 
 

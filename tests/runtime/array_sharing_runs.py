@@ -156,9 +156,9 @@ def through_a_coordinator(layout, coordinator: Coordinator) -> dict:
     def stop():
         raise StopRequested("SIGTERM")
 
-    large = coordinator.from_rank_0("a value", VALUES["large"], layout)
+    large = coordinator.on_rank_0("a value", VALUES["large"], layout)
     try:
-        said = coordinator.from_rank_0("a stop", stop, layout)
+        said = coordinator.on_rank_0("a stop", stop, layout)
     except StopRequested as stopped:
         said = f"stopped by {stopped}"
     return {"wrong": differences(large, batch(*LARGE)), "said": said}

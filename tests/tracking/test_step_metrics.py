@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.phases import Clock
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
+from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
 from dynamo_megatron.types import RolloutBatch
 from dynamo_megatron.weight_sync.push import PushReport

@@ -72,7 +72,7 @@ def is_local(url: str) -> bool:
 
 
 def check_transport(config: RolloutConfig) -> str:
-    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (resharding/push.py).
+    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (weight_sync/push.py).
     Raises ValueError where it, or memory that servers and ranks take turns with, cannot work."""
     name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
     if name == "ipc":

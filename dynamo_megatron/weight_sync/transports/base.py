@@ -1,4 +1,4 @@
-"""What a transport does for resharding/push.py, and the streaming transports' share of it."""
+"""What a transport does for weight_sync/push.py, and the streaming transports' share of it."""
 
 from __future__ import annotations
 
