@@ -92,7 +92,7 @@ class Watch:
 def watch_run(steps: int, skip: int, overrides: Iterable[str], folder: Path) -> dict[str, Any]:
     output = folder / "run"
     words = [f"output_dir={output}", f"trainer.steps={steps}", "eval.every=null", "checkpoint.every=1000"]
-    words += ['rollout.server_args=["--log-level-http","info"]', *overrides]
+    words += ['rollout.server_args=["--disable-radix-cache","--log-level-http","info"]', *overrides]
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *CONFIGS, *words]
     metrics, server_log = output / "metrics.jsonl", output / "logs" / "sglang-server-0.log"
     log = folder / "train.log"
