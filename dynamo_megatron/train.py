@@ -1,18 +1,18 @@
 """The training loop. Every rank runs it; the functions marked "rank 0" run on rank 0 alone.
 
-DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides a step's
-budget of rollouts among its prompts: the more a prompt's rewards have varied so far, the more rollouts it gets
-(algorithm.allocation). `Policy.update` scales each token's advantage by the entropy of the policy at that token
-(algorithm.modulation).
+DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
+rollouts among the prompts of a step: a prompt whose rewards have varied more so far gets more (algorithm.allocation).
+`Policy.update` scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
-servers, and the run's record. All ranks together have the policy. The other ranks get three things from rank 0: the
-rollouts, which of them are trained on, and what comes after the step. The rest they compute themselves.
+servers, and the run's record. The policy is distributed over all ranks. The other ranks get three things from rank 0:
+the rollouts, which of them are trained on, and whether the run evaluates, exports or ends after a step. Besides, ranks
+exchange what the policy's own collectives need, and what is gathered for the metrics.
 
-A NaN in the logprobs, the entropies, the loss or the gradient norm raises NonFiniteError, which names the prompts, on
-every rank: in `token_stats`, or in `update` before the optimizer's step. After a kill the same command continues from
-the last checkpoint (policy, optimizer, position in the data, allocator's history). Each rollout is on disk once it is
-scored, and those of the first step after the checkpoint are not sampled again.
+NonFiniteError, which names the prompts, is raised on every rank if a logprob or entropy is NaN (in `token_stats`), or
+if the loss or gradient norm is (in `update`, before the optimizer's step). After a kill the same command continues from
+the last checkpoint: policy, optimizer, position in the data, allocator's history. Each rollout is on disk once it is
+scored. Those of the first step after the checkpoint are used again; later steps are sampled again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trainer(TrainingRun):
         """Trains until `trainer.steps` or `trainer.stop_when`."""
         self.before_first_step()
         self.phases.clock.restart()
-        self.save()  # writes an export again that a kill has cut off
+        self.save()  # finishes an export that a kill has interrupted
         stop_reason = self.evaluate_if_due(self.start)
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
@@ -68,8 +68,8 @@ class Sampled(NamedTuple):
     """What a step trains on."""
 
     rollouts: RolloutBatch
-    mini_batches: list[MiniBatch]  # this rank's part of them, packed
-    stats: TokenStats  # of each response token under the policy that the step begins with, float32 [R]
+    mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
+    stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
     rounds: list[Round]  # rank 0's; empty elsewhere
 
 
@@ -92,15 +92,15 @@ class RLTrainer(Trainer):
 
     def train_step(self, step: int) -> None:
         sampled = self.sample(step)
-        # Pure functions of rollouts and config: an advantage for each rollout, from the rewards of its group, and a
-        # weight for its tokens, 1 over what algorithm.loss.aggregation counts in the mini-batch (by default: prompts
-        # times the prompt's rollouts times the longest response). The loss is sum(weight * loss of the token).
+        # Each rollout gets an advantage from the rewards of its group, and each of its tokens the weight 1 / N, with N
+        # by algorithm.loss.aggregation: by default the mini-batch's prompts times the rollouts of this prompt times
+        # rollout.max_new_tokens. The loss of the mini-batch is sum(weight * loss of the token).
         batch = TrainBatch.build(sampled.rollouts, self.config, self.policy.layout.gather)
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
-        # Every server proves by checksums that it has the new weights, from which it then samples step + 1.
+        # Returns once every server has proved by checksums that it has the new weights. They sample step + 1.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -109,7 +109,7 @@ class RLTrainer(Trainer):
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
         equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
-        of one round; `generate` names it.
+        of one round; `Controller.generate` gives them its group_id.
         """
         controller, rounds, batches, rows = self.controller, [], [], None
 
@@ -122,7 +122,7 @@ class RLTrainer(Trainer):
             return controller.generate(step, rounds[-1])
 
         def select() -> np.ndarray | None:  # rank 0
-            controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts of a server with other weights
+            controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts whose server had other weights
             controller.observe(step, rounds[-1])  # updates the history that `allocate` reads in later rounds and steps
             return controller.select(step, rounds)
 
@@ -133,15 +133,15 @@ class RLTrainer(Trainer):
             mini_batches, stats = self.pack_and_measure(batches[-1])
             rows = self.on_rank_0(f"the rollouts of step {step}", select)
             if rows is None:
-                del mini_batches, stats  # the servers of the next round may need their memory
+                del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = RolloutBatch.join(batches).take(rows)
-        if rollouts is not batches[-1]:  # `join` and `take` copy only if they have to: here rollouts were left out
+        if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
         return Sampled(rollouts, mini_batches, stats, rounds)
 
     def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
-        """Packs whole groups into mini-batches, and these into micro-batches, once. The statistics of the tokens (old
-        logprob, entropy) and the updates run over the same micro-batches, so that the first update's ratios are 1."""
+        """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,
+        entropy) and the updates run over the same micro-batches: in the first update every ratio is exactly 1."""
         self.phases.begin("logprobs")
         rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
         mini_batches = self.policy.pack(rollouts, rows)
@@ -179,6 +179,6 @@ class RLTrainer(Trainer):
         clock.restart()  # the evaluation and the save of this step count into the time of the next one
 
     def stop(self) -> None:
-        if self.phases.memory is not None:  # a save needs the device memory of servers that may still generate
+        if self.phases.memory is not None:  # the save needs device memory that generating servers hold
             self.end_servers()
             self.phases.memory.set_servers([])
