@@ -370,6 +370,7 @@ class Config(Section):
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
     def policy_loss(self) -> PolicyLossConfig:
+        """Of the built-in losses; `kind` says nothing where the loss is a function of the user's."""
         a = self.algorithm
         return PolicyLossConfig(
             clip_ratio_low=a.loss.clip_ratio_low,
@@ -379,7 +380,7 @@ class Config(Section):
             kl_coef=a.kl.coef,
             kl_kind=a.kl.kind,
             entropy_coef=a.loss.entropy_coef,
-            kind=a.loss.kind,
+            kind=a.loss.kind if a.loss.function is None else "clip",
         )
 
     def learning_rate(self, step: int) -> float:
