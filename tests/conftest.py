@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import runpy
 import subprocess
@@ -105,6 +106,26 @@ def command_line():
                 timeout=240,
             ).returncode
         return code, log.read_text()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_script():
+    """run(script, cases, folder, timeout): runs `python -P SCRIPT folder/cases.json`, which has `cases`, and holds that
+    it succeeds within `timeout` seconds. Its output is in folder/log: a rank that outlives it would hold a pipe."""
+
+    def run(script: Path, cases: object, folder: Path, timeout: float) -> None:
+        (folder / "cases.json").write_text(json.dumps(cases))
+        with open(folder / "log", "w") as log:
+            code = subprocess.run(
+                [sys.executable, "-P", str(script), str(folder / "cases.json")],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+            ).returncode
+        assert code == 0, (folder / "log").read_text()[-6000:]
 
     return run
 

@@ -2,9 +2,6 @@
 of a forward pass."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "exp
 
 
 @pytest.fixture(scope="module")
-def ranks(make_tiny_model, tmp_path_factory) -> dict[str, dict]:
+def ranks(make_tiny_model, run_script, tmp_path_factory) -> dict[str, dict]:
     """One launch of two ranks: name-rank -> what it counted and what was planned."""
     folder = tmp_path_factory.mktemp("memory")
     cases = []
@@ -42,16 +39,7 @@ def ranks(make_tiny_model, tmp_path_factory) -> dict[str, dict]:
             "trainer": {"micro_batch_tokens": 64, "recompute": recompute},
         }
         cases.append({"name": name, "config": config, "out": str(folder)})
-    (folder / "cases.json").write_text(json.dumps(cases))
-    with open(folder / "log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).with_name("memory_job.py")), str(folder / "cases.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-        ).returncode
-    assert code == 0, (folder / "log").read_text()[-6000:]
+    run_script(Path(__file__).with_name("memory_job.py"), cases, folder, 500)
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*-[01].json")}
 
 

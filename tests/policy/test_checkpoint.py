@@ -1,9 +1,7 @@
 """A checkpoint under every layout: the step after a load is the step that a straight run takes."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,23 +28,13 @@ def settings(model: Path, parallel: dict, dtype: str = "float32") -> dict:
     }
 
 
-def launch(groups: dict[str, list[dict]], folder: Path) -> None:
+def launch(run_script: Callable, groups: dict[str, list[dict]], folder: Path) -> None:
     """Runs cases by ranks ("NAME-RANKS")."""
     for cases in groups.values():
         for case in cases:
             Path(case["out"]).mkdir(parents=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(groups))
-    script = Path(__file__).with_name("checkpoint_runs.py")
-    with open(folder / "log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", str(script), str(folder / "cases.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=1500,
-        ).returncode
-    assert code == 0, (folder / "log").read_text()[-6000:]
+    run_script(Path(__file__).with_name("checkpoint_runs.py"), groups, folder, 1500)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -71,7 +59,7 @@ def model(make_tiny_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(model, make_tiny_model, tmp_path_factory) -> Path:
+def runs(model, make_tiny_model, run_script, tmp_path_factory) -> Path:
     """One launch: saved by PP2 x DP2, loaded by the same and by what differs most, and by one rank of another model."""
     folder = tmp_path_factory.mktemp("checkpoints")
     saved = {kind: str(folder / "straight" / kind / "step-000003") for kind in ("sync", "async")}
@@ -87,7 +75,7 @@ def runs(model, make_tiny_model, tmp_path_factory) -> Path:
         case("tp4", {"tp": 4}, load=saved["sync"]),
         refused,
     ]
-    launch({"ranks-4": four, "ranks-1": [case("damaged", {}, damaged=True)]}, folder / "launch")
+    launch(run_script, {"ranks-4": four, "ranks-1": [case("damaged", {}, damaged=True)]}, folder / "launch")
     return folder
 
 
@@ -184,7 +172,7 @@ ALL = [(saver, layout, kind) for saver, rest in SAVERS.items() for layout in (*r
 
 
 @pytest.fixture(scope="module")
-def all_runs(make_tiny_model, tmp_path_factory) -> Path:
+def all_runs(make_tiny_model, run_script, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("all-checkpoints")
     four, one = [], []
     for saver, (family, dtype, saves, loads) in SAVERS.items():
@@ -199,7 +187,7 @@ def all_runs(make_tiny_model, tmp_path_factory) -> Path:
                     "load": str(folder / saver / kind / "step-000003"),
                 }
                 (one if name == "one" else four).append(case)
-    launch({"ranks-4": four, "ranks-1": one}, folder / "launch")
+    launch(run_script, {"ranks-4": four, "ranks-1": one}, folder / "launch")
     return folder
 
 

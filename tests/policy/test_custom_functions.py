@@ -1,9 +1,6 @@
 """A loss and an advantage of the user's make the update of the built-in ones that they repeat; wrong ones are named."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +61,7 @@ WRONG = {  # what is said after the function's name
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model, tmp_path_factory) -> dict[str, list[dict]]:
+def results(tiny_model, run_script, tmp_path_factory) -> dict[str, list[dict]]:
     """What the ranks of each layout have found."""
     out = tmp_path_factory.mktemp("custom")
     cases = []
@@ -81,16 +78,7 @@ def results(tiny_model, tmp_path_factory) -> dict[str, list[dict]]:
         pairs = {pair: PAIRS[pair] for pair, layout in RUNS if layout == name}
         case = {"config": config, "ranks": 2 if parallel else 1, "pairs": pairs, "algorithm": ONE_BATCH}
         cases.append({**case, "wrong": list(WRONG), "out": str(out / name)})
-    (out / "cases.json").write_text(json.dumps(cases))
-    with open(out / "log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).with_name("custom_runs.py")), str(out / "cases.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-        ).returncode
-    assert code == 0, (out / "log").read_text()[-4000:]
+    run_script(Path(__file__).with_name("custom_runs.py"), cases, out, 500)
     return {
         name: [json.loads(file.read_text()) for file in sorted((out / name).glob("rank*.json"))] for name in LAYOUTS
     }

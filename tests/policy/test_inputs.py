@@ -1,10 +1,7 @@
 """What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +44,7 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def both(folders, tmp_path_factory) -> dict[int, Path]:
+def both(folders, run_script, tmp_path_factory) -> dict[int, Path]:
     """Where the ranks have written what was said, by tensor-parallel size."""
     out = tmp_path_factory.mktemp("said")
     damaged = {name: str(folder) for name, folder in folders.items() if name != "whole"}
@@ -62,17 +59,7 @@ def both(folders, tmp_path_factory) -> dict[int, Path]:
         }
         case = {"config": config, "ranks": ranks, "folders": damaged, "changes": list(CHANGES)}
         cases.append({**case, "out": str(out / f"tp{ranks}")})
-    (out / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("input_runs.py")
-    with open(out / "log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", str(script), str(out / "cases.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        ).returncode
-    assert code == 0, (out / "log").read_text()[-4000:]
+    run_script(Path(__file__).with_name("input_runs.py"), cases, out, 300)
     return {ranks: out / f"tp{ranks}" for ranks in (1, 2)}
 
 

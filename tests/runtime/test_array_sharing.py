@@ -1,9 +1,6 @@
 """What rank 0 shares with the other ranks of its node and of others: all of it, through one memory of a node."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,24 +22,14 @@ MESSAGE = 30_000  # bytes: names, small arrays
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[dict | None]]:
+def found(run_script, tmp_path_factory) -> dict[str, list[dict | None]]:
     """What every rank saw, by case; None of a rank that was killed."""
     out = tmp_path_factory.mktemp("shared")
     cases = [
         {"local_ranks": local, "refused": refused, "killed": "killed" in name, "out": str(out / name)}
         for name, (local, refused) in CASES.items()
     ]
-    (out / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("array_sharing_runs.py")
-    with open(out / "log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", str(script), str(out / "cases.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=240,
-        ).returncode
-    assert code == 0, (out / "log").read_text()[-4000:]
+    run_script(Path(__file__).with_name("array_sharing_runs.py"), cases, out, 240)
     return {
         name: [
             json.loads(file.read_text()) if (file := out / name / f"rank{rank}.json").exists() else None
