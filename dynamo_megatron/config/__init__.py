@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig
+from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
     KLConfig,
@@ -21,7 +23,6 @@ from dynamo_megatron.config.method import (
     check_loss_fits,
 )
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.runtime.user_code import SPEC
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -52,39 +53,6 @@ class ModelConfig(Section):
                 "micro-batch and depend on the layout; use 0"
             )
         return value
-
-
-class DataConfig(Section):
-    source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
-    prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
-    answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
-    limit: Positive | None = None  # the first N problems; None: all, of module:fn read as the run goes on
-    id_key: str = "id"  # rows without it get an id from their content
-    template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
-    chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
-    system_prompt: str | None = None  # chat only
-    few_shot: str = ""  # text before the plain template
-    shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
-    batch_prompts: Positive = 32
-    max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
-    on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
-
-    @model_validator(mode="after")
-    def _template(self) -> DataConfig:
-        if self.template != "chat" and "{prompt}" not in self.template:
-            raise ValueError("template: give 'chat' or a text that contains {prompt}")
-        if self.template == "chat" and self.few_shot:
-            raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
-        for key in ("system_prompt", "chat_template"):
-            if self.template != "chat" and getattr(self, key):
-                raise ValueError(f"{key}: goes with template 'chat'")
-        return self
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the problems are read while the run goes on, and not all at its start."""
-        libraries = ("datasets:", "reasoning_gym:")
-        return self.limit is None and not self.source.startswith(libraries) and bool(SPEC.fullmatch(self.source))
 
 
 class ParallelConfig(Section):
@@ -135,61 +103,6 @@ class RewardConfig(Section):
                 f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
             )
         return self
-
-
-ALLOCATORS = ("uniform", "waterfill", "neyman")
-
-
-class AllocationConfig(Section):
-    kind: str = "neyman"  # uniform, waterfill, neyman or module:Class
-    budget: Positive | None = None  # rollouts a step; None: 8 a prompt
-    rollout_n_min: Positive = 2
-    rollout_n_max: Positive = 24
-    initial_budget: Positive = 8
-    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
-    static: bool = False  # learn from a prompt's first visit alone
-    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
-    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
-    variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
-    power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
-    on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in ALLOCATORS and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is unknown; give {', '.join(ALLOCATORS)} or module:Class")
-        return value
-
-    @model_validator(mode="after")
-    def _bounds(self) -> AllocationConfig:
-        if self.rollout_n_min > self.rollout_n_max:
-            raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
-        return self
-
-    def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
-        """(budget, rollout_n_min, rollout_n_max) for so many prompts, with min * prompts <= budget <= max * prompts.
-
-        A budget outside the bounds is an error, is clipped to them (`on_shortfall: clip`), or moves the bound that is
-        in its way (`scale`). Raises ValueError.
-        """
-        low, high = self.rollout_n_min, self.rollout_n_max
-        if prompts == 0 or prompts * low <= budget <= prompts * high:
-            return budget if prompts else 0, low, high
-        if self.on_shortfall == "clip":
-            return min(max(budget, prompts * low), prompts * high), low, high
-        if self.on_shortfall == "scale" and budget >= prompts:
-            return budget, min(low, budget // prompts), max(high, -(-budget // prompts))
-        raise ValueError(
-            f"budget: {budget} rollouts for {prompts} prompts is outside [{prompts * low}, {prompts * high}] "
-            "(data.batch_prompts times rollout_n_min and rollout_n_max); change one of them or set on_shortfall: clip"
-        )
-
-
-class DynamicSamplingConfig(Section):
-    """Groups of equal rewards are replaced by those of further prompts (DAPO, arXiv 2503.14476)."""
-
-    rounds: Positive = 4  # of replacement a step, at most
 
 
 class AlgorithmConfig(Section):
