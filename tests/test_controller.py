@@ -58,7 +58,8 @@ class Policy:
         return list(mini_batches)
 
     def token_stats(self, rollouts, mini_batches):
-        return SimpleNamespace(logprobs=torch.from_numpy(self.logprobs(rollouts)), rollouts=rollouts)
+        logprobs = torch.from_numpy(self.logprobs(rollouts))
+        return SimpleNamespace(logprobs=logprobs, collision=torch.exp(2 * logprobs), rollouts=rollouts)
 
 
 def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):

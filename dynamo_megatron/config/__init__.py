@@ -251,6 +251,13 @@ class Config(Section):
             _ = self.rollout_budget
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
+        allocation, advantage = self.algorithm.allocation, self.algorithm.advantage
+        few = (allocation.budget or 8 * prompts) < 2 * prompts if allocation.kind == "uniform" else True
+        if allocation.rollout_n_min == 1 and few and advantage.needs_company:
+            yield (
+                "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
+                f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
+            )
         if self.algorithm.loss.mini_batches > prompts:
             yield (
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "

@@ -59,7 +59,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
-    section["advantage"] |= {"singleton": "zero", "eps": 1e-6}
+    section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")
@@ -100,6 +100,14 @@ RECIPES = {
     # TianHongZXY/RLVR-Decomposed: run_qwen2.5-math-7b_psr_nsr.sh over its ppo_trainer.yaml (entropy_coeff 0.001)
     "w_reinforce": recipe(
         (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
+    ),
+    # ours
+    "history": recipe(
+        (0.2, 0.2),
+        "prompt_mean",
+        "history",
+        advantage__score_ratio="auto",
+        allocation={"kind": "uniform", "half_life": 4.0, "static": False, "prior_by": None},
     ),
     # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
     "dynamo": recipe(
