@@ -76,8 +76,8 @@ def step_metrics(
 
     `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
     what was trained on. An option brings its own: `policy/selected_share`, `reward/overlong_penalty`,
-    `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of the
-    batch, for want of rounds).
+    `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
+    the batch, for want of rounds).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
