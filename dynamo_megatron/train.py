@@ -23,13 +23,12 @@ from typing import NamedTuple
 
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.controller import Controller, Round, Selection
-from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.training_run import RunParts, TrainingRun
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
 from dynamo_megatron.weight_sync.push import PushReport
 
