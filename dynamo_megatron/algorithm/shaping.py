@@ -1,7 +1,7 @@
 """From rollouts to tokens: what a method does to the advantages and weights of a mini-batch, in order.
 
 Everything here is over the whole mini-batch and from the log-prob pass, where the ratio is 1. Every rank has those
-statistics, so every rank comes to the same. DynaMO's modulation itself is in the policy head, within the ranges found
+statistics, so every rank computes the same. DynaMO's modulation itself is in the policy head, within the ranges found
 here.
 """
 
