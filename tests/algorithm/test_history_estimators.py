@@ -19,7 +19,7 @@ def tool():
 
 def test_a_fault_is_seen_and_history_is_not_one(tool):
     right, fault = "history, 1 to 12 by neyman", "fault: own reward in the baseline, 1 each"
-    found = tool.measure(1000, [right, fault])
+    found = tool.measure(1000, [right]) | tool.measure(5000, [fault])
     assert found[right].bias[1] == 0 and found[fault].bias[1] > 5, found
     low, high = found[right].scale[1:]
     assert low <= 1 / tool.LONGEST <= high, "prompt_mean divides by the longest length and nothing else"
