@@ -11,7 +11,7 @@ import numpy as np
 from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
 from dynamo_megatron.algorithm.allocators.neyman import neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
-from dynamo_megatron.algorithm.history import COLUMNS, History
+from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
 
@@ -112,17 +112,27 @@ class RolloutAllocator:
             raise ValueError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
 
     def observe(
-        self, prompt_ids: Sequence[str], rewards: Sequence[float], successes: Sequence[bool], step: int
+        self,
+        prompt_ids: Sequence[str],
+        rewards: Sequence[float],
+        successes: Sequence[bool],
+        step: int,
+        energy: Sequence[float] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Takes in finished rollouts, one entry each, in any order: float [S] rewards and bool [S] successes.
 
-        Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
+        `energy`, float [S]: sum_t (1 - 2 pi_t + sum_v pi_v^2) over the rollout's response tokens, pi_t the probability
+        of the sampled one: the squared norm of the gradient of its log-probability by the logits. `lengths`, int [S]:
+        response tokens. None: unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite
+        or out of range.
         """
         keep = 0.5 ** (1 / self.config.half_life) if self._allocator.forgets else 1.0
-        self.history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
+        observed = Observed.of(prompt_ids, rewards, successes, step, energy, lengths)
+        self.history.observe(observed, keep, only_new=self.config.static)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares."""
+        """Plain data that survives JSON: prompt_ids, and of each a number for every column of `History`."""
         state = self.history.state_dict()
         return {"prompt_ids": list(state["prompt_ids"]), **{name: state[name].tolist() for name in COLUMNS}}
 

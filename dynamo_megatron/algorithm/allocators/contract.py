@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.history import COLUMNS
+from dynamo_megatron.algorithm.history import REWARDS
 from dynamo_megatron.config import AllocationConfig
 
 DISTINCT = "forgotten in part"  # weights and rates are real numbers: no two prompts tie
@@ -75,7 +75,7 @@ def _states(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any
     zeros, spread = np.zeros(size), successes * (1 - successes / trials)
 
     def state(seen: int, *columns: np.ndarray) -> dict[str, Any]:
-        return {"prompt_ids": ids[:seen], **{n: x[:seen].tolist() for n, x in zip(COLUMNS, columns, strict=True)}}
+        return {"prompt_ids": ids[:seen], **{n: x[:seen].tolist() for n, x in zip(REWARDS, columns, strict=True)}}
 
     return {
         "never seen": state(0, zeros, zeros, zeros, zeros),
