@@ -39,6 +39,11 @@ class Statistics:
     def __len__(self) -> int:
         return len(self.trials)
 
+    def take(self, indices: np.ndarray) -> Statistics:
+        """Of the prompts at `indices`, int64 [M]."""
+        columns = {name: getattr(self, name)[indices] for name in ("strata", *COLUMNS)}
+        return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
+
 
 @dataclass(frozen=True)
 class Observed:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.energy import energy_variance
 from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
 
 # Prior strength a + b in rollouts: what a fit is held to, and what stands where nothing can be fitted.
@@ -83,27 +83,28 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, empirical).
+    """Of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy, empirical).
 
     What a prompt has not shown is taken from `pool`: from the prompts of its stratum, or from all of them where it has
     no stratum or one with fewer than STRATUM_LEAST prompts in the pool.
     """
-
-    def of(own: Any, peers: Any) -> np.ndarray:
-        trials, peer_trials = prompts.trials[own], pool.trials[peers]
-        if model == "empirical":
-            return empirical(prompts.reward_squares[own], trials, pool.reward_squares[peers], peer_trials)
-        a, b = beta_prior(pool.successes[peers], peer_trials)
-        successes = prompts.successes[own]
-        return {"bernoulli": bernoulli, "surprise": surprise}[model](a + successes, b + trials - successes)
-
-    variance = of(slice(None), slice(None))
+    variance = _variance(model, prompts, pool)
     peers_of = _members(pool.strata)
     for stratum, own in _members(prompts.strata).items():
         peers = peers_of.get(stratum, ())
         if len(peers) >= STRATUM_LEAST:
-            variance[own] = of(own, peers)
+            variance[own] = _variance(model, prompts.take(own), pool.take(peers))
     return variance
+
+
+def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
+    if model == "empirical":
+        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
+    prior = beta_prior(pool.successes, pool.trials)
+    if model == "energy":
+        return energy_variance(prompts, pool, prior)
+    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
+    return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
 
 
 def _members(strata: np.ndarray) -> dict[int, np.ndarray]:

@@ -20,7 +20,8 @@ class AllocationConfig(Section):
     initial_budget: Positive = 8
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
     static: bool = False  # learn from a prompt's first visit alone
-    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
+    # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
+    variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"
     prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is

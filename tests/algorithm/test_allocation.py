@@ -16,6 +16,7 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "surprise"},
+    {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
 ]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
@@ -264,7 +265,7 @@ def unseen(outcomes):
     return success.bernoulli(*success.beta_prior(k, g))
 
 
-@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "empirical"])
+@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "energy", "empirical"])
 def test_strata_that_are_all_the_same_change_nothing(variance):
     rng = np.random.default_rng(0)
     ids = [f"p{i}" for i in range(40)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.history import REWARDS
+from dynamo_megatron.algorithm.history import MEASURES, REWARDS
 from dynamo_megatron.config import AllocationConfig
 
 DISTINCT = "forgotten in part"  # weights and rates are real numbers: no two prompts tie
@@ -74,14 +74,22 @@ def _states(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any
     rates = rng.uniform(0.1, 0.8, size)
     zeros, spread = np.zeros(size), successes * (1 - successes / trials)
 
-    def state(seen: int, *columns: np.ndarray) -> dict[str, Any]:
-        return {"prompt_ids": ids[:seen], **{n: x[:seen].tolist() for n, x in zip(REWARDS, columns, strict=True)}}
+    right, wrong = rng.gamma(2, 9, size), rng.gamma(2, 30, size)
 
+    def state(seen: int, *columns: np.ndarray, measured: bool = False) -> dict[str, Any]:
+        weights, successes = columns[:2]
+        failures = weights - successes
+        measures = (successes, right * successes, failures, wrong * failures, weights, 50 * right * weights)
+        named = [*zip(REWARDS, columns, strict=True), *(zip(MEASURES, measures, strict=True) if measured else [])]
+        return {"prompt_ids": ids[:seen], **{name: x[:seen].tolist() for name, x in named}}
+
+    real = (weights, rates * weights, rng.normal(size=size), weights * rng.gamma(2, 1, size))
     return {
         "never seen": state(0, zeros, zeros, zeros, zeros),
-        "all solved": state(size, trials, trials, zeros + 1, zeros),
+        "all solved": state(size, trials, trials, zeros + 1, zeros, measured=True),
         "none solved": state(size, trials, zeros, zeros, zeros),
-        "all seen": state(size, trials, successes, successes / trials, spread),
-        "half of them new": state(size // 2, trials, successes, successes / trials, spread),
-        DISTINCT: state(size, weights, rates * weights, rng.normal(size=size), weights * rng.gamma(2, 1, size)),
+        "all seen": state(size, trials, successes, successes / trials, spread, measured=True),
+        "half of them new": state(size // 2, trials, successes, successes / trials, spread, measured=True),
+        DISTINCT: state(size, *real, measured=True),
+        "no energies": state(size, *real),
     }

@@ -18,6 +18,7 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "surprise"},
+    {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
     {"kind": f"{__name__}:HardestFirst"},
 ]
