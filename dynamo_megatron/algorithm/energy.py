@@ -51,6 +51,20 @@ def energy_variance(prompts: Statistics, pool: Statistics, prior: tuple[float, f
     return variance * (trials * ratio + strength) / (trials + strength)
 
 
+def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray, np.ndarray]:
+    """Mean energies of right and of wrong rollouts, float64 [N] each: as measured, not shrunk.
+
+    The pool's where a prompt has none, and 1 where the pool has none.
+    """
+    means = []
+    for kind in ("energy_right", "energy_wrong"):
+        trials, energy = getattr(pool, f"{kind}_trials").sum(), getattr(pool, kind).sum()
+        mean = np.full(len(prompts), energy / trials if trials > 0 else 1.0)
+        measured = getattr(prompts, f"{kind}_trials")
+        means.append(np.divide(getattr(prompts, kind), measured, out=mean, where=measured > 0))
+    return means[0], means[1]
+
+
 def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
     """Of right and of wrong rollouts. Without one of the two the other's mean, without both 1."""
     p = _rate(pool, prior)

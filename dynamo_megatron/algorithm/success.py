@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -89,12 +90,22 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
     no stratum or one with fewer than STRATUM_LEAST prompts in the pool.
     """
     variance = _variance(model, prompts, pool)
-    peers_of = _members(pool.strata)
-    for stratum, own in _members(prompts.strata).items():
-        peers = peers_of.get(stratum, ())
-        if len(peers) >= STRATUM_LEAST:
-            variance[own] = _variance(model, prompts.take(own), pool.take(peers))
+    for own, peers in _large_strata(prompts, pool):
+        variance[own] = _variance(model, prompts.take(own), pool.take(peers))
     return variance
+
+
+def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1), under the prior of their stratum as above."""
+    rate = _rate(prompts, pool)
+    for own, peers in _large_strata(prompts, pool):
+        rate[own] = _rate(prompts.take(own), pool.take(peers))
+    return rate
+
+
+def _rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    a, b = beta_prior(pool.successes, pool.trials)
+    return (a + prompts.successes) / (a + b + prompts.trials)
 
 
 def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
@@ -105,6 +116,15 @@ def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
         return energy_variance(prompts, pool, prior)
     a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
     return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
+
+
+def _large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The indices of a stratum's prompts in each of the two, where the pool has enough."""
+    peers_of = _members(pool.strata)
+    for stratum, own in _members(prompts.strata).items():
+        peers = peers_of.get(stratum, ())
+        if len(peers) >= STRATUM_LEAST:
+            yield own, peers
 
 
 def _members(strata: np.ndarray) -> dict[int, np.ndarray]:

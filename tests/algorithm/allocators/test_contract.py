@@ -20,6 +20,11 @@ CONFIGS = [
     {"kind": "neyman", "variance": "surprise"},
     {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
+    {"kind": "neyman", "cost": "tokens"},
+    {"kind": "knapsack"},
+    {"kind": "cero"},
+    {"kind": "gvm"},
+    {"kind": "cures"},
     {"kind": f"{__name__}:HardestFirst"},
 ]
 
