@@ -78,8 +78,12 @@ def test_a_prompts_factor_is_what_its_right_and_wrong_rollouts_have_in_common():
     # Rollouts of a prompt are all alike: shrunk by the least, one rollout's worth.
     np.testing.assert_allclose(energy_variance(own, own, PRIOR), base * (8 * factor + 1) / 9, rtol=1e-12)
     assert energy_variance(statistics([4], [4]), own, PRIOR) == pytest.approx(base), "nothing measured: the pool's"
-    opposed = statistics(right, wrong, 4 * factor, 4 * factor[::-1])
-    np.testing.assert_allclose(energy_variance(opposed, opposed, PRIOR), base, rtol=1e-12)
+    more, fewer = np.full(4, 6), np.full(4, 2)
+    opposed = statistics(more, fewer, 6 * factor, 2 * factor[::-1])  # nothing in common: shrunk by the most
+    base_of_both = bernoulli(PRIOR[0] + 6, PRIOR[1] + 2)
+    ratio = (6 * factor + 2 * factor[::-1]) / 8
+    want = base_of_both * (8 * ratio + 1000) / 1008
+    np.testing.assert_allclose(energy_variance(opposed, opposed, PRIOR), want, rtol=1e-12)
     mixed = statistics(
         np.full(4, 4), np.full(4, 4), 4 * np.array([0.5, 1.0, 1.0, 1.5]), 4 * np.array([0.5, 0.5, 1.5, 1.5])
     )

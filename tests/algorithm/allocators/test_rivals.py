@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
+from dynamo_megatron.algorithm.allocators.largest_gains import largest_gains
 from dynamo_megatron.algorithm.allocators.proportional import proportional
 from dynamo_megatron.algorithm.success import success_rate
 
@@ -40,6 +41,21 @@ def test_proportional(weight, budget, low, high, want):
     assert proportional(np.array(weight, float), budget, low, high).tolist() == want
 
 
+def test_largest_gains_are_neymans_for_neymans_value():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size, low = int(rng.integers(1, 400)), int(rng.integers(1, 3))
+        high = low + int(rng.integers(1, 40))
+        budget = size * low + int(rng.integers(0, [high, size * (high - low)][rng.integers(2)]))
+        variance = [
+            rng.beta(0.3, 0.3, size),
+            rng.choice([0.1, 0.2, 0.6], size),  # ties
+            np.where(np.arange(size) == 0, 1.0, 1e-6),  # the last rollouts are all of one prompt
+        ][rng.integers(3)]
+        n = largest_gains(lambda i, n, v=variance: v[i] / (n * (n + 1)), size, budget, low, high)
+        assert n.tolist() == neyman(variance, budget, low, high).tolist()
+
+
 def test_knapsack_is_the_maximum_over_every_allocation():
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -71,7 +87,7 @@ def test_knapsack_goes_by_the_posterior_mean_and_to_the_hard_prompts():
 
 def test_cero_is_the_maximum_of_its_utility_and_catches_up():
     outcomes = {"often": ([1.0] * 6, [1.0] * 6), "once": ([1.0] * 2, [1.0] * 2), "solved": ([1.0] * 4, [])}
-    allocator = observed("cero", outcomes, rollout_n_min=1, rollout_n_max=12, half_life=1)
+    allocator = observed("cero", outcomes, rollout_n_min=1, rollout_n_max=12, half_life=0.2)
     allocator.observe(["often"] * 4, [1.0, 0.0] * 2, [True, False] * 2, 2)
     ids = ["often", "once", "solved", "new"]
     so_far, decision = np.array([16, 4, 4, 0]), allocator.decide(ids, 24, step=3)  # 12 and 4: nothing is forgotten
