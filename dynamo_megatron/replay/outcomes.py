@@ -82,7 +82,8 @@ def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
     """
     steps, base = recording.steps, base_allocator(recording)
     ours = recording.trainer == "dynamo-megatron"
-    checked = ours and not by_energy(base)  # a record has only estimates of energies
+    # A record has only estimates of energies, and with prices not the budget that its rollouts were bought with.
+    checked = ours and not by_energy(base) and base.cost == "rollouts"
     rates, recorded = what_if.success_rates(steps), what_if.given(steps)
     difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) if checked else None
     uniform = parse_allocator("uniform", recording)

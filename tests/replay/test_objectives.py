@@ -49,8 +49,9 @@ def test_energies_and_lengths_come_from_the_servers_logprobs(tmp_path):
         assert step.lengths.tolist() == [1] * len(step.rewards)
 
 
-def test_a_run_that_went_by_energies_is_not_checked(tmp_path, capsys):
-    write_run(tmp_path / "run", steps=3, allocation={"variance": "energy"})
+@pytest.mark.parametrize("allocation", [{"variance": "energy"}, {"cost": "tokens"}])
+def test_a_run_whose_energies_or_prices_are_not_recorded_is_not_checked(allocation, tmp_path, capsys):
+    write_run(tmp_path / "run", steps=3, allocation=allocation)
     assert main(["replay", str(tmp_path / "run"), "--allocator", "gvm"]) == 0
     text = capsys.readouterr().out
     assert "REPRODUCED" not in text and "own allocator" not in text and "| as recorded (neyman) |" in text
