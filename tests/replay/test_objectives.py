@@ -12,9 +12,9 @@ from dynamo_megatron.replay.objectives import Objectives
 from dynamo_megatron.replay.recording import read_run
 
 STEP = replace(
-    recorded_step(1, ["a", "b"], [2, 2], [[1, 0], [1, 1]]),
-    energy=np.array([1.0, 4.0, 9.0, 9.0]),
-    lengths=np.array([10, 20, 5, 5]),
+    recorded_step(1, ["a", "b"], [4, 2], [[1, 0, 0, 0], [1, 1]]),
+    energy=np.array([1.0, 4.0, 4.0, 4.0, 9.0, 9.0]),
+    lengths=np.array([10, 20, 20, 20, 8, 12]),
 )
 
 
@@ -25,15 +25,15 @@ def objectives(steps, counts):
 def test_by_hand():
     found = objectives([STEP], [2, 3])
     want = {
-        "energy": (0.5 * 0.25 * 1 + 0.25 * 0.5 * 4) / 2,  # of "b", always right, nothing
-        "tokens": 2 * (30 + 4 * 10) / 6 + 3 * (10 + 4 * 10) / 6,  # shrunk to the mean of 10
-        "knapsack": (1 - 0.25 - 0.25) * 0.5 * 0.25,
-        "cero": 0.25 / 3,
-        "gvm": 1 / (0.5 + 0.001 / 0.5) / 2 + 9 / (1 + 0.001) / 3,
-        "cures": 0.25 * (0.5 * 1 + 0.5 * 2) ** 2 / 2,
+        "energy": (0.25 * 0.75**2 * 1 + 0.25**2 * 0.75 * 4) / 2,  # of "b", always right, nothing
+        "tokens": 2 * (70 + 4 * 15) / 8 + 3 * (20 + 4 * 15) / 6,  # shrunk to the mean of 15
+        "knapsack": (1 - 0.25**2 - 0.75**2) * 0.25 * 0.75**2,
+        "cero": 0.1875 / 3,
+        "gvm": 1 / (0.25 + 0.001 / 0.25) / 2 + 9 / (1 + 0.001) / 3,
+        "cures": 0.1875 * (0.75 * 1 + 0.25 * 2) ** 2 / 2,
     }
     assert found == pytest.approx(want, rel=1e-12)
-    assert objectives([STEP, STEP], [2, 3, 4, 1])["cero"] == pytest.approx(0.25 / 7), "of the whole record"
+    assert objectives([STEP, STEP], [2, 3, 4, 1])["cero"] == pytest.approx(0.1875 / 7), "of the whole record"
 
 
 def test_what_a_record_does_not_have_is_none():

@@ -56,6 +56,15 @@ def test_largest_gains_are_neymans_for_neymans_value():
         assert n.tolist() == neyman(variance, budget, low, high).tolist()
 
 
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_largest_gains_of_many_prompts(spread):
+    """Of which a sample says where the threshold is; sorted ones, of which a prompt in the middle has most."""
+    variance = np.sort(np.random.default_rng(0).lognormal(0, spread, 20_000))
+    variance[10_001] = 1e6
+    n = largest_gains(lambda i, n: variance[i] / (n * (n + 1)), len(variance), 8 * len(variance), 2, 24)
+    assert n.tolist() == neyman(variance, 8 * len(variance), 2, 24).tolist()
+
+
 def test_knapsack_is_the_maximum_over_every_allocation():
     rng = np.random.default_rng(0)
     for _ in range(60):
