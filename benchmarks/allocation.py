@@ -25,6 +25,7 @@ from measure import machine
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman, waterfill
 from dynamo_megatron.algorithm.allocators.waterfill import published_priority
+from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.evaluation.results import markdown_row
 
 DISTRIBUTIONS = ((0.3, 0.3), (0.5, 1.0), (1.0, 1.0), (0.1, 1.0))  # Beta(a, b) of the success rates
@@ -33,6 +34,15 @@ MEAN = 16  # rollouts a prompt
 PROMPTS = 5000
 SEEDS = 5
 SIZES = (512, 10**4, 10**6)
+WHOLE = {  # timed from history to counts
+    "neyman": {"kind": "neyman"},
+    "neyman energy": {"kind": "neyman", "variance": "energy"},
+    "neyman tokens": {"kind": "neyman", "cost": "tokens"},
+    "knapsack": {"kind": "knapsack"},
+    "cero": {"kind": "cero"},
+    "gvm": {"kind": "gvm"},
+    "cures": {"kind": "cures"},
+}
 HISTORY = 16  # rollouts of each prompt before, where p is estimated; 48 with `neyman, 48 seen`
 SHOWN = {  # in the picture; colours that the colour-blind tell apart
     "waterfill sigma^2, p known": ("#d55e00", "^"),
@@ -117,7 +127,7 @@ def timings() -> list[dict[str, Any]]:
         seen, budget, bounds = np.full(size, HISTORY), MEAN * size, BOUNDS[0]
         plain = (seen.tolist(), priority.tolist(), budget, *bounds, 8)
         assert published_loop(*plain) == waterfill(seen, priority, budget, *bounds, 8).tolist()
-        allocator, ids = seen_by({"kind": "neyman"}, won, HISTORY, bounds)
+        others = {name: seen_by(config, won, HISTORY, bounds) for name, config in WHOLE.items()}
         rows.append(
             {
                 "prompts": size,
@@ -125,7 +135,10 @@ def timings() -> list[dict[str, Any]]:
                 "waterfill": seconds(lambda s=seen, p=priority, b=budget: waterfill(s, p, b, *BOUNDS[0], 8)),
                 "neyman": seconds(lambda p=p, b=budget: neyman(p * (1 - p), b, *BOUNDS[0])),
                 "neyman 2..64": seconds(lambda p=p, b=budget: neyman(p * (1 - p), b, *BOUNDS[1])),
-                "RolloutAllocator, neyman": seconds(lambda a=allocator, i=ids, b=budget: a.allocate(i, b, step=1)),
+                **{
+                    f"RolloutAllocator, {name}": seconds(lambda a=a, i=ids, b=budget: a.allocate(i, b, step=1))
+                    for name, (a, ids) in others.items()
+                },
             }
         )
     return rows
@@ -134,13 +147,28 @@ def timings() -> list[dict[str, Any]]:
 def seen_by(
     config: Mapping[str, Any], won: np.ndarray, trials: int, bounds: tuple[int, int]
 ) -> tuple[RolloutAllocator, list[str]]:
-    """An allocator that has observed `won` of `trials` 0/1 rewards of every prompt in one visit, and the prompts."""
+    """An allocator that has observed `won` of `trials` 0/1 rewards of every prompt in one visit, and the prompts.
+
+    Energies and lengths are drawn, from prompt to prompt very different ones.
+    """
     allocator = RolloutAllocator({**config, "rollout_n_min": bounds[0], "rollout_n_max": bounds[1]})
     ids = [f"p{i}" for i in range(len(won))]
     rates = won / trials
-    columns = (np.full(len(won), float(trials)), won.astype(float), rates, won * (1 - rates))
-    names = ("trials", "successes", "reward_mean", "reward_squares")
-    allocator.load_state_dict({"prompt_ids": ids, **{n: c.tolist() for n, c in zip(names, columns, strict=True)}})
+    scale = np.random.default_rng(0).lognormal(5, 0.7, len(won))
+    right, all_, wrong = won.astype(float), np.full(len(won), float(trials)), trials - won.astype(float)
+    columns = (
+        all_,
+        right,
+        rates,
+        won * (1 - rates),
+        right,
+        scale * right,
+        wrong,
+        2 * scale * wrong,
+        all_,
+        scale * all_,
+    )
+    allocator.load_state_dict({"prompt_ids": ids, **{n: c.tolist() for n, c in zip(COLUMNS, columns, strict=True)}})
     return allocator, ids
 
 

@@ -59,7 +59,8 @@ def lengthen(run: Path, steps: int, prompts: int, history: int) -> None:
     _, folder = latest_checkpoint(run / "checkpoints")
     state, manifest = read_state(folder), read_manifest(folder)
     trials = np.full(history, 8.0)
-    columns = (trials, trials / 2, trials / 16, trials / 4)
+    half = trials / 2
+    columns = (trials, half, trials / 16, trials / 4, half, 9 * half, half, 20 * half, trials, 30 * trials)
     ids = [f"{i:064x}" for i in range(history)]
     state["allocator"] = {"prompt_ids": ids, **dict(zip(COLUMNS, columns, strict=True))}
     (folder / MANIFEST_FILE).unlink()

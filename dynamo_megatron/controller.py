@@ -159,13 +159,14 @@ class Controller:
         now.result = now.result.without(list(found), [note])
 
     def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
-        """The allocator's history takes in reward and energy of each rollout of the round, but for those rejected.
+        """The allocator's history takes in reward, energy and length of each rollout of the round but those rejected.
         `sampled`: all of them, and `stats` of their tokens."""
         fresh, lengths = now.result.batch, sampled.response_lengths
         energies = rollout_energies(stats.logprobs.numpy(), stats.collision.numpy(), lengths)
         if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
             energies = energies / np.maximum(lengths, 1) ** 2
-        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, energies[now.kept])
+        measured = energies[now.kept], lengths[now.kept]
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, *measured)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
         """Which of the step's rollouts are trained on, of all that its rounds sampled. None: another round is needed.

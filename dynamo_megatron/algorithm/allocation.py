@@ -12,7 +12,8 @@ from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
 from dynamo_megatron.algorithm.allocators.neyman import neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
-from dynamo_megatron.algorithm.history import COLUMNS, History
+from dynamo_megatron.algorithm.cost import expected_tokens
+from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
 
@@ -26,9 +27,10 @@ class Allocation:
     step: int
     prompt_ids: list[str]
     counts: np.ndarray  # int64 [N]
-    variance: np.ndarray  # float64 [N], what the allocator went by; waterfill: the priority; neyman: with its floor
+    variance: np.ndarray  # float64 [N], what the allocator went by (its `variance`)
     history: np.ndarray  # bool [N], the prompt was observed before
     strata: list[Hashable] | None = None  # [N], what prior_by says of each
+    tokens: np.ndarray | None = None  # float64 [N], expected of a rollout: its price; None: cost is rollouts
 
     @property
     def history_share(self) -> float:
@@ -44,7 +46,11 @@ class Allocation:
                 "variance": float(self.variance[j]),
                 "history": bool(self.history[j]),
             }
-            yield row if self.strata is None else {**row, "stratum": self.strata[j]}
+            if self.strata is not None:
+                row["stratum"] = self.strata[j]
+            if self.tokens is not None:
+                row["tokens"] = float(self.tokens[j])
+            yield row
 
 
 class RolloutAllocator:
@@ -74,34 +80,48 @@ class RolloutAllocator:
         """How many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
         Their sum is `budget` and each is within the configured bounds; `on_shortfall` says what happens to a budget
-        that does not fit them (ValueError by default). Raises ValueError naming a user's allocator that does not keep
-        its contract.
+        that does not fit them (ValueError by default). With `cost: tokens` the expected tokens are held to those of
+        `budget` rollouts of the batch's mean length: never above, and less than the longest rollout below, unless every
+        prompt has the most rollouts. Raises ValueError naming a user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
         prompts = self.history.of(ids)
-        variance, counts = np.zeros(0), np.zeros(0, np.int64)
+        variance, counts, tokens = np.zeros(0), np.zeros(0, np.int64), None
+        if self.config.cost == "tokens":
+            tokens = expected_tokens(prompts, self.history.pool())
         if ids:
             variance = self._allocator.variance(prompts, self.history.pool())
             self._check_variance(ids, variance)
-            counts = self._allocator.counts(prompts, variance, budget, low, high)
-            self._check_counts(ids, counts, budget, low, high)
+            if tokens is None:
+                counts = self._allocator.counts(prompts, variance, budget, low, high)
+            else:
+                counts = self._allocator.priced_counts(variance, tokens, budget * tokens.mean(), low, high)
+            self._check_counts(ids, counts, low, high)
+            self._check_budget(counts, tokens, budget, high)
             if self.config.kind not in BUILT_IN:
                 again = self._allocator.counts(prompts, variance, budget, low, high)
                 self._hold(np.array_equal(counts, again), "gave other counts when asked twice the same")
         strata = None if self._strata is None else [self._strata.get(i) for i in ids]
-        return Allocation(step, ids, counts, variance, prompts.trials > 0, strata)
+        return Allocation(step, ids, counts, variance, prompts.trials > 0, strata, tokens)
 
     def _check_variance(self, ids: list[str], variance: Any) -> None:
         self._check_array("variance", variance, np.float64, len(ids))
         if (bad := np.flatnonzero(~(np.isfinite(variance) & (variance >= 0)))).size:
             self._hold(False, f"variance of prompt {ids[bad[0]]!r} is {variance[bad[0]]}, not finite and 0 or above")
 
-    def _check_counts(self, ids: list[str], counts: Any, budget: int, low: int, high: int) -> None:
+    def _check_counts(self, ids: list[str], counts: Any, low: int, high: int) -> None:
         self._check_array("counts", counts, np.int64, len(ids))
         if (bad := np.flatnonzero((counts < low) | (counts > high))).size:
             self._hold(False, f"gave prompt {ids[bad[0]]!r} {counts[bad[0]]} rollouts, outside [{low}, {high}]")
-        self._hold(counts.sum() == budget, f"gave {counts.sum()} rollouts in all for a budget of {budget}")
+
+    def _check_budget(self, counts: np.ndarray, tokens: np.ndarray | None, budget: int, high: int) -> None:
+        if tokens is None:
+            self._hold(counts.sum() == budget, f"gave {counts.sum()} rollouts in all for a budget of {budget}")
+            return
+        most = budget * tokens.mean()
+        left, rounding = most - (tokens * counts).sum(), 1e-9 * most
+        assert left >= -rounding and (left < tokens.max() + rounding or (counts == high).all()), left
 
     def _check_array(self, name: str, value: Any, dtype: type, length: int) -> None:
         fits = isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (length,)
@@ -134,21 +154,22 @@ class RolloutAllocator:
         successes: Sequence[bool],
         step: int,
         energy: Sequence[float] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Takes in finished rollouts, one entry each, in any order: float [S] rewards and bool [S] successes.
 
-        `energy`: float [S], as `algorithm.energy.rollout_energies` gives it; None: not known.
-        Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
+        `energy`, float [S]: as `algorithm.energy.rollout_energies` gives it. `lengths`, int [S]: response tokens. None:
+        unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite or out of range.
         """
         by_visit = 0.5 ** (1 / self.config.half_life)
+        observed = Observed.of(prompt_ids, rewards, successes, step, energy, lengths)
         keep = by_visit if self._allocator.forgets else 1.0
-        self.history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
-        if energy is not None:
-            self.history.observe_energy(rewards, energy, by_visit)
+        self.history.observe(observed, keep, only_new=self.config.static)
+        self.history.observe_energy(observed, by_visit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares;
-        energy_line, of all together."""
+        """Plain data that survives JSON: prompt_ids, and of each a number for every column of `History`; energy_line,
+        of all together."""
         state = self.history.state_dict()
         columns = {name: state[name].tolist() for name in (*COLUMNS, "energy_line")}
         return {"prompt_ids": list(state["prompt_ids"]), **columns}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import STRATUM_LEAST, members_of_strata
+from dynamo_megatron.algorithm.success import large_strata
 
 MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt is held for hopeless or solved before it is tried
 STRENGTH_MOST = 16.0  # rollouts: the policy changes, so that more of them are not worth more
@@ -60,11 +60,8 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
 
     if len(pool):
         fill(slice(None), slice(None))
-        peers_of = members_of_strata(pool.strata)
-        for stratum, own in members_of_strata(prompts.strata).items():
-            peers = peers_of.get(stratum, ())
-            if len(peers) >= STRATUM_LEAST:
-                fill(own, peers)
+        for own, peers in large_strata(prompts, pool):
+            fill(own, peers)
     return Baseline(mean, strength, variance=variance)
 
 

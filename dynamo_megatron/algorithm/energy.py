@@ -7,6 +7,8 @@ than wrong ones and have smaller energies.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 RATIO_RANGE = (1.0, 8.0)  # of the energies of wrong over right rollouts; seen: 2 to 8
@@ -66,7 +68,8 @@ class EnergyLine:
     def after(self, rewards: np.ndarray, energies: np.ndarray, keep: float) -> EnergyLine:
         """The line with rollouts taken in, float64 [S] each; those before count `keep` times."""
         fresh = [np.ones_like(rewards), rewards, rewards**2, energies, rewards * energies]
-        return EnergyLine(keep * self.sums + np.sum(fresh, axis=1))
+        exact = [math.fsum(x.tolist()) for x in fresh]  # whatever the order of the rollouts
+        return EnergyLine(keep * self.sums + np.array(exact))
 
     @property
     def score_ratio(self) -> float:

@@ -11,7 +11,12 @@ import numpy as np
 from dynamo_megatron.algorithm.arrays import to_numpy
 from dynamo_megatron.algorithm.energy import EnergyLine
 
-COLUMNS = ("trials", "successes", "reward_mean", "reward_squares")
+REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
+# Of what a rollout was measured: sums. A state without them is one in which nothing was measured.
+MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong", "token_trials", "tokens")
+COLUMNS = (*REWARDS, *MEASURES)
+# A rollout's energy is a sum of squares that float32 may leave this far below 0.
+ROUNDING = 1e-2
 NO_STRATUM = -1
 
 
@@ -25,9 +30,74 @@ class Statistics:
     successes: np.ndarray  # float64 [N]
     reward_mean: np.ndarray  # float64 [N]
     reward_squares: np.ndarray  # float64 [N], sum of squared deviations from reward_mean
+    energy_right_trials: np.ndarray  # float64 [N], right rollouts whose energy is known
+    energy_right: np.ndarray  # float64 [N], the sum of their energies
+    energy_wrong_trials: np.ndarray  # float64 [N]
+    energy_wrong: np.ndarray  # float64 [N]
+    token_trials: np.ndarray  # float64 [N], rollouts whose length is known
+    tokens: np.ndarray  # float64 [N], the sum of their response tokens
 
     def __len__(self) -> int:
         return len(self.trials)
+
+    def take(self, indices: np.ndarray) -> Statistics:
+        """Of the prompts at `indices`, int64 [M]."""
+        columns = {name: getattr(self, name)[indices] for name in ("strata", *COLUMNS)}
+        return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """S finished rollouts, checked."""
+
+    prompt_ids: list[str]
+    rewards: np.ndarray  # float64 [S]
+    successes: np.ndarray  # bool [S]
+    energy: np.ndarray | None  # float64 [S]; None: not measured
+    lengths: np.ndarray | None  # float64 [S], response tokens; None: not counted
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[str],
+        rewards: Any,
+        successes: Any,
+        step: int,
+        energy: Any = None,
+        lengths: Any = None,
+    ) -> Observed:
+        """Raises ValueError naming the argument that has not one entry a rollout, or the prompt whose reward, energy or
+        length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
+        ids = list(prompt_ids)
+        columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
+        numbers = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
+        if any(len(x) != len(ids) for x in numbers.values()):
+            given = ", ".join(f"{len(x)} {name}" for name, x in numbers.items())
+            raise ValueError(f"prompt_ids: {len(ids)} ids and {given} at step {step}; give one of each a rollout")
+        expected = {
+            "rewards": (np.isfinite, "a finite number"),
+            "successes": (lambda x: (x == 0) | (x == 1), "0 or 1"),
+            "energy": (lambda x: np.isfinite(x) & (x >= -ROUNDING), "a finite number, 0 or above"),
+            "lengths": (lambda x: np.isfinite(x) & (x >= 0), "a finite number, 0 or above"),
+        }
+        for name, x in numbers.items():
+            fine, what = expected[name]
+            if (bad := np.flatnonzero(~fine(x))).size:
+                raise ValueError(f"{name}: prompt {ids[bad[0]]!r} has {x[bad[0]]} at step {step}; expected {what}")
+        if energy is not None:
+            numbers["energy"] = np.maximum(numbers["energy"], 0.0)
+        success = numbers["successes"].astype(bool)
+        return cls(ids, numbers["rewards"], success, numbers.get("energy"), numbers.get("lengths"))
+
+    def take(self, rows: np.ndarray) -> Observed:
+        """`rows`: bool [S]."""
+        return Observed(
+            [i for i, taken in zip(self.prompt_ids, rows, strict=True) if taken],
+            self.rewards[rows],
+            self.successes[rows],
+            None if self.energy is None else self.energy[rows],
+            None if self.lengths is None else self.lengths[rows],
+        )
 
 
 class History:
@@ -41,7 +111,7 @@ class History:
         self._start([], np.zeros((len(COLUMNS), 1)))
 
     def _start(self, prompt_ids: list[str], numbers: np.ndarray) -> None:
-        """`numbers` [4, 1 + prompts]: column 0 stands for every prompt that was never seen."""
+        """`numbers` [COLUMNS, 1 + prompts]: column 0 stands for every prompt that was never seen."""
         self._ids, self._numbers = prompt_ids, numbers
         self._column = {i: n for n, i in enumerate(prompt_ids, 1)}
         self._strata = self._strata_of(prompt_ids)
@@ -60,49 +130,22 @@ class History:
         """Every prompt observed so far."""
         return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
 
-    def observe(
-        self,
-        prompt_ids: Sequence[str],
-        rewards: Any,
-        successes: Any,
-        step: int,
-        keep: float,
-        *,
-        only_new: bool = False,
-    ) -> None:
+    def observe(self, observed: Observed, keep: float, *, only_new: bool = False) -> None:
         """Takes in finished rollouts; what was seen before of their prompts counts `keep` times.
 
-        `only_new`: those of prompts without history alone.
-
-        Nothing depends on the order of the rollouts. Raises ValueError naming the argument, or the prompt whose reward
-        is not finite or whose success is not 0 or 1; then nothing is taken in.
+        `only_new`: those of prompts without history alone. Nothing depends on the order of the rollouts. Raises
+        ValueError naming the prompt whose statistics would not be finite; then nothing is taken in.
         """
-        ids = list(prompt_ids)
-        reward, success = to_numpy(rewards, "rewards").astype(np.float64), to_numpy(successes, "successes")
-        if not len(ids) == len(reward) == len(success):
-            raise ValueError(
-                f"prompt_ids: {len(ids)} ids, {len(reward)} rewards and {len(success)} successes at step {step}; "
-                "give one of each a rollout"
-            )
-        if (bad := np.flatnonzero(~np.isfinite(reward))).size:
-            j = bad[0]
-            raise ValueError(
-                f"rewards: prompt {ids[j]!r} has reward {reward[j]} at step {step}; rewards must be finite"
-            )
-        if (bad := np.flatnonzero((success != 0) & (success != 1))).size:
-            j = bad[0]
-            raise ValueError(f"successes: prompt {ids[j]!r} has success {success[j]} at step {step}; expected 0 or 1")
         if only_new:
-            new_ones = np.fromiter((i not in self._column for i in ids), bool, len(ids))
-            ids = [i for i in ids if i not in self._column]
-            reward, success = reward[new_ones], success[new_ones]
+            observed = observed.take(np.array([i not in self._column for i in observed.prompt_ids], bool))
+        ids = observed.prompt_ids
         if not ids:
             return
         visited: dict[str, int] = {}
         index = np.fromiter((visited.setdefault(i, len(visited)) for i in ids), np.int64, len(ids))
         columns = np.fromiter((self._column.get(i, 0) for i in visited), np.int64, len(visited))
         with np.errstate(over="ignore", invalid="ignore"):
-            updated = _merged(self._numbers[:, columns], _visit(index, reward, success.astype(np.float64)), keep)
+            updated = _merged(self._numbers[:, columns], _visit(index, observed), keep)
         _check(list(visited), updated)
         numbers = self._numbers.copy()  # earlier states keep theirs
         if new := sorted(i for i in visited if i not in self._column):
@@ -114,18 +157,10 @@ class History:
         numbers[:, columns] = updated
         self._numbers = numbers
 
-    def observe_energy(self, rewards: Any, energies: Any, keep: float) -> None:
-        """Takes in the energies of finished rollouts, float [S] each; what was seen before counts `keep` times.
-
-        Raises ValueError for an energy that is not finite and 0 or above."""
-        reward, energy = (
-            to_numpy(x, name).astype(np.float64) for x, name in ((rewards, "rewards"), (energies, "energy"))
-        )
-        if len(reward) != len(energy):
-            raise ValueError(f"energy: {len(energy)} entries for {len(reward)} rollouts; give one a rollout")
-        if (bad := np.flatnonzero(~(np.isfinite(energy) & (energy >= 0)))).size:
-            raise ValueError(f"energy: entry {bad[0]} is {energy[bad[0]]}; expected a finite number, 0 or above")
-        self.energy_line = self.energy_line.after(reward, energy, keep)
+    def observe_energy(self, observed: Observed, keep: float) -> None:
+        """Takes finished rollouts of known energy into the energy line; those before count `keep` times."""
+        if observed.energy is not None:
+            self.energy_line = self.energy_line.after(observed.rewards, observed.energy, keep)
 
     def state_dict(self) -> dict[str, Any]:
         """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5].
@@ -136,14 +171,16 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what was seen; the columns may also be lists. Raises ValueError naming the prompt whose statistics
-        contradict each other."""
-        if missing := [name for name in ("prompt_ids", *COLUMNS) if name not in state]:
+        contradict each other. MEASURES may be missing, all of them: nothing was measured then."""
+        measured = any(name in state for name in MEASURES)
+        if missing := [name for name in ("prompt_ids", *(COLUMNS if measured else REWARDS)) if name not in state]:
             raise ValueError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
-        ids, columns = state["prompt_ids"], [state[name] for name in COLUMNS]
+        ids = state["prompt_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
             raise ValueError("state: prompt_ids is not a list of texts")
         if len(set(ids)) != len(ids):
             raise ValueError("state: prompt_ids has a duplicate")
+        columns = [state[name] if name in state else np.zeros(len(ids)) for name in COLUMNS]
         for name, column in zip(COLUMNS, columns, strict=True):
             _check_column(ids, name, column)
         numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
@@ -175,38 +212,48 @@ def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarra
     return Statistics(prompt_ids, strata, *numbers)
 
 
-def _visit(index: np.ndarray, rewards: np.ndarray, successes: np.ndarray) -> np.ndarray:
-    """COLUMNS [4, prompts] of the rollouts of one call; `index` says whose each is."""
+def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
+    """COLUMNS [columns, prompts] of the rollouts of one call; `index` says whose each is."""
+    rewards, right = observed.rewards, observed.successes
     order = np.lexsort((rewards, index))
-    trials = np.bincount(index)
+    trials, wins = np.bincount(index), np.bincount(index, right)
     starts = np.cumsum(trials) - trials
     # Measured from the prompt's lowest reward, equal rewards leave no rounding error behind.
     lowest = rewards[order][starts]
     above = rewards[order] - np.repeat(lowest, trials)
     mean = np.add.reduceat(above, starts) / trials
     squares = np.add.reduceat((above - np.repeat(mean, trials)) ** 2, starts)
-    return np.stack([trials, np.bincount(index, successes), lowest + mean, squares])
+    energies, tokens = np.zeros((4, len(trials))), np.zeros((2, len(trials)))
+    if observed.energy is not None:
+        order = np.lexsort((observed.energy, index))  # sums of floats depend on the order
+        of_right, of_wrong = (
+            np.bincount(index[order], (observed.energy * chosen)[order]) for chosen in (right, ~right)
+        )
+        energies = np.stack([wins, of_right, trials - wins, of_wrong])
+    if observed.lengths is not None:
+        tokens = np.stack([trials, np.bincount(index, observed.lengths)])
+    return np.concatenate([[trials, wins, lowest + mean, squares], energies, tokens])
 
 
 def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
-    trials, successes, mean, squares = old
-    trials = keep * trials
-    total = trials + visit[0]
+    trials, _, mean, squares = old[: len(REWARDS)]
+    weight = keep * trials
+    merged = keep * old + visit  # right for all that are sums
     shift = visit[2] - mean
-    return np.stack(
-        [
-            total,
-            keep * successes + visit[1],
-            mean + shift * visit[0] / total,
-            keep * squares + visit[3] + shift * shift * (trials * visit[0] / total),
-        ]
-    )
+    merged[2] = mean + shift * visit[0] / merged[0]
+    merged[3] = keep * squares + visit[3] + shift * shift * (weight * visit[0] / merged[0])
+    return merged
 
 
 def _check(prompt_ids: Sequence[str], numbers: np.ndarray) -> None:
-    trials, successes, _, squares = numbers
-    fine = np.isfinite(numbers).all(axis=0) & (successes >= 0) & (successes <= trials) & (trials > 0) & (squares >= 0)
+    columns = dict(zip(COLUMNS, numbers, strict=True))
+    trials, successes = columns["trials"], columns["successes"]
+    fine = np.isfinite(numbers).all(axis=0) & (successes <= trials) & (trials > 0)
+    for name in (*COLUMNS[:2], *COLUMNS[3:]):  # a mean reward may be below 0
+        fine &= columns[name] >= 0
+    for name, most in (("energy_right", successes), ("energy_wrong", trials), ("token", trials)):
+        fine &= columns[f"{name}_trials"] <= most
     if not fine.all():
         j = int(np.flatnonzero(~fine)[0])
-        shown = ", ".join(f"{name} {x}" for name, x in zip(COLUMNS, numbers[:, j].tolist(), strict=True))
+        shown = ", ".join(f"{name} {x[j]}" for name, x in columns.items())
         raise ValueError(f"prompt {prompt_ids[j]!r}: its statistics contradict each other: {shown}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.energy_variance import energy_variance
 from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
 
 # Prior strength a + b in rollouts: what a fit is held to, and what stands where nothing can be fitted.
@@ -83,30 +84,50 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, empirical).
+    """Of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy, empirical).
 
     What a prompt has not shown is taken from `pool`: from the prompts of its stratum, or from all of them where it has
     no stratum or one with fewer than STRATUM_LEAST prompts in the pool.
     """
-
-    def of(own: Any, peers: Any) -> np.ndarray:
-        trials, peer_trials = prompts.trials[own], pool.trials[peers]
-        if model == "empirical":
-            return empirical(prompts.reward_squares[own], trials, pool.reward_squares[peers], peer_trials)
-        a, b = beta_prior(pool.successes[peers], peer_trials)
-        successes = prompts.successes[own]
-        return {"bernoulli": bernoulli, "surprise": surprise}[model](a + successes, b + trials - successes)
-
-    variance = of(slice(None), slice(None))
-    peers_of = members_of_strata(pool.strata)
-    for stratum, own in members_of_strata(prompts.strata).items():
-        peers = peers_of.get(stratum, ())
-        if len(peers) >= STRATUM_LEAST:
-            variance[own] = of(own, peers)
+    variance = _variance(model, prompts, pool)
+    for own, peers in large_strata(prompts, pool):
+        variance[own] = _variance(model, prompts.take(own), pool.take(peers))
     return variance
 
 
-def members_of_strata(strata: np.ndarray) -> dict[int, np.ndarray]:
+def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1), under the prior of their stratum as above."""
+    rate = _rate(prompts, pool)
+    for own, peers in large_strata(prompts, pool):
+        rate[own] = _rate(prompts.take(own), pool.take(peers))
+    return rate
+
+
+def _rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    a, b = beta_prior(pool.successes, pool.trials)
+    return (a + prompts.successes) / (a + b + prompts.trials)
+
+
+def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
+    if model == "empirical":
+        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
+    prior = beta_prior(pool.successes, pool.trials)
+    if model == "energy":
+        return energy_variance(prompts, pool, prior)
+    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
+    return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
+
+
+def large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The indices of a stratum's prompts in each of the two, where the pool has enough."""
+    peers_of = _members(pool.strata)
+    for stratum, own in _members(prompts.strata).items():
+        peers = peers_of.get(stratum, ())
+        if len(peers) >= STRATUM_LEAST:
+            yield own, peers
+
+
+def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
     """stratum -> the indices of its prompts, NO_STRATUM left out."""
     if (strata == NO_STRATUM).all():
         return {}

@@ -9,18 +9,20 @@ from pydantic import Field, field_validator, model_validator
 from dynamo_megatron.config.method import Positive, Section
 from dynamo_megatron.runtime.user_code import SPEC
 
-ALLOCATORS = ("uniform", "waterfill", "neyman")
+ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
 
 
 class AllocationConfig(Section):
-    kind: str = "neyman"  # uniform, waterfill, neyman or module:Class
+    kind: str = "neyman"  # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
-    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half (neyman)
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half; not waterfill, cero
     static: bool = False  # learn from a prompt's first visit alone
-    variance: Literal["bernoulli", "surprise", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
+    # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
+    variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"
+    cost: Literal["rollouts", "tokens"] = "rollouts"  # neyman: what is held to the budget; tokens: expected ones
     prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
@@ -37,6 +39,8 @@ class AllocationConfig(Section):
     def _bounds(self) -> AllocationConfig:
         if self.rollout_n_min > self.rollout_n_max:
             raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
+        if self.cost == "tokens" and self.kind != "neyman":
+            raise ValueError(f"cost: tokens is for kind: neyman alone, not {self.kind}")
         return self
 
     def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:

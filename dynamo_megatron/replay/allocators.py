@@ -22,6 +22,8 @@ def parse_allocator(text: str, recording: Recording) -> AllocationConfig:
     """
     kind, *rest = text.split(",")
     words = [kind if "=" in kind else f"kind={kind}", *rest]
+    if words[0].startswith("kind=") and words[0] != "kind=neyman":
+        words.insert(0, "cost=rollouts")  # the run's own may be tokens, which is for neyman alone
     if any(word.startswith("budget=") for word in words):
         raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
     return _allocation(recording, words)

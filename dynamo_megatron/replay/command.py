@@ -10,6 +10,7 @@ from typing import Any
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, verl_files
+from dynamo_megatron.replay.objectives import OBJECTIVES
 from dynamo_megatron.replay.outcomes import Outcomes, outcomes
 from dynamo_megatron.replay.recording import Recording, read_run
 from dynamo_megatron.reports.report import rate_classes
@@ -59,7 +60,7 @@ def _read(folder: Path, threshold: float | None, reward_key: str | None) -> Reco
 
 
 def _text(result: Outcomes) -> str:
-    return "\n\n".join([_heading(result), _measures(result), _classes(result)])
+    return "\n\n".join([_heading(result), _measures(result), _objectives(result), _classes(result)])
 
 
 def _heading(result: Outcomes) -> str:
@@ -105,6 +106,19 @@ def _measures(result: Outcomes) -> str:
         f"The oracle knows p; it has the step's budget and {result.base.rollout_n_min} to {result.base.rollout_n_max} "
         "rollouts for a prompt. Every allocator saw what was sampled: what more rollouts would have shown it, nobody "
         "knows. Difficulty is 1 - p."
+    )
+
+
+def _objectives(result: Outcomes) -> str:
+    lines = [markdown_row(["allocator", *OBJECTIVES]), markdown_row(["---"] + ["---:"] * len(OBJECTIVES))]
+    for name, m in result.measures.items():
+        lines.append(markdown_row([name, *(_number(m["objectives_to_uniform"][key]) for key in OBJECTIVES)]))
+    meaning = "\n".join(f"- {name}: {text}" for name, text in OBJECTIVES.items())
+    source = "from the server's logprobs, within a factor of 2 for a token" if result.energies else "not in the record"
+    return (
+        "## What each of them optimises, uniform = 1\n\n"
+        + "\n".join(lines)
+        + f"\n\nOf the whole record's p, energies and lengths. Energies are {source}.\n\n{meaning}"
     )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator, parse_allocator
+from dynamo_megatron.replay.objectives import Objectives
 from dynamo_megatron.replay.recording import Recording
 from dynamo_megatron.replay.what_if import Difference
 
-DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman")
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Outcomes:
         """Expected variance of every step, float64 [steps]: sum of p(1-p)/n over its visits."""
         return np.bincount(self.recording.step_index, what_if.expected_variance(self.rates, counts))
 
+    @property
+    def energies(self) -> bool:
+        """Whether the record has estimates of them."""
+        return any(step.energy is not None for step in self.recording.steps)
+
     @cached_property
     def degenerate_share(self) -> float:
         """Of the groups that were sampled."""
@@ -45,6 +51,8 @@ class Outcomes:
         """name -> plain numbers; None where there is nothing to compare."""
         least = self.variance(self.counts["oracle"]).sum()
         even = self.variance(self.uniform).sum()
+        objectives = Objectives(self.recording.steps, self.rates)
+        evenly = objectives.of(self.uniform)
         found = {}
         for name, counts in self.counts.items():
             variance = self.variance(counts)
@@ -55,8 +63,16 @@ class Outcomes:
                 "to_oracle": float(variance.sum() / least) if least else None,
                 "degenerate_expected": float(what_if.degenerate_chance(self.rates, counts).mean()),
                 "rank_correlation": what_if.rank_correlation(counts, 1 - self.rates),
+                "objectives_to_uniform": {
+                    key: value / evenly[key] if evenly[key] else None for key, value in objectives.of(counts).items()
+                },
             }
         return found
+
+
+def by_energy(config: AllocationConfig) -> bool:
+    """Whether the allocator goes by the energies of rollouts."""
+    return config.kind in ("gvm", "cures") or config.variance == "energy"
 
 
 def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
@@ -65,11 +81,13 @@ def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
     Raises ValueError for an allocator that is not understood or does not fit the budget.
     """
     steps, base = recording.steps, base_allocator(recording)
-    checked = recording.trainer == "dynamo-megatron"
+    ours = recording.trainer == "dynamo-megatron"
+    # A record has only estimates of energies, and with prices not the budget that its rollouts were bought with.
+    checked = ours and not by_energy(base) and base.cost == "rollouts"
     rates, recorded = what_if.success_rates(steps), what_if.given(steps)
     difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) if checked else None
     uniform = parse_allocator("uniform", recording)
-    counts = {f"as recorded ({base.kind})" if checked else "as recorded": recorded}
+    counts = {f"as recorded ({base.kind})" if ours else "as recorded": recorded}
     configs: dict[str, AllocationConfig] = {}
     for text in asked if asked else DEFAULT_ALLOCATORS:
         config = parse_allocator(text, recording)

@@ -11,7 +11,16 @@ from matplotlib.figure import Figure  # without pyplot a figure is drawn by Agg,
 from dynamo_megatron.replay.outcomes import Outcomes
 from dynamo_megatron.reports.picture import BLUE, GREY, ORANGE, moving_average, rate_bins
 
-COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
+COLOURS = (
+    BLUE,
+    ORANGE,
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#882255",
+    "#999933",
+)  # told apart by the colour-blind, too
 ORACLE = "#000000"
 WINDOW = 10  # steps of the moving average
 

@@ -27,6 +27,8 @@ class RecordedStep:
     dispatch: np.ndarray  # int64 [S], which of the N a rollout belongs to
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
+    energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 of the server: half of the energy to all of it
+    lengths: np.ndarray | None = None  # int64 [S], response tokens
 
     @property
     def budget(self) -> int:
@@ -107,12 +109,15 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
                     f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
                     "copy the whole folder of the run"
                 )
-            observed.extend((index, r.reward, r.success) for r in group[:n] if r.status not in NOT_TRAINED)
+            observed.extend((index, r) for r in group[:n] if r.status not in NOT_TRAINED)
+        rollouts = [rollout for _, rollout in observed]
         yield RecordedStep(
             step=step,
             prompt_ids=[row["prompt_id"] for row in dispatches],
             given=np.array([row["n"] for row in dispatches], np.int64),
-            dispatch=np.array([index for index, _, _ in observed], np.int64),
-            rewards=np.array([reward for _, reward, _ in observed], np.float64),
-            successes=np.array([success for _, _, success in observed], bool),
+            dispatch=np.array([index for index, _ in observed], np.int64),
+            rewards=np.array([rollout.reward for rollout in rollouts], np.float64),
+            successes=np.array([rollout.success for rollout in rollouts], bool),
+            energy=np.array([((1 - np.exp(r.engine_logprobs)) ** 2).sum() for r in rollouts], np.float64),
+            lengths=np.array([len(rollout.engine_logprobs) for rollout in rollouts], np.int64),
         )

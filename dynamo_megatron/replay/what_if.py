@@ -38,7 +38,7 @@ def replay(
     for step in steps:
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
         observed = [step.prompt_ids[i] for i in step.dispatch]
-        allocator.observe(observed, step.rewards, step.successes, step.step)
+        allocator.observe(observed, step.rewards, step.successes, step.step, step.energy, step.lengths)
     return np.concatenate(counts)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_megatron.algorithm import success
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, success_variance, waterfill
-from dynamo_megatron.algorithm.history import COLUMNS
+from dynamo_megatron.algorithm.history import COLUMNS, MEASURES, REWARDS
 from dynamo_megatron.algorithm.success import STRATUM_LEAST
 from dynamo_megatron.config import AllocationConfig
 
@@ -16,6 +16,7 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "surprise"},
+    {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
 ]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
@@ -31,7 +32,13 @@ def observe(allocator, outcomes, step=1):
 def numbers(allocator, prompt_id):
     """[trials, successes, reward mean, sum of squared deviations] of a prompt."""
     state = allocator.state_dict()
-    return [state[name][state["prompt_ids"].index(prompt_id)] for name in COLUMNS]
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in REWARDS]
+
+
+def measures(allocator, prompt_id):
+    """[right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt."""
+    state = allocator.state_dict()
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in MEASURES]
 
 
 @every_config
@@ -177,6 +184,49 @@ def test_visits_merge_to_the_variance_of_all_rewards():
     assert numbers(allocator, "a") == pytest.approx([30, 0, rewards.mean(), 30 * rewards.var()])
 
 
+@every_config
+def test_order_of_measured_rollouts_does_not_matter(config):
+    rng = np.random.default_rng(3)
+    who = np.repeat([f"p{i}" for i in range(20)], 9)
+    right, energy, lengths = rng.uniform(size=180) < 0.6, rng.lognormal(size=180), rng.integers(0, 999, 180)
+    states = []
+    for order in (np.arange(180), rng.permutation(180)):
+        allocator = RolloutAllocator(config)
+        columns = [right[order] * 1.0, right[order], 1, energy[order], lengths[order]]
+        allocator.observe(who[order].tolist(), *columns)
+        states.append(allocator.state_dict())
+    assert states[0] == states[1]
+
+
+def test_energies_and_lengths_are_summed_of_what_was_measured_and_forgotten_like_the_rewards():
+    allocator = RolloutAllocator({"half_life": 1})
+    ids, right = ["a", "a", "b", "a"], np.array([True, False, True, True])
+    allocator.observe(ids, right * 1.0, right, 1, energy=[1.5, 4.0, 7.0, 2.5], lengths=np.array([3, 9, 0, 4]))
+    assert measures(allocator, "a") == [2, 4.0, 1, 4.0, 3, 16] and measures(allocator, "b") == [1, 7.0, 0, 0, 1, 0]
+    allocator.observe(["a", "a"], [0.0, 1.0], [False, True], 2)
+    assert numbers(allocator, "a")[:2] == [3.5, 2.0], "the rollouts count"
+    assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0, 1.5, 8], "their energies and lengths are not known"
+    allocator.observe(["a"], [1.0], [True], 3, energy=np.array([-1e-4], np.float32))
+    assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0, 0.75, 4], "rounding below 0 is 0"
+    static = RolloutAllocator({"static": True})
+    static.observe(["a"], [1.0], [True], 1, energy=[1.0], lengths=[2])
+    static.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[2.0, 3.0], lengths=[4, 5])
+    assert measures(static, "a") == [1, 1.0, 0, 0, 1, 2] and measures(static, "b") == [0, 0, 1, 3.0, 1, 5]
+
+
+def test_a_state_from_before_energies_and_lengths_is_one_without_them():
+    measured, before = RolloutAllocator({"half_life": 1}), RolloutAllocator({"half_life": 1})
+    measured.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[1.0, 2.0], lengths=[5, 6])
+    state = measured.state_dict()
+    before.load_state_dict({name: x for name, x in state.items() if name not in MEASURES})
+    assert measures(before, "a") == [0] * 6 and numbers(before, "a") == numbers(measured, "a")
+    before.observe(["a"], [1.0], [True], 2, energy=[3.0], lengths=[7])
+    assert measures(before, "a") == [1, 3.0, 0, 0, 1, 7]
+    del state["tokens"]
+    with pytest.raises(ValueError, match="state: no tokens in it"):
+        before.load_state_dict(state)
+
+
 def test_where_success_is_not_spread_neyman_costs_little():
     """Sum p(1-p)/n against uniform's after one visit of 16 each, where the optimum is .99."""
     rng = np.random.default_rng(0)
@@ -215,7 +265,7 @@ def unseen(outcomes):
     return success.bernoulli(*success.beta_prior(k, g))
 
 
-@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "empirical"])
+@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "energy", "empirical"])
 def test_strata_that_are_all_the_same_change_nothing(variance):
     rng = np.random.default_rng(0)
     ids = [f"p{i}" for i in range(40)]
@@ -247,7 +297,7 @@ def test_a_million_prompts():
     trials = rng.integers(1, 40, len(ids))
     won = rng.binomial(trials, rng.beta(0.3, 0.3, len(ids)))
     squares = won * (1 - won / trials)
-    columns = zip(COLUMNS, (trials, won, won / trials, squares), strict=True)
+    columns = zip(REWARDS, (trials, won, won / trials, squares), strict=True)
     allocator = RolloutAllocator({"rollout_n_min": 1}, {i: n % 1000 for n, i in enumerate(ids)})
     allocator.load_state_dict({"prompt_ids": ids, **{name: x.tolist() for name, x in columns}})
 
@@ -262,7 +312,7 @@ def test_a_million_prompts():
     who = [i for i in ids[:512] for _ in range(16)]
     assert seconds(lambda: allocator.observe(who, np.ones(len(who)), np.ones(len(who)), 2)) < 0.5
     assert seconds(lambda: allocator.observe(ids, won > 0, won > 0, 3)) < 5
-    assert seconds(allocator.state_dict) < 1
+    assert seconds(allocator.state_dict) < 2.5
 
 
 def test_shortfall():
@@ -281,6 +331,10 @@ def test_shortfall():
         ((["bad", "bad"], [1e200, -1e200], [False, False], 3), "'bad'"),
         ((["x", "bad"], [0.0, 1.0], [0, 2], 3), "'bad'.*2"),
         ((["x"], [0.0, 1.0], [True, True], 3), "prompt_ids"),
+        ((["x"], [0.0], [True], 3, [1.0, 2.0]), "prompt_ids: 1 ids and 1 rewards, 1 successes, 2 energy"),
+        ((["x", "bad"], [0.0, 1.0], [0, 1], 3, [1.0, np.nan]), "energy: prompt 'bad' has nan"),
+        ((["x", "bad"], [0.0, 1.0], [0, 1], 3, [1.0, -1.0]), "energy: prompt 'bad' has -1.0"),
+        ((["x", "bad"], [0.0, 1.0], [0, 1], 3, None, [2, -1]), "lengths: prompt 'bad' has -1.0"),
     ],
 )
 def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message):
@@ -307,10 +361,31 @@ def test_a_contradictory_state_names_the_prompt_and_changes_nothing(bad):
     observe(allocator, {"known": (1, 4)})
     before = allocator.state_dict()
     columns = zip([2, 1, 0.5, 0.5], bad, strict=True)
-    state = {"prompt_ids": ["fine", "bad"], **{n: list(x) for n, x in zip(COLUMNS, columns, strict=True)}}
+    state = {"prompt_ids": ["fine", "bad"], **{n: list(x) for n, x in zip(REWARDS, columns, strict=True)}}
     with pytest.raises(ValueError, match="'bad'"):
         allocator.load_state_dict(state)
     assert allocator.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"energy_right_trials": 2.0},
+        {"energy_wrong_trials": 5.0},
+        {"token_trials": 5.0},
+        {"energy_wrong": -1.0},
+        {"energy_right": np.inf},
+        {"tokens": -1.0},
+    ],
+)
+def test_contradictory_measures_name_the_prompt(change):
+    allocator = RolloutAllocator({})
+    observe(allocator, {"fine": (1, 4), "bad": (1, 4)})
+    state = allocator.state_dict()
+    for name, value in change.items():
+        state[name][state["prompt_ids"].index("bad")] = value
+    with pytest.raises(ValueError, match=f"'bad'.*{next(iter(change))}"):
+        allocator.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

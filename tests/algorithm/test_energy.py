@@ -79,9 +79,14 @@ def test_earlier_steps_are_forgotten():
 
 
 @pytest.mark.parametrize(
-    ("energy", "says"), [([1.0], "1 entries for 2"), ([1, -1], "entry 1 is -1"), ([1, np.nan], "entry 1")]
+    ("energy", "says"),
+    [
+        ([1.0], "prompt_ids: 2 ids and 2 rewards, 2 successes, 1 energy"),
+        ([1, -1], "energy: prompt 'a' has -1"),
+        ([1, np.nan], "energy: prompt 'a' has nan"),
+    ],
 )
 def test_wrong_energies_are_refused(energy, says):
     allocator = RolloutAllocator({})
-    with pytest.raises(ValueError, match=f"energy: {says}"):
+    with pytest.raises(ValueError, match=says):
         allocator.observe(["a", "a"], [1, 0], [True, False], 1, energy=energy)

@@ -30,7 +30,7 @@ def refused(capsys, *arguments) -> str:
 
 def table(text: str) -> dict[str, list[str]]:
     """The rows of the first table by their first cell."""
-    lines = text.split("## Mean rollouts")[0].splitlines()
+    lines = text.split("## What each")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
     return {row[0]: row[1:] for row in rows[2:]}
 
@@ -43,9 +43,12 @@ def test_a_run(run, capsys):
     assert {path.name for path in run.iterdir()} - before == {"replay.md", "replay.json", "replay.png"}
     assert (run / "replay.md").read_text().startswith(text.split("\n\nThis text is in")[0])
     rows = table(text)
-    assert list(rows) == ["as recorded (neyman)", "uniform", "waterfill", "oracle"]
+    others = ["waterfill", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures"]
+    assert list(rows) == ["as recorded (neyman)", "uniform", *others, "oracle"]
     assert all(row[0] == "768" for row in rows.values())
     assert rows["uniform"][1] == "1.000" and rows["uniform"][-1] == "-" and rows["oracle"][2] == "1.000"
+    (even,) = (x for x in text.split("## What each of them")[1].splitlines() if x.startswith("| uniform |"))
+    assert even.count("1.000") == 6
     assert float(rows["oracle"][1]) < float(rows["as recorded (neyman)"][1]) < 1
     with Image.open(run / "replay.png") as picture:
         assert picture.width >= 1000
@@ -99,7 +102,7 @@ def test_dumps_of_other_trainers(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     rows = table(text)
-    assert list(rows) == ["as recorded", "uniform", "waterfill", "neyman", "oracle"]
+    assert list(rows)[:4] == ["as recorded", "uniform", "waterfill", "neyman"] and len(rows) == 10
     assert rows["as recorded"][1] == "1.000" and float(rows["neyman"][1]) < 1
     assert all(row[0] == str(4 * 6 * 32) for row in rows.values())
     assert "it has the step's budget and 8 to 96 rollouts for a prompt" in text
@@ -121,7 +124,7 @@ def test_a_record_in_which_nothing_is_ever_right(tmp_path, capsys):
     [
         (
             ["--allocator", "nyman"],
-            "algorithm.allocation.kind: 'nyman' is unknown; give uniform, waterfill, neyman or module:Class",
+            "algorithm.allocation.kind: 'nyman' is unknown; give uniform, waterfill, neyman, knapsack, cero, ",
         ),
         (["--allocator", "neyman,varience=surprise"], "did you mean algorithm.allocation.variance?"),
         (["--allocator", "neyman,half_life"], "'algorithm.allocation.half_life': neither a file nor key=value"),

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
+from dynamo_megatron.algorithm.allocators.cero import Cero
+from dynamo_megatron.algorithm.allocators.cures import Cures
+from dynamo_megatron.algorithm.allocators.gvm import Gvm
+from dynamo_megatron.algorithm.allocators.knapsack import Knapsack
 from dynamo_megatron.algorithm.allocators.neyman import Neyman
 from dynamo_megatron.algorithm.allocators.uniform import Uniform
 from dynamo_megatron.algorithm.allocators.waterfill import Waterfill
 from dynamo_megatron.runtime.user_code import load_callable
 
-BUILT_IN = {"uniform": Uniform, "waterfill": Waterfill, "neyman": Neyman}
+BUILT_IN = {
+    "uniform": Uniform,
+    "waterfill": Waterfill,
+    "neyman": Neyman,
+    "knapsack": Knapsack,
+    "cero": Cero,
+    "gvm": Gvm,
+    "cures": Cures,
+}
 
 
 def load_allocator(kind: str) -> type[Allocator]:

@@ -1,4 +1,4 @@
-"""What the allocations' arguments have in common."""
+"""What the allocations' arguments and results have in common."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def checked(values: Array, name: str, least: int, low: int, high: int) -> np.nda
     if (bad := np.flatnonzero(~(np.isfinite(result) & (result >= 0)))).size:
         raise ValueError(f"{name}: entry {bad[0]} is {result[bad[0]]}; expected a finite number, 0 or above")
     return result
+
+
+def settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """Into the bounds and onto the budget: one by one in index order, round after round."""
+    n = np.clip(n, low, high)
+    while missing := budget - int(n.sum()):
+        step = 1 if missing > 0 else -1
+        room = np.flatnonzero(n < high if step > 0 else n > low)
+        n[room[: abs(missing)]] += step
+    return n

@@ -1,4 +1,4 @@
-"""The exact optimum of the theory (DynaMO, arXiv 2602.19208, with integer counts and bounds)."""
+"""The exact optimum of the theory (DynaMO, arXiv 2602.19208, with integer counts and bounds), with prices too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dynamo_megatron.algorithm.allocators.checks import checked
 from dynamo_megatron.algorithm.arrays import Array, like
 from dynamo_megatron.algorithm.history import Statistics
 
+# Relative: counts that cost the budget exactly are not refused for the rounding of a sum.
+ROUNDING = 1e-12
+
 
 class Neyman(Allocator):
     """Minimises sum_i v_i / n_i, v_i the expected variance and a floor, `variance_floor` times the batch's mean."""
@@ -18,8 +21,12 @@ class Neyman(Allocator):
         return variance + self.config.variance_floor * variance.mean()
 
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return self.priced_counts(variance, np.ones(len(prompts)), budget, low, high)
+
+    def priced_counts(self, variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
+        """As `priced`, by the variances [N] that `variance` gave."""
         # Where nothing varies all are the same to the objective; an even spread then, not the lower indices first.
-        return neyman(variance if variance.any() else np.ones(len(prompts)), budget, low, high)
+        return priced(variance if variance.any() else np.ones(len(variance)), price, budget, low, high)
 
 
 def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:
@@ -32,42 +39,53 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
     Raises ValueError for bounds that contradict each other or a variance that is negative or not finite.
     """
     v = checked(variance, "variance", 1, rollout_n_min, rollout_n_max)
-    low, high = rollout_n_min, rollout_n_max
-    budget = min(max(budget, len(v) * low), len(v) * high)
-    n = _below_optimum(v, budget, low, high)
-    assert n.sum() <= budget
-    while left := budget - int(n.sum()):
-        open_ = np.flatnonzero((n < high) & (v > 0))
+    budget = min(max(budget, len(v) * rollout_n_min), len(v) * rollout_n_max)
+    return like(priced(v, np.ones(len(v)), budget, rollout_n_min, rollout_n_max), variance)
+
+
+def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
+    """`neyman` where a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
+
+    Takes the largest gains variance_i / (n (n + 1) price_i) one by one until the next one costs more than is left. So
+    what is left is less than a rollout's price, unless all have `high`, and no counts that cost as little reach a
+    smaller sum variance / n. (Counts that use up the rest may: a knapsack problem.) low sum price <= budget is given.
+    """
+    n = _below_optimum(variance, price, budget, low, high)
+    while True:
+        left = budget * (1 + ROUNDING) - float((price * n).sum())
+        open_ = np.flatnonzero((n < high) & (variance > 0))
         if not len(open_):
-            return like(_fill_in_order(n, left, high), variance)
-        have = n[open_].astype(np.float64)
-        gain = v[open_] / (have * (have + 1))
-        after = np.where(have + 1 < high, v[open_] / ((have + 1) * (have + 2)), -np.inf)
+            return _fill_in_order(n, price, left, high)
+        have, per_price = n[open_].astype(np.float64), variance[open_] / price[open_]
+        gain = per_price / (have * (have + 1))
+        after = np.where(have + 1 < high, per_price / ((have + 1) * (have + 2)), -np.inf)
         # A first gain above every second gain is among the next to be taken whatever the order of the rest. There is
         # always one, unless the gains are so small (1e-300) that a first and its second gain are the same number.
         ready = np.flatnonzero(gain > after.max())
         if not len(ready):
             ready = np.array([gain.argmax()])
-        if len(ready) > left:
-            ready = ready[np.argsort(-gain[ready], kind="stable")[:left]]
-        n[open_[ready]] += 1
-    return like(n, variance)
+        ready = ready[np.argsort(-gain[ready], kind="stable")]
+        fits = np.cumsum(price[open_[ready]]) <= left
+        n[open_[ready[fits]]] += 1
+        if not fits.all():
+            return n
 
 
-def _below_optimum(v: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-    """Counts that are nowhere above the optimum and few rollouts short of it, by bisection on the gain.
+def _below_optimum(v: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
+    """Counts that are nowhere above the optimum and few rollouts short of it, by bisection on the gain per price.
 
-    Taking every rollout that gains more than t = 1 / s leaves n with n (n + 1) >= v s. One less than that stays below
-    the optimum in spite of rounding.
+    Taking every rollout that gains more than t = 1 / s leaves n with n (n + 1) >= v s / price. One less than that stays
+    below the optimum in spite of rounding.
     """
     n = np.full(len(v), low, np.int64)
-    positive = v[v > 0]
-    if not len(positive) or budget <= low * len(v):
+    value = v / price
+    positive = value[value > 0]
+    if not len(positive) or budget <= low * price.sum():
         return n
 
     def counts(log_s: float) -> np.ndarray:
         with np.errstate(over="ignore"):
-            root = np.sqrt(1 + 4 * v * np.exp(log_s))
+            root = np.sqrt(1 + 4 * value * np.exp(log_s))
         return np.clip(np.ceil((root - 1) / 2), low, high)
 
     below = np.log(low) - np.log(positive.max())
@@ -76,18 +94,18 @@ def _below_optimum(v: np.ndarray, budget: int, low: int, high: int) -> np.ndarra
     for _ in range(64):
         middle = (below + above) / 2
         trial = counts(middle)
-        missing = budget - trial.sum()
+        missing = budget - (price * trial).sum()
         if missing < 0:
             above = middle
             continue
         below, best = middle, trial
-        if missing <= len(v) // 64:
+        if missing <= price.sum() / 64:
             break
     return n if best is None else np.maximum(best.astype(np.int64) - 1, low)
 
 
-def _fill_in_order(n: np.ndarray, left: int, high: int) -> np.ndarray:
-    """`left` more, each prompt up to `high` before the next one."""
+def _fill_in_order(n: np.ndarray, price: np.ndarray, left: float, high: int) -> np.ndarray:
+    """As many more as `left` pays for, each prompt up to `high` before the next one."""
     room = high - n
-    before = np.cumsum(room) - room
-    return n + np.clip(left - before, 0, room)
+    before = np.cumsum(price * room) - price * room
+    return n + np.clip(np.floor((left - before) / price), 0, room).astype(np.int64)

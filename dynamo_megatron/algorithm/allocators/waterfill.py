@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
-from dynamo_megatron.algorithm.allocators.checks import checked
+from dynamo_megatron.algorithm.allocators.checks import checked, settle
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import success_variance
@@ -72,7 +72,7 @@ def waterfill(
     if short.any():
         n = n + (short if short.sum() <= rest else short * rest // short.sum())
     n = _share_by_priority(n, share, budget, high)
-    return like(_settle(n, budget, low, high), priority)
+    return like(settle(n, budget, low, high), priority)
 
 
 def _scale_down(need: np.ndarray, budget: int, low: int) -> np.ndarray:
@@ -102,14 +102,4 @@ def _share_by_priority(n: np.ndarray, priority: np.ndarray, budget: int, high: i
         largest = np.argsort(-(exact - whole), kind="stable")[: max(0, rest - int(whole.sum()))]
         whole[largest] += 1
         n[open_] = np.minimum(n[open_] + whole, high)
-    return n
-
-
-def _settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-    """Into the bounds and onto the budget: one by one in index order, round after round."""
-    n = np.clip(n, low, high)
-    while missing := budget - int(n.sum()):
-        step = 1 if missing > 0 else -1
-        room = np.flatnonzero(n < high if step > 0 else n > low)
-        n[room[: abs(missing)]] += step
     return n

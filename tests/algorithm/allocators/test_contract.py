@@ -18,7 +18,13 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "surprise"},
+    {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
+    {"kind": "neyman", "cost": "tokens"},
+    {"kind": "knapsack"},
+    {"kind": "cero"},
+    {"kind": "gvm"},
+    {"kind": "cures"},
     {"kind": f"{__name__}:HardestFirst"},
 ]
 

@@ -1,0 +1,123 @@
+"""The variance of a prompt's gradient from the energies of its rollouts.
+
+A rollout's energy S = sum_t (1 - 2 pi_t + sum_v pi_v^2) is the squared norm of the gradient of its log-probability by
+the logits (the energy of OTB, arXiv 2602.07078), which tracks that by all parameters. Then a prompt's variance is
+E[(r - p)^2 S] = p (1-p)^2 m1 + (1-p) p^2 m0, with m1 and m0 the mean energies of right and of wrong rollouts.
+
+Of most prompts a few energies are known, and of hard prompts, whose right answers have the largest, hardly any. So m1
+and m0 are not measured prompt by prompt. Over the pool each is a line in p, and a prompt has one factor to both, which
+is shrunk to 1 by as much as the pool asks for. The published alternatives do not do this: the papers estimate gradient
+norms from many rollouts of the same step. `benchmarks/energy_variance.py` compares shrinkages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamo_megatron.algorithm.history import Statistics
+
+# A line is at both ends at least this share of its mean.
+LEAST_SHARE = 0.1
+# Rollouts' worth of the factor 1 in every prompt's factor: what a fit is held to.
+FACTOR_STRENGTH = (1.0, 1000.0)
+
+
+class Line(NamedTuple):
+    """Mean energy of prompts of success rate p: `at_0` (1 - p) + `at_1` p."""
+
+    at_0: float
+    at_1: float
+
+    def at(self, p: np.ndarray) -> np.ndarray:
+        return self.at_0 * (1 - p) + self.at_1 * p
+
+
+def energy_variance(prompts: Statistics, pool: Statistics, prior: tuple[float, float]) -> np.ndarray:
+    """E[p (1-p)^2 m1 + (1-p) p^2 m0] of each of `prompts`, float64 [N].
+
+    p is Beta-distributed with `prior` (a, b) and the prompt's successes. Without a measured energy it is E[p(1-p)].
+    """
+    right, wrong = _lines(pool, prior)
+    strength = _factor_strength(pool, prior, right, wrong)
+    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
+    s = a + b
+    pairs = a * b / (s * (s + 1) * (s + 2) * (s + 3))  # E[p^i (1-p)^j], i + j = 4, is this times what follows
+    variance = pairs * (
+        right.at_0 * (b + 1) * (b + 2) + (right.at_1 + wrong.at_0) * (a + 1) * (b + 1) + wrong.at_1 * (a + 1) * (a + 2)
+    )
+    ratio, trials = _to_expected(prompts, a / s, right, wrong)
+    return variance * (trials * ratio + strength) / (trials + strength)
+
+
+def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray, np.ndarray]:
+    """Mean energies of right and of wrong rollouts, float64 [N] each: as measured, not shrunk.
+
+    The pool's where a prompt has none, and 1 where the pool has none.
+    """
+    means = []
+    for kind in ("energy_right", "energy_wrong"):
+        trials, energy = getattr(pool, f"{kind}_trials").sum(), getattr(pool, kind).sum()
+        mean = np.full(len(prompts), energy / trials if trials > 0 else 1.0)
+        measured = getattr(prompts, f"{kind}_trials")
+        means.append(np.divide(getattr(prompts, kind), measured, out=mean, where=measured > 0))
+    return means[0], means[1]
+
+
+def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
+    """Of right and of wrong rollouts. Without one of the two the other's mean, without both 1."""
+    p = _rate(pool, prior)
+    sums = [(pool.energy_right_trials, pool.energy_right), (pool.energy_wrong_trials, pool.energy_wrong)]
+    known = [energy.sum() / trials.sum() for trials, energy in sums if trials.sum() > 0]
+    right, wrong = (_line(trials, energy, p) if trials.sum() > 0 else None for trials, energy in sums)
+    other = Line(*([known[0] if known else 1.0] * 2))
+    return right or other, wrong or other
+
+
+def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
+    """By least squares over the rollouts. p is the posterior's mean, so that its errors do not flatten the line."""
+    weight = trials.sum()
+    centre, mean = (trials * p).sum() / weight, energy.sum() / weight
+    spread = (trials * (p - centre) ** 2).sum()
+    slope = ((p - centre) * energy).sum() / spread if spread > 1e-9 * weight else 0.0
+    most = (1 - LEAST_SHARE) * mean
+    slope = min(max(slope, -most / (1 - centre)), most / centre)
+    return Line(mean - slope * centre, mean + slope * (1 - centre))
+
+
+def _factor_strength(pool: Statistics, prior: tuple[float, float], right: Line, wrong: Line) -> float:
+    """Variance of one rollout's factor over that between prompts, in rollouts (empirical Bayes).
+
+    What the right and the wrong rollouts of one prompt have in common is the prompt's: the covariance of their
+    deviations is the variance between prompts.
+    """
+    n1, n0 = pool.energy_right_trials, pool.energy_wrong_trials
+    p = _rate(pool, prior)
+    expected = [n1 * right.at(p), n0 * wrong.at(p)]
+    mixed = (expected[0] > 0) & (expected[1] > 0)
+    if not mixed.any():
+        return FACTOR_STRENGTH[1]
+    weight = (n1 * n0)[mixed] / (n1 + n0)[mixed]
+    deviations = [
+        energy[mixed] / mean[mixed]
+        for energy, mean in zip((pool.energy_right, pool.energy_wrong), expected, strict=True)
+    ]
+    x, y = (d - np.average(d, weights=weight) for d in deviations)
+    between = float(np.average(x * y, weights=weight))
+    ratio, trials = _to_expected(pool, p, right, wrong)
+    within = float((trials * (ratio - 1) ** 2).sum() - trials.sum() * max(between, 0.0)) / np.count_nonzero(trials)
+    low, high = FACTOR_STRENGTH
+    return min(max(within / between, low), high) if between > 0 else high
+
+
+def _to_expected(prompts: Statistics, p: np.ndarray, right: Line, wrong: Line) -> tuple[np.ndarray, np.ndarray]:
+    """Each prompt's energy over what the lines expect (1 where nothing is), and its rollouts of known energy."""
+    n1, n0 = prompts.energy_right_trials, prompts.energy_wrong_trials
+    expected = n1 * right.at(p) + n0 * wrong.at(p)
+    energy = prompts.energy_right + prompts.energy_wrong
+    return np.divide(energy, expected, out=np.ones(len(p)), where=expected > 0), n1 + n0
+
+
+def _rate(prompts: Statistics, prior: tuple[float, float]) -> np.ndarray:
+    return (prior[0] + prompts.successes) / (sum(prior) + prompts.trials)
