@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, position_of
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
@@ -48,7 +49,7 @@ class Round:
 
 class Controller:
     """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Across steps the
-    prompt stream, the allocator's history and the journal keep state; within a step only its `Round`s do.
+    prompts' selection, the allocator's history and the journal keep state; within a step only its `Round`s do.
 
     Methods that wait raise StopRequested where the run is asked to stop.
     """
@@ -56,14 +57,14 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        stream: PromptStream,
+        prompts: PromptSelection,
         allocator: RolloutAllocator,
         rollout: RolloutWorker | RecordedRollouts,
         evaluation: PeriodicEvaluation | None,
         journal: Journal,
         coordinator: Coordinator,
     ):
-        self.config, self._stream, self._allocator = config, stream, allocator
+        self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self._journal, self._coordinator = journal, coordinator
 
@@ -80,10 +81,11 @@ class Controller:
         self._journal.say(legend(self.config.trainer.steps, self._journal.width))
 
     # -- sampling --------------------------------------------------------------------------------------------------
-    def draw(self, rounds: Sequence[Round]) -> list[Prompt]:
-        """The next prompts of the data: a batch, or after the step's first round as many as it still misses groups."""
+    def draw(self, step: int, rounds: Sequence[Round]) -> list[Prompt]:
+        """Prompts of the data, by default the next ones (`data.selection`): a batch, or after the step's first round as
+        many as it still misses groups."""
         self._journal.progress.phase("read data")
-        return self._stream.next(self._missing(rounds), self._coordinator.check_stop)
+        return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop)
 
     def allocate(self, step: int, prompts: Sequence[Prompt]) -> Allocation:
         """How many rollouts each of `prompts` gets. Their share of the step's budget is divided by the history that
@@ -100,6 +102,10 @@ class Controller:
         now.result = self._rollout.generate(
             step, now.prompts, counts, self._coordinator.check_stop, progress.count, now.first
         )
+        if self.config.data.selection.weights:
+            batch = now.result.batch
+            weights = np.array([now.prompts[position_of(g) - now.first].weight for g in batch.group_ids], np.float64)
+            now.result = dataclasses.replace(now.result, batch=dataclasses.replace(batch, prompt_weights=weights))
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
@@ -141,6 +147,7 @@ class Controller:
         """The allocator's history of each prompt takes in the rewards of its rollouts, but for those rejected."""
         fresh = now.result.batch
         self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step)
+        self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> np.ndarray | None:
         """Which of the step's rollouts are trained on: int64, ascending, of all that its rounds sampled. None: another
@@ -179,7 +186,7 @@ class Controller:
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
         """What the step sampled."""
         sampled = RolloutResult.join([r.result for r in rounds])
-        return StepRecord(step, [r.allocation for r in rounds], sampled, self._stream.epoch, self._stream.skipped)
+        return StepRecord(step, [r.allocation for r in rounds], sampled, self._prompts.metrics())
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics and allocation, and its line for the user."""

@@ -114,7 +114,7 @@ class RLTrainer(Trainer):
         controller, rounds, batches, rows = self.controller, [], [], None
 
         def draw_and_allocate() -> None:  # rank 0
-            prompts = controller.draw(rounds)
+            prompts = controller.draw(step, rounds)
             allocation = controller.allocate(step, prompts)
             rounds.append(Round(prompts, allocation, first=sum(len(r.prompts) for r in rounds)))
 

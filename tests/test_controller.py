@@ -14,6 +14,7 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.controller import Controller
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.replay import what_if
@@ -135,9 +136,9 @@ def controller(tmp_path):
         )
         items = [Prompt(f"p{i}", text=f"p{i}") for i in range(prompts)]
         stream = PromptStream(items, config.data, lambda p: [1, int(p.prompt_id[1:])], None)
-        return Controller(
-            config, stream, RolloutAllocator(config.algorithm.allocation), rollout, None, Journal(config), Alone()
-        )
+        allocator = RolloutAllocator(config.algorithm.allocation)
+        prompts = PromptSelection(config.prompt_stream, stream, allocator.history)
+        return Controller(config, prompts, allocator, rollout, None, Journal(config), Alone())
 
     return make
 

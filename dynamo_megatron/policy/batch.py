@@ -24,7 +24,7 @@ class TrainBatch:
     rollouts: RolloutBatch
     advantages: np.ndarray  # float64 [S]
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains the rollout
-    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch
+    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch, times the prompt's
 
     @classmethod
     def build(
@@ -71,6 +71,8 @@ class TrainBatch:
                 group[here],
                 max_length=max_length,
             )
+        if rollouts.prompt_weights is not None:
+            weights *= rollouts.prompt_weights
         return cls(rollouts, advantages, mini_batch, weights)
 
     @property

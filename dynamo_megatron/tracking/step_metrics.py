@@ -39,8 +39,7 @@ class StepRecord:
     step: int
     allocations: list[Allocation]  # one a round
     result: RolloutResult  # of all rounds, without what was rejected
-    epoch: int
-    skipped_prompts: int
+    drawing: Mapping[str, float]  # metrics of the prompts' selection
 
     @property
     def counts(self) -> np.ndarray:
@@ -133,8 +132,7 @@ def step_metrics(
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
-        "data/epoch": record.epoch,
-        "data/skipped_prompts": record.skipped_prompts,
+        **record.drawing,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         **shares,
