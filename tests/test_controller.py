@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.controller import Controller
+from dynamo_megatron.controller import Controller, Round
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
@@ -26,7 +27,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import RLTrainer
 from dynamo_megatron.training_run import RunParts
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import Prompt, Rollout, RolloutBatch
 
 BATCH = 4
 
@@ -124,12 +125,12 @@ def failed(step, prompts, counts, first) -> RolloutResult:
 
 @pytest.fixture
 def controller(tmp_path):
-    """make(prompts, rounds, rollout, **proof) -> a Controller."""
+    """make(prompts, rounds, rollout, selection, **proof) -> a Controller."""
 
-    def make(prompts: int, rounds: int | None, rollout, **proof):
+    def make(prompts: int, rounds: int | None, rollout, selection="uniform", **proof):
         config = Config(
             model={"path": "none"},
-            data={"source": "none", "batch_prompts": BATCH},
+            data={"source": "none", "batch_prompts": BATCH, "selection": selection},
             rollout={"max_new_tokens": 4, "proof": proof},
             algorithm={"dynamic_sampling": {"rounds": rounds} if rounds else None},
             output_dir=str(tmp_path),
@@ -172,6 +173,42 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
     assert len(record.steps) > 2 and record.step_numbers.tolist() == [1, 2] and set(record.step_index) == {0, 1}
     counts = what_if.replay(record.steps, base_allocator(record))
     assert what_if.first_difference(record.steps, counts) is None
+
+
+def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_path):
+    """By group, whatever the round, and whatever was left out."""
+    selection = {"kind": "priority", "candidates": None, "weights": True}
+    live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
+    for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
+        rounds, batches, rows = [], [], None
+        while rows is None:
+            prompts = live.draw(step, rounds)
+            first = sum(len(r.prompts) for r in rounds)
+            rounds.append(Round(prompts, live.allocate(step, prompts), first))
+            batches.append(live.generate(step, rounds[-1]))
+            live.reject(step, rounds, batches[-1].engine_logprobs)
+            live.observe(step, rounds[-1])
+            rows = live.select(step, rounds)
+    assert len(rounds) > 1 and len(rows) < sum(len(b.rollout_ids) for b in batches)
+    rollouts = RolloutBatch.join(batches).take(rows)
+    batch = TrainBatch.build(rollouts, live.config)
+    drawn = [p for r in rounds for p in r.prompts]
+    own = {group_id(step, position): prompt for position, prompt in enumerate(drawn)}
+    assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
+    assert len({own[g].weight for g in rollouts.group_ids}) > 1
+    sizes = Counter(rollouts.group_ids)
+    expected = [own[g].weight / (len(sizes) * sizes[g] * 4) for g in rollouts.group_ids]  # prompt_mean, 4 new tokens
+    np.testing.assert_allclose(batch.weights, expected, rtol=1e-12)
+
+
+def test_greso_learns_from_what_the_steps_sampled(controller, tmp_path):
+    live = controller(30, None, Answering(RolloutStore(tmp_path)), "greso")
+    drawn = Counter()
+    for step in range(1, 60):
+        _, record = batch_of(live, step)
+        drawn.update(record.allocations[0].prompt_ids)
+    solved, unsolved, mixed = (sum(n for i, n in drawn.items() if int(i[1:]) % 3 == kind) for kind in range(3))
+    assert mixed > 2 * max(solved, unsolved) and record.drawing["data/draw_unsolved"] != 0.5
 
 
 @pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])

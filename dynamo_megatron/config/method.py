@@ -46,6 +46,7 @@ class AdvantageConfig(Section):
     kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce or module:function
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
+    normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynamo_megatron.algorithm.advantages import group_advantages, weighted
+from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, weighted
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.overlong import overlong_penalty
@@ -60,6 +60,8 @@ class TrainBatch:
                 eps=advantage.eps,
                 positive_weight=advantage.positive_weight,
             )
+        if advantage.normalise == "batch":
+            advantages = batch_normalised(advantages)
         mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
         mini_batch = np.zeros(len(group), np.int64)
         weights = np.zeros(len(group), np.float64)

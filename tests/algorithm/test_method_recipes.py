@@ -28,6 +28,7 @@ algorithm:
     kind: dr_grpo
     singleton: raw
     eps: 0.1
+    normalise: batch
     positive_weight: 0.7
     overlong_buffer: 0.4
     overlong_penalty: 0.9
@@ -59,7 +60,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
-    section["advantage"] |= {"singleton": "zero", "eps": 1e-6}
+    section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "normalise": "none"}
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")
