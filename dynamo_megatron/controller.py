@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamo_megatron.algorithm.allocation import Allocation, RolloutAllocator
+from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
+from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, position_of
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -25,6 +27,14 @@ from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.types import Prompt, RolloutBatch
+
+
+class Selection(NamedTuple):
+    """The rollouts that a step trains on."""
+
+    rows: np.ndarray  # int64 [K], ascending: which of all that its rounds sampled
+    baseline: Baseline | None  # of the prompt of each, from before it was sampled; None: the method uses none
+    weights: np.ndarray | None  # float64 [K], of the prompt of each (`data.selection.weights`); None: 1
 
 
 class StepEnd(NamedTuple):
@@ -41,10 +51,16 @@ class Round:
 
     prompts: list[Prompt]
     allocation: Allocation
+    baseline: Baseline | None  # of each prompt, for `algorithm.advantage.kind: history`
     first: int  # position of the first prompt in the step
     result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
     sampled: int = 0  # trainable rollouts, before `reject`
     kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
+
+    @property
+    def dispatch(self) -> np.ndarray:
+        """int64, for each rollout in `result`: which of `prompts` it is of."""
+        return np.asarray([position_of(g) - self.first for g in self.result.batch.group_ids], np.int64)
 
 
 class Controller:
@@ -87,11 +103,17 @@ class Controller:
         self._journal.progress.phase("read data")
         return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop)
 
-    def allocate(self, step: int, prompts: Sequence[Prompt]) -> Allocation:
+    def allocate(self, step: int, prompts: list[Prompt], first: int) -> Round:
         """How many rollouts each of `prompts` gets. Their share of the step's budget is divided by the history that
-        `observe` has collected of each; a prompt without history counts as the average prompt."""
+        `observe` has collected of each; a prompt without history counts as the average prompt. `first`: position of the
+        first one in the step."""
+        advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
         budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
-        return self._allocator.decide([prompt.prompt_id for prompt in prompts], budget, step=step)
+        allocation, baseline = self._allocator.decide(ids, budget, step=step), None
+        if advantage.kind == "history":
+            ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
+            baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)
+        return Round(prompts, allocation, baseline, first)
 
     def generate(self, step: int, now: Round) -> RolloutBatch:
         """Scored rollouts of the round's prompts, all on disk, perhaps none. Raises PushNeeded: then it may be called
@@ -102,10 +124,6 @@ class Controller:
         now.result = self._rollout.generate(
             step, now.prompts, counts, self._coordinator.check_stop, progress.count, now.first
         )
-        if self.config.data.selection.weights:
-            batch = now.result.batch
-            weights = np.array([now.prompts[position_of(g) - now.first].weight for g in batch.group_ids], np.float64)
-            now.result = dataclasses.replace(now.result, batch=dataclasses.replace(batch, prompt_weights=weights))
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
@@ -143,15 +161,18 @@ class Controller:
             )
         now.result = now.result.without(list(found), [note])
 
-    def observe(self, step: int, now: Round) -> None:
-        """The allocator's history of each prompt takes in the rewards of its rollouts, but for those rejected."""
-        fresh = now.result.batch
-        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step)
+    def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
+        """The allocator's history takes in reward and energy of each rollout of the round, but for those rejected.
+        `sampled`: all of them, and `stats` of their tokens."""
+        fresh, lengths = now.result.batch, sampled.response_lengths
+        energies = rollout_energies(stats.logprobs.numpy(), stats.collision.numpy(), lengths)
+        if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
+            energies = energies / np.maximum(lengths, 1) ** 2
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, energies[now.kept])
         self._prompts.observe(step, fresh)
 
-    def select(self, step: int, rounds: Sequence[Round]) -> np.ndarray | None:
-        """Which of the step's rollouts are trained on: int64, ascending, of all that its rounds sampled. None: another
-        round is needed.
+    def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
+        """Which of the step's rollouts are trained on, of all that its rounds sampled. None: another round is needed.
 
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out and replaced by
         those of further prompts, in at most `rounds` further rounds. A batch of only such groups stays as it is.
@@ -172,7 +193,13 @@ class Controller:
         starts = np.cumsum([0, *(r.sampled for r in rounds)])
         kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
         differs = informative(sampled.batch.rewards, sampled.batch.group_ids)
-        return kept[differs] if sampling and differs.any() else kept
+        chosen = np.flatnonzero(differs) if sampling and differs.any() else np.arange(len(kept))
+        baseline = weights = None
+        if rounds[0].baseline is not None:
+            baseline = Baseline.join([r.baseline.of(r.dispatch) for r in rounds]).of(chosen)
+        if self.config.data.selection.weights:
+            weights = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
+        return Selection(kept[chosen], baseline, weights)
 
     def _missing(self, rounds: Sequence[Round]) -> int:
         """How many groups with different rewards the batch still lacks."""
@@ -186,7 +213,9 @@ class Controller:
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
         """What the step sampled."""
         sampled = RolloutResult.join([r.result for r in rounds])
-        return StepRecord(step, [r.allocation for r in rounds], sampled, self._prompts.metrics())
+        ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
+        allocations = [r.allocation for r in rounds]
+        return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics and allocation, and its line for the user."""

@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from dynamo_megatron.controller import Controller, Round
+from dynamo_megatron.controller import Controller, Round, Selection
 from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.serving import Serving
@@ -70,6 +68,7 @@ class Sampled(NamedTuple):
     rollouts: RolloutBatch
     mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
     stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
+    selection: Selection  # what is known of each rollout's prompt from before it was sampled
     rounds: list[Round]  # rank 0's; empty elsewhere
 
 
@@ -95,8 +94,9 @@ class RLTrainer(Trainer):
         # Each rollout gets an advantage from the rewards of its group, and each of its tokens the weight 1 / N, with N
         # by algorithm.loss.aggregation: by default the mini-batch's prompts times the rollouts of this prompt times
         # rollout.max_new_tokens. The loss of the mini-batch is sum(weight * loss of the token).
-        batch = TrainBatch.build(sampled.rollouts, self.config, self.policy.layout.gather)
-        reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
+        gather, rollouts, selection = self.policy.layout.gather, sampled.rollouts, sampled.selection
+        batch = TrainBatch.build(rollouts, self.config, gather, selection.baseline, selection.weights)
+        reference = self.policy.reference_logprobs(rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
@@ -111,33 +111,33 @@ class RLTrainer(Trainer):
         equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
         of one round; `Controller.generate` gives them its group_id.
         """
-        controller, rounds, batches, rows = self.controller, [], [], None
+        controller, rounds, batches, selection = self.controller, [], [], None
 
         def draw_and_allocate() -> None:  # rank 0
             prompts = controller.draw(step, rounds)
-            allocation = controller.allocate(step, prompts)
-            rounds.append(Round(prompts, allocation, first=sum(len(r.prompts) for r in rounds)))
+            rounds.append(controller.allocate(step, prompts, first=sum(len(r.prompts) for r in rounds)))
 
         def generate() -> RolloutBatch:  # rank 0
             return controller.generate(step, rounds[-1])
 
-        def select() -> np.ndarray | None:  # rank 0
+        def select() -> Selection | None:  # rank 0
             controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts whose server had other weights
-            controller.observe(step, rounds[-1])  # updates the history that `allocate` reads in later rounds and steps
+            # Updates the history that `allocate` reads in later rounds and steps.
+            controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
 
-        while rows is None:
+        while selection is None:
             self.phases.begin("read data")
             self.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
             mini_batches, stats = self.pack_and_measure(batches[-1])
-            rows = self.on_rank_0(f"the rollouts of step {step}", select)
-            if rows is None:
+            selection = self.on_rank_0(f"the rollouts of step {step}", select)
+            if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
-        rollouts = RolloutBatch.join(batches).take(rows)
+        rollouts = RolloutBatch.join(batches).take(selection.rows)
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
-        return Sampled(rollouts, mini_batches, stats, rounds)
+        return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
     def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,

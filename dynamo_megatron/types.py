@@ -199,8 +199,6 @@ class RolloutBatch(Sequences):
     weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
     finish_reasons: list[str]
     servers: list[str]  # their names
-    # float64 [S]: the weight of each one's prompt; None: 1 each
-    prompt_weights: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +218,6 @@ class RolloutBatch(Sequences):
         batch is returned as it is."""
         if len(batches) == 1:
             return batches[0]
-        weighted = all(b.prompt_weights is not None for b in batches)
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
         return cls(
@@ -233,7 +230,6 @@ class RolloutBatch(Sequences):
                 for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions")
             },
             offsets=np.concatenate([*offsets, starts[-1:]]),
-            prompt_weights=concatenate([b.prompt_weights for b in batches]) if weighted else None,
         )
 
     def take(self, members: np.ndarray) -> RolloutBatch:
@@ -256,7 +252,6 @@ class RolloutBatch(Sequences):
             weight_versions=self.weight_versions[members],
             finish_reasons=[self.finish_reasons[s] for s in members],
             servers=[self.servers[s] for s in members],
-            prompt_weights=None if self.prompt_weights is None else self.prompt_weights[members],
         )
 
     @classmethod

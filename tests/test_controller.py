@@ -14,7 +14,7 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.controller import Controller, Round
+from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
@@ -60,7 +60,8 @@ class Policy:
         return list(mini_batches)
 
     def token_stats(self, rollouts, mini_batches):
-        return SimpleNamespace(logprobs=torch.from_numpy(self.logprobs(rollouts)), rollouts=rollouts)
+        logprobs = torch.from_numpy(self.logprobs(rollouts))
+        return SimpleNamespace(logprobs=logprobs, collision=torch.exp(2 * logprobs), rollouts=rollouts)
 
 
 def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
@@ -72,7 +73,9 @@ def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollou
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    return TrainBatch.build(rollouts, config), controller.record(step, sampled.rounds)
+    chosen = sampled.selection
+    batch = TrainBatch.build(rollouts, config, None, chosen.baseline, chosen.weights)
+    return batch, controller.record(step, sampled.rounds)
 
 
 class Answering:
@@ -180,18 +183,18 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
     selection = {"kind": "priority", "candidates": None, "weights": True}
     live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
     for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
-        rounds, batches, rows = [], [], None
-        while rows is None:
+        rounds, batches, chosen = [], [], None
+        while chosen is None:
             prompts = live.draw(step, rounds)
-            first = sum(len(r.prompts) for r in rounds)
-            rounds.append(Round(prompts, live.allocate(step, prompts), first))
+            rounds.append(live.allocate(step, prompts, first=sum(len(r.prompts) for r in rounds)))
             batches.append(live.generate(step, rounds[-1]))
-            live.reject(step, rounds, batches[-1].engine_logprobs)
-            live.observe(step, rounds[-1])
-            rows = live.select(step, rounds)
-    assert len(rounds) > 1 and len(rows) < sum(len(b.rollout_ids) for b in batches)
-    rollouts = RolloutBatch.join(batches).take(rows)
-    batch = TrainBatch.build(rollouts, live.config)
+            logprobs = batches[-1].engine_logprobs
+            live.reject(step, rounds, logprobs)
+            live.observe(step, rounds[-1], batches[-1], Policy(lambda _, x=logprobs: x).token_stats(None, None))
+            chosen = live.select(step, rounds)
+    assert len(rounds) > 1 and len(chosen.rows) < sum(len(b.rollout_ids) for b in batches)
+    rollouts = RolloutBatch.join(batches).take(chosen.rows)
+    batch = TrainBatch.build(rollouts, live.config, prompt_weights=chosen.weights)
     drawn = [p for r in rounds for p in r.prompts]
     own = {group_id(step, position): prompt for position, prompt in enumerate(drawn)}
     assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))

@@ -26,7 +26,7 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.types import Prompt
 
-REPLICATES = 20_000  # of the page
+REPLICATES = 4_000  # of the page
 DRAWN, ROLLOUTS = 4, 16  # prompts of a mini-batch, and the rollouts of each
 VISITS, SEEN = 3, 8  # earlier visits of every prompt, and the rollouts of each
 RULES = {

@@ -68,6 +68,7 @@ class Policy:
     logprobs: np.ndarray  # float64 [P, A, LONGEST], natural log; 0 past the end
     entropy: np.ndarray  # float64 [P, A, LONGEST], nats
     expected_pi_lambda: np.ndarray  # float64 [P, A, LONGEST]
+    collision: np.ndarray  # float64 [P, A, LONGEST], the sum of the squared probabilities
     # float64 [P, A, LONGEST, TOKENS], the gradient of an answer's logprob; row t is the whole gradient of token t's.
     scores: np.ndarray
 
@@ -78,14 +79,14 @@ class Policy:
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         p = np.exp(log_p)
         entropy = -(p * log_p).sum(-1)
-        expected = (p**2 * (log_p + entropy[..., None])).sum(-1)
+        expected, collision = (p**2 * (log_p + entropy[..., None])).sum(-1), (p**2).sum(-1)
         shape = (len(p), len(ANSWERS), LONGEST)
         logprobs, scores = np.zeros(shape), np.zeros((*shape, TOKENS))
         for a, answer in enumerate(ANSWERS):
             for t, token in enumerate(answer):
                 logprobs[:, a, t] = log_p[:, t, token]
                 scores[:, a, t] = np.eye(TOKENS)[token] - p[:, t]
-        every_answer = (np.broadcast_to(x[:, None], shape) for x in (entropy, expected))
+        every_answer = (np.broadcast_to(x[:, None], shape) for x in (entropy, expected, collision))
         return cls(np.exp(logprobs.sum(-1)), logprobs, *every_answer, scores)
 
 

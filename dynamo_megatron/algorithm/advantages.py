@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
-from dynamo_megatron.config.method import ADVANTAGES
+from dynamo_megatron.config.method import GROUP_ADVANTAGES
 
 
 def group_advantages(
@@ -33,19 +33,14 @@ def group_advantages(
     Raises ValueError for an unknown kind, a reward that is not finite, for `reinforce` one outside [0, 1], or ids that
     do not fit the rewards.
     """
-    if kind not in ADVANTAGES:
-        raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(ADVANTAGES)}")
+    if kind not in GROUP_ADVANTAGES:
+        raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
-    given = to_numpy(rewards, "rewards")
-    values = given.astype(np.float64)
+    given, values = _checked_rewards(rewards)
     index, groups = group_index(group_ids, len(values))
-    if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
     if kind == "reinforce":
-        if (bad := np.flatnonzero((values < 0) | (values > 1))).size:
-            raise ValueError(f"rewards: entry {bad[0]} is {values[bad[0]]}; reinforce takes rewards from 0 to 1")
+        _check_unit_interval(values, "reinforce takes")
         return _as_given(weighted(2 * values - 1, positive_weight), given, rewards)
 
     size = np.bincount(index, minlength=groups)
@@ -68,6 +63,82 @@ def group_advantages(
     raw = values / (1 + eps) if kind == "grpo" else values
     result = np.where(alone, raw if singleton == "raw" else 0.0, result)
     return _as_given(weighted(result, positive_weight), given, rewards)
+
+
+def history_advantages(
+    rewards: Array,
+    group_ids: Sequence[Hashable],
+    prior_mean: Array,
+    prior_strength: Array,
+    score_ratio: float = 1.0,
+    *,
+    reward_variance: float | None = None,
+) -> Array:
+    """Reward minus a leave-one-out baseline that is shrunk to what was known before, float [S] of the rewards' dtype.
+
+    A_j = r_j - p_j with p_j = (m c + sum of the group's other rewards) / (c + n - 1): n >= 1 rollouts in the group, m
+    and c its `prior_mean` and `prior_strength` (in rollouts; float [S], equal within a group). c = 0 is `rloo`; where
+    c + n - 1 = 0 nothing is known, and A_j is 0. Unbiased if m and c were fixed before the rollouts were sampled.
+
+    `score_ratio` rho: mean energy of wrong over right rollouts (algorithm.energy), fixed before as well. Other than 1,
+    for rewards in [0, 1], the baseline is the one of least variance, E[S r] / E[S] with an energy S that falls linearly
+    from reward 0 to 1 (optimal baseline, as in arXiv 2602.07078, per rollout): p_j / (p_j + (1 - p_j) rho) for rewards
+    of 0 and 1; with `reward_variance` v of graded rewards p_j + k v / (1 + k p_j), k = 1 / rho - 1.
+
+    Raises ValueError naming the argument that does not fit.
+    """
+    given, values = _checked_rewards(rewards)
+    index, groups = group_index(group_ids, len(values))
+    m, c = (
+        _of_groups(x, name, index, groups)
+        for x, name in ((prior_mean, "prior_mean"), (prior_strength, "prior_strength"))
+    )
+    if (c < 0).any():
+        raise ValueError(f"prior_strength: {c.min()} rollouts; expected 0 or more")
+    if not (np.isfinite(score_ratio) and score_ratio > 0):
+        raise ValueError(f"score_ratio: {score_ratio}; expected a finite number above 0")
+    n = np.bincount(index, minlength=groups)
+    others = (m * c + np.bincount(index, values, minlength=groups))[index] - values
+    count = (c + n - 1)[index]
+    p = np.divide(others, count, out=values.copy(), where=count > 0)
+    if score_ratio != 1:
+        _check_unit_interval(values, "the optimal baseline (score_ratio other than 1) takes")
+        p = np.clip(p, 0, 1)  # rounding
+        slope = 1 / score_ratio - 1
+        variance = p * (1 - p)  # the most that rewards in [0, 1] can vary
+        if reward_variance is not None:
+            variance = np.minimum(variance, reward_variance)
+        p = np.where(count > 0, p + slope * variance / (1 + slope * p), values)
+    return _as_given(values - p, given, rewards)
+
+
+def _checked_rewards(rewards: Array) -> tuple[np.ndarray, np.ndarray]:
+    """(as numpy, as float64). Raises ValueError for one that is not finite."""
+    given = to_numpy(rewards, "rewards")
+    values = given.astype(np.float64)
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
+    return given, values
+
+
+def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
+    if (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
+        raise ValueError(f"rewards: entry {bad[0]} is {rewards[bad[0]]}; {what} rewards from 0 to 1")
+
+
+def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.ndarray:
+    """float64 [groups] from one value a rollout. Raises ValueError where rollouts of a group differ in it."""
+    each = to_numpy(values, name).astype(np.float64)
+    if len(each) != len(index):
+        raise ValueError(f"{name}: {len(each)} entries for {len(index)} rollouts; give one a rollout")
+    if (bad := np.flatnonzero(~np.isfinite(each))).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
+    group = np.zeros(groups)
+    group[index] = each
+    if (bad := np.flatnonzero(group[index] != each)).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}, and {group[index[bad[0]]]} in the same group")
+    return group
 
 
 def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
 from dynamo_megatron.algorithm.allocators.neyman import neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
+from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.history import COLUMNS, History
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
@@ -111,20 +112,46 @@ class RolloutAllocator:
         if not kept:
             raise ValueError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
 
+    def baseline(self, prompt_ids: Sequence[str], prior_strength: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """(mean, strength), float64 [N] each, of what was observed of each prompt before, shrunk to the pool: the
+        expected reward, and how many rollouts that counts as. 0 and 0 where nothing was observed at all."""
+        known = self.reward_baseline(prompt_ids, prior_strength)
+        return known.mean, known.strength
+
+    def reward_baseline(
+        self, prompt_ids: Sequence[str], prior_strength: float = 1.0, score_ratio: float | None = 1.0
+    ) -> Baseline:
+        """As `baseline`, with what the optimal baseline needs. `score_ratio` None: the one measured so far."""
+        pool = self.history.pool()
+        known = shrunk(self.history.of(list(prompt_ids)), pool, prior_strength, variance_within(pool))
+        ratio = self.history.energy_line.score_ratio if score_ratio is None else score_ratio
+        return replace(known, score_ratio=ratio)
+
     def observe(
-        self, prompt_ids: Sequence[str], rewards: Sequence[float], successes: Sequence[bool], step: int
+        self,
+        prompt_ids: Sequence[str],
+        rewards: Sequence[float],
+        successes: Sequence[bool],
+        step: int,
+        energy: Sequence[float] | None = None,
     ) -> None:
         """Takes in finished rollouts, one entry each, in any order: float [S] rewards and bool [S] successes.
 
+        `energy`: float [S], as `algorithm.energy.rollout_energies` gives it; None: not known.
         Raises ValueError naming the argument, or the prompt whose reward is not finite or whose success is not 0 or 1.
         """
-        keep = 0.5 ** (1 / self.config.half_life) if self._allocator.forgets else 1.0
+        by_visit = 0.5 ** (1 / self.config.half_life)
+        keep = by_visit if self._allocator.forgets else 1.0
         self.history.observe(prompt_ids, rewards, successes, step, keep, only_new=self.config.static)
+        if energy is not None:
+            self.history.observe_energy(rewards, energy, by_visit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares."""
+        """Plain data that survives JSON: prompt_ids, and of each trials, successes, reward_mean and reward_squares;
+        energy_line, of all together."""
         state = self.history.state_dict()
-        return {"prompt_ids": list(state["prompt_ids"]), **{name: state[name].tolist() for name in COLUMNS}}
+        columns = {name: state[name].tolist() for name in (*COLUMNS, "energy_line")}
+        return {"prompt_ids": list(state["prompt_ids"]), **columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what was seen. Raises ValueError naming the prompt whose statistics contradict each other."""

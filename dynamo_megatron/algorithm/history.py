@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import to_numpy
+from dynamo_megatron.algorithm.energy import EnergyLine
 
 COLUMNS = ("trials", "successes", "reward_mean", "reward_squares")
 NO_STRATUM = -1
@@ -30,11 +31,13 @@ class Statistics:
 
 
 class History:
-    """Statistics of all prompts observed so far. `strata`: prompt_id -> any label; None: no strata."""
+    """Statistics of all prompts observed so far, and how the energy of their rollouts goes with the reward
+    (`energy_line`). `strata`: prompt_id -> any label; None: no strata."""
 
     def __init__(self, strata: Mapping[str, Hashable] | None = None) -> None:
         labels: dict[Hashable, int] = {}
         self._stratum = {i: labels.setdefault(label, len(labels)) for i, label in (strata or {}).items()}
+        self.energy_line = EnergyLine()
         self._start([], np.zeros((len(COLUMNS), 1)))
 
     def _start(self, prompt_ids: list[str], numbers: np.ndarray) -> None:
@@ -111,11 +114,25 @@ class History:
         numbers[:, columns] = updated
         self._numbers = numbers
 
+    def observe_energy(self, rewards: Any, energies: Any, keep: float) -> None:
+        """Takes in the energies of finished rollouts, float [S] each; what was seen before counts `keep` times.
+
+        Raises ValueError for an energy that is not finite and 0 or above."""
+        reward, energy = (
+            to_numpy(x, name).astype(np.float64) for x, name in ((rewards, "rewards"), (energies, "energy"))
+        )
+        if len(reward) != len(energy):
+            raise ValueError(f"energy: {len(energy)} entries for {len(reward)} rollouts; give one a rollout")
+        if (bad := np.flatnonzero(~(np.isfinite(energy) & (energy >= 0)))).size:
+            raise ValueError(f"energy: entry {bad[0]} is {energy[bad[0]]}; expected a finite number, 0 or above")
+        self.energy_line = self.energy_line.after(reward, energy, keep)
+
     def state_dict(self) -> dict[str, Any]:
-        """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS.
+        """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5].
 
         Nothing is copied, and nothing of it changes later: a call at every step of a million prompts costs nothing."""
-        return {"prompt_ids": self._ids, **dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))}
+        columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
+        return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what was seen; the columns may also be lists. Raises ValueError naming the prompt whose statistics
@@ -131,6 +148,10 @@ class History:
             _check_column(ids, name, column)
         numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
         _check(ids, numbers)
+        line = np.array(state.get("energy_line", [0.0] * 5), np.float64)  # earlier versions have none
+        if line.shape != (5,) or not np.isfinite(line).all():
+            raise ValueError("state: energy_line is not 5 finite numbers")
+        self.energy_line = EnergyLine(line)
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
 

@@ -20,10 +20,10 @@ def premise_warnings(config: Config) -> list[str]:
             "algorithm.loss.mini_batches=1: the only update of a step is at ratio 1, where neither clips nor "
             "kl_cov do anything; set algorithm.loss.mini_batches to 2 or more"
         )
-    if algorithm.dynamic_sampling is not None and advantage.kind == "reinforce":
+    if algorithm.dynamic_sampling is not None and advantage.kind in ("reinforce", "history"):
         warnings.append(
-            "algorithm.dynamic_sampling leaves out groups of equal rewards, from which advantage.kind=reinforce "
-            "learns as from any other; set algorithm.dynamic_sampling=null"
+            "algorithm.dynamic_sampling leaves out groups of equal rewards, from which "
+            f"advantage.kind={advantage.kind} learns as from any other; set algorithm.dynamic_sampling=null"
         )
     if kind == "uniform":
         return warnings
@@ -47,11 +47,6 @@ def premise_warnings(config: Config) -> list[str]:
         warnings.append(
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
             "measures more closely is also trained on more; set algorithm.loss.aggregation=prompt_mean"
-        )
-    if low == 1 and advantage.singleton == "zero" and not advantage.of_the_user:
-        warnings.append(
-            "algorithm.allocation.rollout_n_min=1: a prompt with one rollout has nothing to compare it with and "
-            "teaches nothing; set it to 2 or more"
         )
     functions = len(config.reward.functions)
     if kind == "neyman" and allocation.variance != "empirical" and functions > 1:

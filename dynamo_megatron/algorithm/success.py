@@ -98,15 +98,15 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
         return {"bernoulli": bernoulli, "surprise": surprise}[model](a + successes, b + trials - successes)
 
     variance = of(slice(None), slice(None))
-    peers_of = _members(pool.strata)
-    for stratum, own in _members(prompts.strata).items():
+    peers_of = members_of_strata(pool.strata)
+    for stratum, own in members_of_strata(prompts.strata).items():
         peers = peers_of.get(stratum, ())
         if len(peers) >= STRATUM_LEAST:
             variance[own] = of(own, peers)
     return variance
 
 
-def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
+def members_of_strata(strata: np.ndarray) -> dict[int, np.ndarray]:
     """stratum -> the indices of its prompts, NO_STRATUM left out."""
     if (strata == NO_STRATUM).all():
         return {}

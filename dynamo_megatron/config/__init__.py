@@ -247,10 +247,17 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         prompts = self.data.batch_prompts
+        allocation, advantage, budget = self.algorithm.allocation, self.algorithm.advantage, 2 * prompts
         try:
-            _ = self.rollout_budget
+            budget = self.rollout_budget
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
+        few = allocation.kind != "uniform" or budget < 2 * prompts
+        if allocation.rollout_n_min == 1 and few and advantage.needs_company:
+            yield (
+                "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
+                f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
+            )
         if self.algorithm.loss.mini_batches > prompts:
             yield (
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "

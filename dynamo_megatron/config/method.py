@@ -31,7 +31,8 @@ class EntropyShapingConfig(Section):
     kappa: Annotated[float, Field(gt=1)] = 2.0
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
+ADVANTAGES = (*GROUP_ADVANTAGES, "history")
 LOSSES = ("clip", "cispo")
 
 
@@ -43,9 +44,12 @@ def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
 
 
 class AdvantageConfig(Section):
-    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce or module:function
+    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce, history or module:function
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
+    prior_strength: Annotated[float, Field(gt=0)] = 1.0  # history: rollouts that the pool's mean reward counts as
+    # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured; 1: the mean
+    score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
@@ -61,6 +65,10 @@ class AdvantageConfig(Section):
     def _used(self) -> AdvantageConfig:
         if self.of_the_user:
             self.unused(("singleton", "eps"), f"an option of the built-in kinds, which {self.kind} is not given")
+        if self.kind == "history":
+            self.unused(("singleton", "eps"), "an option of baselines from the group alone, which kind history is not")
+        else:
+            self.unused(("prior_strength", "score_ratio"), f"an option of kind history, and kind is {self.kind}")
         return self
 
     @property
@@ -68,10 +76,16 @@ class AdvantageConfig(Section):
         """`kind` names a function of the user's."""
         return self.kind not in ADVANTAGES
 
+    @property
+    def needs_company(self) -> bool:
+        """The only rollout of a group has the advantage 0."""
+        return self.kind in ("grpo", "dr_grpo", "rloo") and self.singleton == "zero"
+
     @model_validator(mode="after")
-    def _reinforce(self) -> AdvantageConfig:
-        if self.kind == "reinforce" and self.overlong_buffer is not None:
-            raise ValueError("overlong_buffer: its penalty leaves the rewards from 0 to 1 that kind reinforce takes")
+    def _unit_rewards(self) -> AdvantageConfig:
+        needs = {"reinforce": "kind reinforce"}.get(self.kind) or (self.score_ratio != 1 and "score_ratio")
+        if needs and self.overlong_buffer is not None:
+            raise ValueError(f"overlong_buffer: its penalty leaves the rewards from 0 to 1 that {needs} needs")
         return self
 
 

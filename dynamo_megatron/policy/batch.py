@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, weighted
+from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, history_advantages, weighted
 from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
@@ -28,39 +29,23 @@ class TrainBatch:
 
     @classmethod
     def build(
-        cls, rollouts: RolloutBatch, config: Config, gather: Callable[[str], list[str]] | None = None
+        cls,
+        rollouts: RolloutBatch,
+        config: Config,
+        gather: Callable[[str], list[str]] | None = None,
+        baseline: Baseline | None = None,
+        prompt_weights: np.ndarray | None = None,
     ) -> TrainBatch:
         """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
+        `baseline`: of each rollout's prompt, for `algorithm.advantage.kind: history`. `prompt_weights`: float64 [S], of
+        each rollout's prompt, which multiplies its token weights; None: 1.
 
         Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
         """
         group, loss = _group_numbers(rollouts.group_ids), config.algorithm.loss
         max_length = config.rollout.max_new_tokens
-        advantage = config.algorithm.advantage
-        rewards = rollouts.rewards
-        if advantage.overlong_buffer is not None:
-            penalty = (advantage.overlong_buffer, advantage.overlong_penalty)
-            rewards = rewards + overlong_penalty(rollouts.response_lengths, max_length, *penalty)
-        if advantage.of_the_user:
-            inputs = AdvantageInputs(
-                rewards=rewards,
-                successes=rollouts.successes,
-                group=group,
-                prompt_ids=tuple(rollouts.prompt_ids),
-                response_lengths=rollouts.response_lengths,
-            )
-            values = custom_advantages(load_advantage(advantage.kind), inputs, gather)
-            advantages = weighted(values, advantage.positive_weight)
-        else:
-            advantages = group_advantages(
-                rewards,
-                rollouts.group_ids,
-                advantage.kind,
-                singleton=advantage.singleton,
-                eps=advantage.eps,
-                positive_weight=advantage.positive_weight,
-            )
-        if advantage.normalise == "batch":
+        advantages = _advantages(rollouts, group, config, gather, baseline)
+        if config.algorithm.advantage.normalise == "batch":
             advantages = batch_normalised(advantages)
         mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
         mini_batch = np.zeros(len(group), np.int64)
@@ -73,8 +58,8 @@ class TrainBatch:
                 group[here],
                 max_length=max_length,
             )
-        if rollouts.prompt_weights is not None:
-            weights *= rollouts.prompt_weights
+        if prompt_weights is not None:
+            weights *= prompt_weights
         return cls(rollouts, advantages, mini_batch, weights)
 
     @property
@@ -91,6 +76,44 @@ def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:
     groups = int(group.max(initial=-1)) + 1
     parts = np.array_split(np.arange(groups), min(count, groups)) if groups else []
     return [np.flatnonzero(np.isin(group, part)) for part in parts]
+
+
+def _advantages(
+    rollouts: RolloutBatch,
+    group: np.ndarray,
+    config: Config,
+    gather: Callable[[str], list[str]] | None,
+    baseline: Baseline | None,
+) -> np.ndarray:
+    """float64 [S]."""
+    advantage, rewards = config.algorithm.advantage, rollouts.rewards
+    if advantage.overlong_buffer is not None:
+        penalty = (advantage.overlong_buffer, advantage.overlong_penalty)
+        rewards = rewards + overlong_penalty(rollouts.response_lengths, config.rollout.max_new_tokens, *penalty)
+    if advantage.of_the_user:
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            successes=rollouts.successes,
+            group=group,
+            prompt_ids=tuple(rollouts.prompt_ids),
+            response_lengths=rollouts.response_lengths,
+        )
+        advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
+    elif advantage.kind == "history":
+        b = baseline
+        advantages = history_advantages(
+            rewards, rollouts.group_ids, b.mean, b.strength, b.score_ratio, reward_variance=b.variance
+        )
+    else:
+        return group_advantages(
+            rewards,
+            rollouts.group_ids,
+            advantage.kind,
+            singleton=advantage.singleton,
+            eps=advantage.eps,
+            positive_weight=advantage.positive_weight,
+        )
+    return weighted(advantages, advantage.positive_weight)
 
 
 def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:

@@ -32,7 +32,8 @@ def _allocation(recording: Recording, words: Sequence[str]) -> AllocationConfig:
         "model": {"path": "none"},
         "data": {"source": "none", "batch_prompts": len(recording.steps[0].prompt_ids)},
         "output_dir": str(recording.folder),
-        "algorithm": {"allocation": recording.allocation},
+        # No advantages are made here: a group of one is as good as any.
+        "algorithm": {"allocation": recording.allocation, "advantage": {"kind": "history"}},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
     allocation = config.algorithm.allocation

@@ -40,6 +40,7 @@ class StepRecord:
     allocations: list[Allocation]  # one a round
     result: RolloutResult  # of all rounds, without what was rejected
     drawing: Mapping[str, float]  # metrics of the prompts' selection
+    score_ratio: float | None = None  # of the baselines; None: the method has none from history
 
     @property
     def counts(self) -> np.ndarray:
@@ -73,9 +74,9 @@ def step_metrics(
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
     `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
-    what was trained on. An option brings its
-    own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`, `rollout/refill_rounds` and
-    `rollout/missing_groups` (of the batch, for want of rounds).
+    what was trained on. An option brings its own: `policy/selected_share`, `reward/overlong_penalty`,
+    `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
+    the batch, for want of rounds).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
@@ -104,6 +105,8 @@ def step_metrics(
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(record.allocations) - 1
         options["rollout/missing_groups"] = config.data.batch_prompts - differing
+    if record.score_ratio is not None:
+        options["advantage/score_ratio"] = record.score_ratio
     if algorithm.kl.coef:
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]

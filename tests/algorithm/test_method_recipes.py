@@ -60,7 +60,8 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
-    section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "normalise": "none"}
+    section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
+    section["advantage"]["normalise"] = "none"
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")
@@ -101,6 +102,23 @@ RECIPES = {
     # TianHongZXY/RLVR-Decomposed: run_qwen2.5-math-7b_psr_nsr.sh over its ppo_trainer.yaml (entropy_coeff 0.001)
     "w_reinforce": recipe(
         (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
+    ),
+    # ours
+    "history": recipe(
+        (0.2, 0.2),
+        "prompt_mean",
+        "history",
+        advantage__score_ratio="auto",
+        allocation={"kind": "uniform", "half_life": 4.0, "static": False, "prior_by": None},
+    ),
+    # verl's recipe/spo: train.sh, and clip_lower 0.875 of its config as a constant
+    "spo": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        "history",
+        c=10.0,
+        advantage__normalise="batch",
+        allocation={"kind": "uniform", "half_life": 5.2, "static": False, "prior_by": None},
     ),
     # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
     "dynamo": recipe(
@@ -156,7 +174,10 @@ def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
 def test_a_method_after_another_is_itself(name):
     for before in METHODS:
         files = [CONFIGS / "methods" / f"{before}.yaml", CONFIGS / "methods" / f"{name}.yaml"]
-        check(name, files, "model.path=model", "data.source=train.jsonl", "data.batch_prompts=512")
+        sizes = ["data.batch_prompts=512"]
+        if before == "spo" and name not in ("spo", "dynamo_published"):  # it has one rollout a prompt
+            sizes += ["algorithm.allocation.rollout_n_min=2", "algorithm.allocation.rollout_n_max=24"]
+        check(name, files, "model.path=model", "data.source=train.jsonl", *sizes)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -59,8 +59,6 @@ def test_allocation_against_advantage_and_aggregation(kind):
 def test_small_groups():
     assert warnings({"rollout_n_min": 2}, "dr_grpo") == ["advantage.kind=dr_grpo"]
     assert warnings({"rollout_n_min": 8}, "dr_grpo") == []
-    assert warnings({"rollout_n_min": 1}) == ["allocation.rollout_n_min=1"]
-    assert warnings({"rollout_n_min": 1}, singleton="raw") == []
 
 
 def test_rewards_that_are_not_success():

@@ -22,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa: E402
 
+from dynamo_megatron.algorithm.baseline import Baseline  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy import policy as policy_module  # noqa: E402
@@ -186,7 +187,8 @@ def run_case(case: dict, store: dist.Store) -> None:
     with built_with(fault):
         policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
-    batch = TrainBatch.build(source, config)
+    each = np.ones(len(source.rewards))
+    batch = TrainBatch.build(source, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
     if fault in ("nan", "no_signal"):
         (out / "fault.json").write_text(json.dumps(run_fault(fault, policy, batch)))
         return

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
@@ -68,7 +69,8 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
     if name == "dynamo_published":
         fixed += ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
     config = compose([str(METHODS / f"{name}.yaml")], [*fixed, *overrides])[0]
-    batch = TrainBatch.build(rollouts, config)
+    each = np.ones(len(rollouts.rewards))
+    batch = TrainBatch.build(rollouts, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
     (members,) = batch.mini_batches
     shaped = shape_tokens(
         rollouts,
@@ -339,6 +341,31 @@ def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
     ranges = run("dynamo", rollouts, stats, "algorithm.modulation={stabiliser: quantile, quantile: 0.9}").ranges
     assert float(ranges.entropy_change_max) == pytest.approx(changes[math.ceil(0.9 * len(changes)) - 1], rel=1e-5)
     assert float(run("dynamo", rollouts, stats).ranges.entropy_change_max) == pytest.approx(changes[-1], rel=1e-5)
+
+
+def against_history(rollouts) -> np.ndarray:
+    """Per rollout: the reward less the optimal baseline of `run`'s prior and ratio."""
+    advantages = []
+    for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
+        own = [r for g, r in zip(rollouts.group_ids, rollouts.rewards, strict=True) if g == group]
+        p = (0.4 * 3 + sum(own) - reward) / (3 + len(own) - 1)
+        advantages.append(reward - p / (p + (1 - p) * 2))
+    return np.array(advantages)
+
+
+def test_spo_normalises_what_history_leaves_over_the_step(rollouts, stats, grpo):
+    got = run("spo", rollouts, stats)
+    advantages = against_history(rollouts)
+    per_token = rollouts.per_token((advantages - advantages.mean()) / advantages.std(ddof=1))
+    expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
+
+
+def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
+    got = run("history", rollouts, stats)
+    sizes = np.array([SIZES[group] for group in rollouts.group_ids])
+    per_token = rollouts.per_token(against_history(rollouts))
+    weights = rollouts.per_token(1 / (len(SIZES) * sizes * MAX_LENGTH))
+    expect(got, per_token, weights, *clipped(per_token, ratio(stats)))
 
 
 def test_dynamo_published_is_grpo_with_modulation_clip_higher_and_a_dual_clip(rollouts, stats, grpo):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
 from dynamo_megatron.algorithm.selection import ENTROPY_GRID, covariance
@@ -83,8 +84,13 @@ CASES = {
     "w_reinforce": verl("vanilla", None, entropy_coeff=0.001),
     "dynamo": verl("vanilla", None, "token-sum"),
     "dynamo_published": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
+    "history": verl("vanilla", None, "token-sum"),
+    "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
 }
-GIVEN = {"advantages": ("entropy_advantages", "w_reinforce", "dynamo", "dynamo_published"), "weights": ("dynamo",)}
+GIVEN = {
+    "advantages": ("entropy_advantages", "w_reinforce", "dynamo", "dynamo_published", "history", "spo"),
+    "weights": ("dynamo", "history"),
+}
 
 
 def test_every_method_has_a_case():
@@ -128,6 +134,11 @@ def make_batch(seed: int) -> SimpleNamespace:
     return batch
 
 
+def known(rollouts: int) -> Baseline:
+    """Of earlier steps: the same of every prompt."""
+    return Baseline(np.full(rollouts, 0.4), np.full(rollouts, 3.0), score_ratio=2.0)
+
+
 @functools.cache
 def config_of(name: str, minis: int):
     fixed = ["model.path=m", "data.source=d", "output_dir=o", f"rollout.max_new_tokens={LENGTH}"]
@@ -144,7 +155,7 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
     algorithm = config.algorithm
     if without is not None:
         algorithm = algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"clip_cov": None})})
-    train = TrainBatch.build(batch.rollouts, config)
+    train = TrainBatch.build(batch.rollouts, config, baseline=known(len(batch.rollouts.rewards)))
     old, new, entropy, expected = map(torch.from_numpy, (batch.old, batch.new, batch.entropy, batch.expected))
     found = SimpleNamespace(mini=train.mini_batch, losses=[])
     keys = ("advantages", "modulated", "weights", "loss", "grad", "grad_entropy", "selected", "held")

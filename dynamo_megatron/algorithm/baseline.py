@@ -1,0 +1,91 @@
+"""What earlier steps say of the expected reward of a prompt: the part of a baseline that is known before its rollouts.
+
+A rollout's baseline is the mean reward of the group's other rollouts, shrunk to this (`history_advantages`). It may be
+anything that does not depend on the rollout's own reward, and the gradient stays unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dynamo_megatron.algorithm.history import Statistics
+from dynamo_megatron.algorithm.success import STRATUM_LEAST, members_of_strata
+
+MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt is held for hopeless or solved before it is tried
+STRENGTH_MOST = 16.0  # rollouts: the policy changes, so that more of them are not worth more
+POOL_STRENGTH_RANGE = (0.25, 16.0)  # rollouts, where it is fitted
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Of N prompts, or of the prompts of S rollouts. From before their rollouts were sampled."""
+
+    mean: np.ndarray  # float64 [N]: the expected reward
+    strength: np.ndarray  # float64 [N]: how many rollouts `mean` counts as; 0 for nothing known
+    score_ratio: float = 1.0  # energy of wrong over right rollouts (`EnergyLine.score_ratio`)
+    variance: float | None = None  # of a rollout's reward within its prompt; None: rewards are 0 or 1
+
+    def of(self, indices: np.ndarray) -> Baseline:
+        return replace(self, mean=self.mean[indices], strength=self.strength[indices])
+
+    @classmethod
+    def join(cls, baselines: Sequence[Baseline]) -> Baseline:
+        """Of all of them in order, with score ratio and variance of the first."""
+        mean, strength = (np.concatenate([getattr(b, name) for b in baselines]) for name in ("mean", "strength"))
+        return replace(baselines[0], mean=mean, strength=strength)
+
+
+def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
+    """Each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`).
+
+    For rewards of 0 and 1 (`variance` None) the prior is a Beta distribution of `pool_strength` rollouts; for others a
+    normal one, whose strength is the ratio of the rewards' variances within and between prompts. Without any history
+    mean and strength are 0.
+    """
+    mean, strength = np.zeros(len(prompts)), np.zeros(len(prompts))
+
+    def fill(own: np.ndarray | slice, peers: np.ndarray | slice) -> None:
+        trials, means = pool.trials[peers], pool.reward_mean[peers]
+        c = pool_strength if variance is None else _fitted_strength(trials, means, variance)
+        weight = trials / (trials + c)
+        centre = float(weight @ means / weight.sum())
+        if variance is None:
+            centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
+        seen = prompts.trials[own]
+        mean[own] = (c * centre + seen * prompts.reward_mean[own]) / (c + seen)
+        strength[own] = np.minimum(c + seen, STRENGTH_MOST)
+
+    if len(pool):
+        fill(slice(None), slice(None))
+        peers_of = members_of_strata(pool.strata)
+        for stratum, own in members_of_strata(prompts.strata).items():
+            peers = peers_of.get(stratum, ())
+            if len(peers) >= STRATUM_LEAST:
+                fill(own, peers)
+    return Baseline(mean, strength, variance=variance)
+
+
+def variance_within(pool: Statistics) -> float | None:
+    """Pooled variance of the rewards of a prompt's rollouts; None where all rewards so far were 0 or 1."""
+    trials, mean = pool.trials, pool.reward_mean
+    bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(
+        pool.reward_squares, trials * mean * (1 - mean), atol=1e-9
+    )
+    if bernoulli:
+        return None
+    freedom = np.maximum(trials - 1, 0).sum()
+    return float(pool.reward_squares.sum() / freedom) if freedom > 0 else 0.0
+
+
+def _fitted_strength(trials: np.ndarray, means: np.ndarray, within: float) -> float:
+    """Variance within over variance between prompts, by moments: the expectation of sum t (mean - centre)^2 over m
+    prompts is within (m - 1) + between (sum t - sum t^2 / sum t)."""
+    total = trials.sum()
+    centre = trials @ means / total
+    excess = total - trials @ trials / total
+    low, high = POOL_STRENGTH_RANGE
+    between = (trials @ (means - centre) ** 2 - within * (len(trials) - 1)) / excess if excess > 1e-9 else 0.0
+    return float(min(max(within / between, low), high)) if between > 0 else high
