@@ -19,7 +19,7 @@ MODELS = {"7B": 3584, "14B": 5120}  # hidden size; the vocabulary is Qwen2.5's
 VOCABULARY = {1: 152064, 2: 76032, 4: 38016, 8: 19072}  # columns of one rank at TP 1, 2, 4, 8
 TOKENS = (4096, 8192, 16384, 32768)
 MODULATION = ModulationConfig()
-ACCURACY_TOKENS = 512  # float64 sees so many: its logits are whole
+ACCURACY_TOKENS = 512  # the float64 reference has this many: its logits are not chunked
 
 
 @dataclass(frozen=True)

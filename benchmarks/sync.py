@@ -131,7 +131,7 @@ def run_rank(job_file: Path) -> None:
 
 
 class _Fleet:
-    """The fleet's door to servers that are given."""
+    """The fleet's interface, for servers that are given."""
 
     def __init__(self, endpoints: list[Endpoint]):
         self.endpoints, self.outcomes = endpoints, {}

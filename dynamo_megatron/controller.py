@@ -18,7 +18,6 @@ from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
-from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, position_of
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -26,7 +25,7 @@ from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
-from dynamo_megatron.types import Prompt, RolloutBatch
+from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
 
 
 class Selection(NamedTuple):

@@ -153,7 +153,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=3,
         metavar="N",
-        help="give up when the job has stopped so many times in a row without a new checkpoint (default 3)",
+        help="stop after this number of stops in a row without a new checkpoint (default 3)",
     )
 
 

@@ -40,7 +40,7 @@ def missing_data(config: Config) -> list[str]:
 
 
 def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
-    """Raises ConfigError where the layout fits neither the model nor so many ranks."""
+    """Raises ConfigError where the layout fits the model or not the number of ranks."""
     p = config.parallel
     if world_size % p.model_ranks:
         raise ConfigError(

@@ -21,14 +21,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.controller import Controller, Round, Selection
-from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.training_run import RunParts, TrainingRun
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
 from dynamo_megatron.weight_sync.push import PushReport
 
@@ -68,7 +70,8 @@ class Sampled(NamedTuple):
     rollouts: RolloutBatch
     mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
     stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
-    selection: Selection  # what is known of each rollout's prompt from before it was sampled
+    baseline: Baseline | None  # what earlier steps say of each rollout's prompt, where the method uses it
+    prompt_weights: np.ndarray | None  # float64 [S], of each rollout's prompt (`data.selection.weights`); None: 1
     rounds: list[Round]  # rank 0's; empty elsewhere
 
 
@@ -94,9 +97,9 @@ class RLTrainer(Trainer):
         # Each rollout gets an advantage from the rewards of its group, and each of its tokens the weight 1 / N, with N
         # by algorithm.loss.aggregation: by default the mini-batch's prompts times the rollouts of this prompt times
         # rollout.max_new_tokens. The loss of the mini-batch is sum(weight * loss of the token).
-        gather, rollouts, selection = self.policy.layout.gather, sampled.rollouts, sampled.selection
-        batch = TrainBatch.build(rollouts, self.config, gather, selection.baseline, selection.weights)
-        reference = self.policy.reference_logprobs(rollouts, sampled.mini_batches)  # None without a KL term
+        gather, of_prompts = self.policy.layout.gather, (sampled.baseline, sampled.prompt_weights)
+        batch = TrainBatch.build(sampled.rollouts, self.config, gather, *of_prompts)
+        reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
@@ -137,7 +140,7 @@ class RLTrainer(Trainer):
         rollouts = RolloutBatch.join(batches).take(selection.rows)
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
-        return Sampled(rollouts, mini_batches, stats, selection, rounds)
+        return Sampled(rollouts, mini_batches, stats, selection.baseline, selection.weights, rounds)
 
     def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,

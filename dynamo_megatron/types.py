@@ -1,4 +1,4 @@
-"""The typed records that every room passes on. Identity travels with the data: nothing is grouped by position."""
+"""The typed records that packages pass on. Identity travels with the data: nothing is grouped by position."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json, to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_REWARD = 1e18  # in size: advantages square rewards, and float32 ends at 3e38
 NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
@@ -140,6 +143,18 @@ class ProblemResult:
             return cls(**fields)
         except TypeError as error:
             raise ValueError(f"not a problem's result: {error}") from None
+
+
+class TokenStats(NamedTuple):
+    """Per token, [T], natural log, no gradient, 0 where the label takes no part (-100).
+
+    float32 (float64 where hidden or weight is). p is softmax(z / temperature) over the vocabulary.
+    """
+
+    logprobs: Tensor  # log p of the label
+    entropy: Tensor  # H = -sum_v p_v log p_v, nats
+    expected_pi_lambda: Tensor  # E[pi Lambda] = sum_v p_v^2 (log p_v + H)
+    collision: Tensor  # sum_v p_v^2
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tok
 
 IGNORE = -100
 WORKSPACE_BYTES = 2_500_000_000
-TILE = 128  # rows: a GEMM works in tiles of about so many
+TILE = 128  # rows: a GEMM works in tiles of about this size
 
 
 def find_backend(name: str, device: torch.device) -> ModuleType:

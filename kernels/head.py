@@ -19,18 +19,7 @@ from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels.chunked import ChunkedHead
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
-
-
-class TokenStats(NamedTuple):
-    """Per token, [T], natural log, no gradient, 0 where the label is `IGNORE`.
-
-    float32 (float64 where hidden or weight is). p is softmax(z / temperature) over the vocabulary.
-    """
-
-    logprobs: Tensor  # log p of the label
-    entropy: Tensor  # H = -sum_v p_v log p_v, nats
-    expected_pi_lambda: Tensor  # E[pi Lambda] = sum_v p_v^2 (log p_v + H)
-    collision: Tensor  # sum_v p_v^2
+from dynamo_megatron.types import TokenStats
 
 
 class TokenLogprobs(NamedTuple):

@@ -21,7 +21,7 @@ from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.launcher.command import free_port
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
-GRACE = 6.0  # seconds the other ranks have to end by themselves once one has ended badly or Ctrl-C came
+GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 

@@ -40,7 +40,7 @@ PASSED_ON = re.compile(
 OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
-GRACE = 10.0  # seconds the others have to end by themselves once a rank has ended badly
+GRACE = 10.0  # seconds the others have to end on their own once a rank has failed
 
 
 class RunFailed(Exception):
@@ -262,7 +262,7 @@ def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:
     wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
     free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
     return (
-        f"ray: no room for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
+        f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
         "--ranks or rollout.servers, or add nodes with `ray start`"
     )
 

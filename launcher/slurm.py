@@ -150,7 +150,7 @@ def _sbatch_quote(value: str) -> str:
 
 
 def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
-    """As the words of a bash array, those after the first so many on lines of their own."""
+    """As the words of a bash array, those after the first `on_first_line` on lines of their own."""
     words = [shlex.quote(word) for word in argv]
     words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
     lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]

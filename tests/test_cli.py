@@ -62,7 +62,7 @@ def refused(capsys, *arguments) -> str:
         ("eval.every=5", "eval: data: name the problems to evaluate on"),
         (
             "checkpoint.export_hf=best",
-            "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every",
+            "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every",
         ),
         ("trainer.stop_when={metric: eval/pass@1, above: 1}", "eval/pass@1 needs the periodic evaluation"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),

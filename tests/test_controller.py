@@ -25,9 +25,9 @@ from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.train import RLTrainer
+from dynamo_megatron.train import RLTrainer, Sampled
 from dynamo_megatron.training_run import RunParts
-from dynamo_megatron.types import Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import Prompt, Rollout
 
 BATCH = 4
 
@@ -64,17 +64,21 @@ class Policy:
         return SimpleNamespace(logprobs=logprobs, collision=torch.exp(2 * logprobs), rollouts=rollouts)
 
 
+def sample(controller: Controller, step: int, policy: Policy) -> Sampled:
+    """A step's sampling by the loop with one rank."""
+    parts = RunParts(controller.config, policy, Alone(), None, SimpleNamespace(begin=lambda phase: None), None, 0)
+    return RLTrainer(parts, Alone(), controller, lambda: None).sample(step)
+
+
 def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
-    """(batch, StepRecord) of a step of the loop with one rank, where the policy gives `logprobs` of rollouts."""
-    config, alone, policy = controller.config, Alone(), Policy(logprobs)
-    parts = RunParts(config, policy, alone, None, SimpleNamespace(begin=lambda phase: None), None, 0)
-    sampled = RLTrainer(parts, alone, controller, lambda: None).sample(step)
+    """(batch, StepRecord) of a step, where the policy gives `logprobs` of rollouts."""
+    config, policy = controller.config, Policy(logprobs)
+    sampled = sample(controller, step, policy)
     rollouts = sampled.rollouts
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    chosen = sampled.selection
-    batch = TrainBatch.build(rollouts, config, None, chosen.baseline, chosen.weights)
+    batch = TrainBatch.build(rollouts, config, None, sampled.baseline, sampled.prompt_weights)
     return batch, controller.record(step, sampled.rounds)
 
 
@@ -130,12 +134,15 @@ def failed(step, prompts, counts, first) -> RolloutResult:
 def controller(tmp_path):
     """make(prompts, rounds, rollout, selection, **proof) -> a Controller."""
 
-    def make(prompts: int, rounds: int | None, rollout, selection="uniform", **proof):
+    def make(prompts: int, rounds: int | None, rollout, selection="uniform", advantage: str = "rloo", **proof):
         config = Config(
             model={"path": "none"},
             data={"source": "none", "batch_prompts": BATCH, "selection": selection},
             rollout={"max_new_tokens": 4, "proof": proof},
-            algorithm={"dynamic_sampling": {"rounds": rounds} if rounds else None},
+            algorithm={
+                "dynamic_sampling": {"rounds": rounds} if rounds else None,
+                "advantage": {"kind": advantage},
+            },
             output_dir=str(tmp_path),
         )
         items = [Prompt(f"p{i}", text=f"p{i}") for i in range(prompts)]
@@ -183,20 +190,11 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
     selection = {"kind": "priority", "candidates": None, "weights": True}
     live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
     for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
-        rounds, batches, chosen = [], [], None
-        while chosen is None:
-            prompts = live.draw(step, rounds)
-            rounds.append(live.allocate(step, prompts, first=sum(len(r.prompts) for r in rounds)))
-            batches.append(live.generate(step, rounds[-1]))
-            logprobs = batches[-1].engine_logprobs
-            live.reject(step, rounds, logprobs)
-            live.observe(step, rounds[-1], batches[-1], Policy(lambda _, x=logprobs: x).token_stats(None, None))
-            chosen = live.select(step, rounds)
-    assert len(rounds) > 1 and len(chosen.rows) < sum(len(b.rollout_ids) for b in batches)
-    rollouts = RolloutBatch.join(batches).take(chosen.rows)
-    batch = TrainBatch.build(rollouts, live.config, prompt_weights=chosen.weights)
-    drawn = [p for r in rounds for p in r.prompts]
-    own = {group_id(step, position): prompt for position, prompt in enumerate(drawn)}
+        sampled = sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
+    rollouts, rounds = sampled.rollouts, sampled.rounds
+    assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
+    batch = TrainBatch.build(rollouts, live.config, None, None, sampled.prompt_weights)
+    own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
     assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
     assert len({own[g].weight for g in rollouts.group_ids}) > 1
     sizes = Counter(rollouts.group_ids)
@@ -315,3 +313,29 @@ def test_too_many_rejected_rollouts_end_the_run(controller, tmp_path, share):
     said = r"step 1: 11 of 32 rollouts rejected; .*-000: sampled from weight version 7 to 0, not 0\. That is more than"
     with pytest.raises(RolloutError, match=said):
         batch_of(stale, 1)
+
+
+@pytest.mark.parametrize("rounds", [None, 2])
+def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tmp_path, rounds):
+    """Every prompt's rollouts have what its earlier visits said, whatever of them is left out, in every round."""
+    made = controller(12, rounds, Answering(RolloutStore(tmp_path)), advantage="history")
+    policy = Policy(lambda rollouts: rollouts.engine_logprobs)
+    seen: dict[str, list[float]] = {}
+    strengths = []
+    for step in range(1, 7):
+        sampled = sample(made, step, policy)
+        for prompt, mean, strength in zip(
+            sampled.rollouts.prompt_ids, sampled.baseline.mean, sampled.baseline.strength, strict=True
+        ):
+            before = seen.get(prompt, [])
+            strengths.append(strength)
+            if not before:
+                assert strength in (0, 1)  # nothing at all, or the pool
+            else:
+                assert strength > 1 and abs(mean - np.mean(before)) < 0.1  # the kinds are 0, 0.5 and 1
+        for r in sampled.rounds:
+            batch = r.result.batch
+            for prompt, reward in zip(batch.prompt_ids, batch.rewards, strict=True):
+                seen.setdefault(prompt, []).append(reward)
+        assert len(sampled.baseline.mean) == len(sampled.rollouts.rewards)
+    assert max(strengths) > 8 and min(strengths) == 0

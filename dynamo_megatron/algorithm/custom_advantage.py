@@ -43,9 +43,9 @@ def custom_advantages(
 ) -> np.ndarray:
     """What `function` makes of `inputs`, float64 [S]; it is not called for no rollouts.
 
-    Every rank calls it, and all have to come to the same. `gather`: a text of every rank, by rank; None: there is one.
-    Raises UserCodeError naming the function where it raises, where it returns anything but finite float64 [S], or other
-    values when called again or on another rank.
+    Every rank calls it, and all must get the same advantages. `gather`: a text of every rank, by rank; None: there is
+    one rank. Raises UserCodeError naming the function where it raises, where it returns anything but finite float64
+    [S], or other values when called again or on another rank.
     """
     rollouts = len(inputs.rewards)
     if rollouts == 0:

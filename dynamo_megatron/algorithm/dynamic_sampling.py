@@ -1,4 +1,4 @@
-"""Which groups have something to teach: DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11)."""
+"""Which groups have a gradient: DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11)."""
 
 from __future__ import annotations
 

@@ -13,16 +13,44 @@ RATIO_RANGE = (1.0, 8.0)  # of the energies of wrong over right rollouts; seen: 
 PRIOR_ROLLOUTS = 2.0  # at each of the rewards 0 and 1, with the mean energy: a few rollouts do not make a ratio
 
 
-def rollout_energies(logprobs: np.ndarray, collision: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """float64 [S]: sum over each response's tokens of 1 - 2 pi + sum_v pi_v^2; 0 for a response without tokens.
+def token_energies(logprobs: np.ndarray, collision: np.ndarray) -> np.ndarray:
+    """1 - 2 pi + sum_v pi_v^2, float64 [R], from logprobs (natural log) and sum_v pi_v^2, float [R]."""
+    # Rounding can leave a token whose probability is 1 a little below 0.
+    return np.maximum(1 - 2 * np.exp(logprobs.astype(np.float64)) + collision, 0)
 
-    `logprobs` (natural log) and `collision` (sum_v pi_v^2): float [R], through the responses of `lengths` (int [S],
-    tokens) in order.
+
+def rollout_energies(logprobs: np.ndarray, collision: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float64 [S]: the sum of the energies of each response's tokens; 0 for a response without tokens.
+
+    `logprobs`, `collision`: as `token_energies`, through the responses of `lengths` (int [S], tokens) in order.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    token = 1 - 2 * np.exp(logprobs.astype(np.float64)) + collision
-    # Rounding can leave a token whose probability is 1 a little below 0.
-    return np.bincount(owner, weights=np.maximum(token, 0), minlength=len(lengths))
+    return np.bincount(owner, weights=token_energies(logprobs, collision), minlength=len(lengths))
+
+
+def token_baselines(
+    rewards: np.ndarray, group: np.ndarray, energies: np.ndarray, lengths: np.ndarray, singleton: str
+) -> np.ndarray:
+    """The optimal token baseline (arXiv 2602.07078, as verl computes it) of each response token, float64 [R].
+
+    B_t = sum_i r_i W_it / sum_i W_it over the group's responses of at least t tokens, W_it the energy of response i's
+    first t tokens. A rollout's own reward and tokens are in it, so the gradient is biased. Tokens that no other
+    response of the group reaches have the baseline 0, and so has a group of one; with `singleton` "zero" its baseline
+    is its reward. `rewards`, `group` (0, 1, ...), `lengths` (tokens): [S]; `energies`: `token_energies`, float64 [R].
+    """
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    place = np.arange(len(owner)) - starts[owner]
+    total = np.cumsum(energies)
+    so_far = total - (total - energies)[starts[owner]]  # W
+    longest = int(lengths.max(initial=0))
+    cell = group[owner] * longest + place
+    weight = np.bincount(cell, so_far)
+    baseline = (np.bincount(cell, so_far * rewards[owner]) / (weight + 1e-8))[cell]
+    alone = np.bincount(cell)[cell] == 1
+    size = np.bincount(group)[group][owner]
+    baseline = np.where(alone, 0.0, baseline)
+    return np.where((size == 1) & (singleton == "zero"), rewards[owner], baseline)
 
 
 class EnergyLine:

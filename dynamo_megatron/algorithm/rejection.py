@@ -40,5 +40,5 @@ def rejections(
         elif not np.isfinite(gaps[i]):
             reasons[int(i)] = "a logprob that is not finite"
         elif max_mean_gap is not None and gaps[i] > max_mean_gap:
-            reasons[int(i)] = f"logprobs {gaps[i]:.3g} nats from the policy's in the mean"
+            reasons[int(i)] = f"logprobs {gaps[i]:.3g} nats from the policy's on average"
     return reasons

@@ -1,7 +1,7 @@
 """From rollouts to tokens: what a method does to the advantages and weights of a mini-batch, in order.
 
 Everything here is over the whole mini-batch and from the log-prob pass, where the ratio is 1. Every rank has those
-statistics, so every rank comes to the same. DynaMO's modulation itself is in the policy head, within the ranges found
+statistics, so every rank computes the same. DynaMO's modulation itself is in the policy head, within the ranges found
 here.
 """
 
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.advantages import entropy_advantages
+from dynamo_megatron.algorithm.arrays import group_index
+from dynamo_megatron.algorithm.energy import token_baselines, token_energies
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
 from dynamo_megatron.config import AlgorithmConfig
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 
 
 class Shaped(NamedTuple):
@@ -43,18 +45,16 @@ def shape_tokens(
     members: np.ndarray,
     advantages: np.ndarray,
     weights: np.ndarray,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    expected_pi_lambda: torch.Tensor,
+    stats: TokenStats,
     config: AlgorithmConfig,
     *,
     seed: int,
 ) -> Shaped:
     """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
 
-    advantages, weights: float64 [S], one a rollout. logprobs, entropy, expected_pi_lambda: float32 [R], nats, of the
-    policy that the step began with. `seed`: of clip_cov's random keys. The tokens that entropy_top_ratio selects keep
-    the mini-batch's total weight (arXiv 2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
+    advantages, weights: float64 [S], one a rollout. stats: float32 [R], of the policy that the step began with. `seed`:
+    of clip_cov's random keys. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
+    2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
     """
     member = np.zeros(len(advantages), bool)
     member[members] = True
@@ -62,9 +62,14 @@ def shape_tokens(
     lengths = rollouts.response_lengths[members]
     a = torch.from_numpy(rollouts.per_token(advantages))[here]
     w = torch.from_numpy(rollouts.per_token(weights))[here]
-    logprobs, entropy, expected_pi_lambda = logprobs[here], entropy[here], expected_pi_lambda[here]
+    logprobs, entropy, expected_pi_lambda, collision = (statistic[here] for statistic in stats)
     selected, old_kl_coef = torch.zeros(len(here), dtype=torch.bool), None
 
+    if config.advantage.kind == "otb":
+        group = group_index([rollouts.group_ids[s] for s in members], len(members))[0]
+        energies = token_energies(logprobs.numpy(), collision.numpy())
+        of_tokens = token_baselines(advantages[members], group, energies, lengths, config.advantage.singleton)
+        a = a - torch.from_numpy(of_tokens)
     if (shaping := config.advantage.entropy_shaping) is not None:
         a = entropy_advantages(a, entropy, shaping.alpha, shaping.kappa)
     if (ratio := config.loss.entropy_top_ratio) is not None:

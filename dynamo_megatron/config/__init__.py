@@ -285,7 +285,7 @@ class Config(Section):
         if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
             yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
-            yield "checkpoint.export_hf: 'best' is judged by the periodic evaluation; set eval.every"
+            yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
         if self.rollout.keep_last is not None and self.checkpoint.every is None:
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 

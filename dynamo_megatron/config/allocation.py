@@ -40,7 +40,7 @@ class AllocationConfig(Section):
         return self
 
     def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
-        """(budget, rollout_n_min, rollout_n_max) for so many prompts, with min * prompts <= budget <= max * prompts.
+        """(budget, rollout_n_min, rollout_n_max) for `prompts` prompts, with min * prompts <= budget <= max * prompts.
 
         A budget outside the bounds is an error, is clipped to them (`on_shortfall: clip`), or moves the bound that is
         in its way (`scale`). Raises ValueError.

@@ -32,7 +32,7 @@ class EntropyShapingConfig(Section):
 
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
-ADVANTAGES = (*GROUP_ADVANTAGES, "history")
+ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
 LOSSES = ("clip", "cispo")
 
 
@@ -44,7 +44,7 @@ def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
 
 
 class AdvantageConfig(Section):
-    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce, history or module:function
+    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
     prior_strength: Annotated[float, Field(gt=0)] = 1.0  # history: rollouts that the pool's mean reward counts as
@@ -65,6 +65,9 @@ class AdvantageConfig(Section):
     def _used(self) -> AdvantageConfig:
         if self.of_the_user:
             self.unused(("singleton", "eps"), f"an option of the built-in kinds, which {self.kind} is not given")
+        if self.kind == "otb":
+            of_rollouts = ("positive_weight", "normalise")
+            self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind == "history":
             self.unused(("singleton", "eps"), "an option of baselines from the group alone, which kind history is not")
         else:
@@ -79,7 +82,7 @@ class AdvantageConfig(Section):
     @property
     def needs_company(self) -> bool:
         """The only rollout of a group has the advantage 0."""
-        return self.kind in ("grpo", "dr_grpo", "rloo") and self.singleton == "zero"
+        return self.kind in ("grpo", "dr_grpo", "rloo", "otb") and self.singleton == "zero"
 
     @model_validator(mode="after")
     def _unit_rewards(self) -> AdvantageConfig:

@@ -57,7 +57,7 @@ def host_memory(
     config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int, tokens: float, *, cuda: bool = True
 ) -> Host:
     """Of `ranks` in all, numbered tp, cp, dp, pp, the first fastest (policy/layout.py); a rollout has `tokens`
-    tokens in the mean. The layout must fit the ranks."""
+    tokens on average. The layout must fit the ranks."""
     p, dtype = config.parallel, config.model.dtype
     stages = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
     turns = shares_memory(config) and (cuda or config.rollout.offload is True)

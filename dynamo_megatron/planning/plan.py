@@ -204,7 +204,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
 
 
 def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
-    """Of an update on each rank, if prompt and response have `length` tokens in the mean."""
+    """Of an update on each rank, if prompt and response have `length` tokens on average."""
     p, of_update = config.parallel, config.rollout_budget * length / updates
     count = max(1, -(-int(of_update) // (dp * config.trainer.micro_batch_tokens)))
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count

@@ -49,7 +49,7 @@ def _head(plan: Plan, origin: str) -> list[str]:
         f"layout: {layout(config, plan.dp)}; micro-batches of {config.trainer.micro_batch_tokens} tokens, "
         f"{plan.micro_batches} an update on each rank",
         f"a step: {config.data.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
-        f"{work.response:g} tokens in the mean, {config.algorithm.loss.mini_batches} updates",
+        f"{work.response:g} tokens on average, {config.algorithm.loss.mini_batches} updates",
     ]
 
 
@@ -146,7 +146,7 @@ def _rollouts(plan: Plan) -> str:
         stay = f"{whole}, and all are kept: without checkpoints (checkpoint.every: null) a resume needs them all"
     else:
         stay = (
-            f"{whole}, kept while they take less than {SHARE:.0%} of the disk's room, then the newest; "
+            f"{whole}, kept while they take less than {SHARE:.0%} of the free disk, then the newest; "
             "rollout.keep_last keeps a number of steps"
         )
     return f"rollouts on disk: {_gib(step)} GiB a step; {stay}"

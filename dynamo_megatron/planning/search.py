@@ -41,7 +41,7 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
             try:
                 options.append(make_plan(candidate, spec, cluster, work))
             except ConfigError:
-                continue  # the model's heads do not let a server have so many ranks
+                continue  # the model's heads do not divide by this number of ranks
         plans.append(_in_order(options)[0])
     return _in_order(plans)
 
@@ -53,7 +53,7 @@ def _in_order(plans: list[Plan]) -> list[Plan]:
         if not plan.fits:
             return (1, plan.peak)
         p, step = plan.config.parallel, plan.times.step
-        slower = int(math.log(step / shortest, 1.1))  # by so many times 10 %
+        slower = int(math.log(step / shortest, 1.1))  # by this many times 10 %
         return (0, slower, p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
 
     return sorted(plans, key=key)

@@ -99,6 +99,8 @@ def _advantages(
             response_lengths=rollouts.response_lengths,
         )
         advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
+    elif advantage.kind == "otb":
+        advantages = rewards  # less a baseline of each token, which the statistics give (shape_tokens)
     elif advantage.kind == "history":
         b = baseline
         advantages = history_advantages(

@@ -25,7 +25,6 @@ from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.checkpoint.policy_weights import load_folder
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
-from dynamo_megatron.kernels import TokenStats
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
@@ -42,7 +41,7 @@ from dynamo_megatron.policy.head_loss import (
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
-from dynamo_megatron.types import Sequences
+from dynamo_megatron.types import Sequences, TokenStats
 
 
 class Policy:
@@ -239,9 +238,7 @@ class Policy:
             mini_batch.members,
             batch.advantages,
             batch.weights,
-            stats.logprobs,
-            stats.entropy,
-            stats.expected_pi_lambda,
+            stats,
             self.config.algorithm,
             seed=self.config.seed,
         )

@@ -92,7 +92,7 @@ def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> d
 
 
 def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
-    """What the run needs and what there is. Raises ValueError where the disk has no room for it.
+    """What the run needs and what there is. Raises ValueError where the disk is too small.
 
     Checkpoints, exports and pushed weights that an earlier start has left count as room: they will be replaced. So do
     its rollouts where the steps that stay are a part of what is needed."""
@@ -197,7 +197,7 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
 
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """Bytes to this process's memory limit (SLURM's or a container's), under cgroups of either version; infinite
-    without one. Cached pages of files, which the kernel gives back first, count as room."""
+    without one. Cached pages of files, which the kernel frees first, count as free."""
     files = ("memory.max", "memory.current", "inactive_file")
     folder, groups = root, [line.split(":", 2) for line in own.read_text(encoding="ascii").splitlines()]
     for _, controllers, group in groups:

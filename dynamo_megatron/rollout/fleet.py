@@ -30,7 +30,7 @@ from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
-CONNECTIONS = REFUSALS // 2  # of the connections lost in one moment, however many they are, so many count
+CONNECTIONS = REFUSALS // 2  # at most this many of the connections that are lost at one time count
 MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 

@@ -20,7 +20,7 @@ from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 
 class RecordedRollouts:
-    """Same door as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
+    """The same interface as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
 
     The k-th occurrence of a prompt in a step gets the k-th group recorded for it in that step, and of it the first n
     rollouts. Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None.

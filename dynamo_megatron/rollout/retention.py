@@ -9,7 +9,7 @@ from pathlib import Path
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files
 
-SHARE = 0.5  # of the disk's room: what is free and what rollouts/ has; above it the oldest go, without a keep_last
+SHARE = 0.5  # of what is free on the disk and what rollouts/ takes; above it the oldest go, without a keep_last
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes of a response's token, and of all else of a rollout
 
 

@@ -19,7 +19,7 @@ FAILED_STARTS = 4  # in a row, after which a server is not started again
 
 
 def pause(failures: int) -> float:
-    """Seconds before a restart after so many failures, at least one, since the server last took a push."""
+    """Seconds before a restart after `failures` failures, at least one, since the server last took a push."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 

@@ -2,7 +2,7 @@
 
 It is spawned, never forked, before CUDA or the process group exists, so that JSON and scoring never hold rank 0's
 interpreter. Rank 0 sends a command through a pipe and polls for the reply. The child lives in a session of its own
-(signals to rank 0's process group are rank 0's to judge) and ends, with all it started, when rank 0 does.
+(signals to rank 0's process group are for rank 0 to handle) and ends, with all it started, when rank 0 does.
 """
 
 from __future__ import annotations

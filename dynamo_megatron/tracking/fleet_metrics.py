@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # names only: this room does not depend on the others
+if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.rollout.result import RolloutResult
 
 

@@ -13,13 +13,14 @@ from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
+from dynamo_megatron.tracking.variance_proxy import variance_proxy
 
 if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.algorithm.allocation import Allocation
-    from dynamo_megatron.kernels import TokenStats
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.clock import Clock
+    from dynamo_megatron.types import TokenStats
     from dynamo_megatron.weight_sync.push import PushReport
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
@@ -110,6 +111,7 @@ def step_metrics(
     if algorithm.kl.coef:
         options["policy/kl"] = total["kl"] / max(1, tokens)
     made = [u for u in updates if not u["skipped"]]
+    grad_norm = sum(u["grad_norm"] for u in made) / max(1, len(made))
     requested = max(1, result.counts["requested"])
     seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
     elapsed = clock.total
@@ -139,7 +141,8 @@ def step_metrics(
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         **shares,
-        "policy/grad_norm": sum(u["grad_norm"] for u in made) / max(1, len(made)),
+        "policy/grad_norm": grad_norm,
+        **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),
         "policy/tokens": tokens,

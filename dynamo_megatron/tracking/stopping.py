@@ -14,7 +14,7 @@ from dynamo_megatron.config.files import ConfigError
 class StopRule:
     """`trainer.stop_when` over the metrics of a run.
 
-    Only an average over `window` values counts, so that one lucky value ends nothing. Patience is judged where a value
+    Only an average over `window` values counts, so that one lucky value ends nothing. Patience is checked when a value
     comes, never between two evaluations.
     """
 

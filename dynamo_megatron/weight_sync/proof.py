@@ -56,7 +56,7 @@ class ExpectedChecksums:
         self._parts: dict[str, set[str]] = {}  # parameter -> the Hugging Face tensors it is made of
         for name, (parameter, _) in self._places.items():
             self._parts.setdefault(parameter, set()).add(name)
-        self._given: dict[str, set[str]] = {}  # parameter -> of these, the ones that came
+        self._given: dict[str, set[str]] = {}  # parameter -> those of them that came
         self._hashes: dict[tuple[str, int], Sha256 | TileHash | str] = {}  # (parameter, server rank); str: complete
 
     @torch.no_grad()

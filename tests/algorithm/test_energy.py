@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.energy import EnergyLine, rollout_energies
+from dynamo_megatron.algorithm.energy import EnergyLine, rollout_energies, token_baselines
 
 
 def test_the_energy_is_the_squared_norm_of_the_gradient_with_respect_to_the_logits():
@@ -24,6 +24,16 @@ def test_the_energy_is_the_squared_norm_of_the_gradient_with_respect_to_the_logi
 def test_a_sure_token_has_no_energy():
     logprobs, collision = np.zeros(2, np.float32), np.full(2, 0.9999999, np.float32)
     assert rollout_energies(logprobs, collision, np.array([2])).tolist() == [0]
+
+
+def test_token_baselines_by_hand():
+    """Two responses of 2 and 3 tokens, energies 1, 1 and 3, 1, 5, and one alone in its group."""
+    rewards, group, lengths = np.array([1.0, 0.5, 1.0]), np.array([0, 0, 1]), np.array([2, 3, 1])
+    energies = np.array([1.0, 1, 3, 1, 5, 2])
+    first, second = (1 * 1 + 0.5 * 3) / 4, (1 * 2 + 0.5 * 4) / 6
+    for singleton, alone in (("zero", 1.0), ("raw", 0.0)):
+        found = token_baselines(rewards, group, energies, lengths, singleton)
+        np.testing.assert_allclose(found, [first, second, first, second, 0, alone], rtol=1e-7)
 
 
 def line(rewards, energies) -> EnergyLine:

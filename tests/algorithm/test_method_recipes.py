@@ -103,6 +103,8 @@ RECIPES = {
     "w_reinforce": recipe(
         (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
     ),
+    # verl's docs/algo/otb.md and its examples/otb_trainer
+    "otb": recipe((0.2, 0.2), "token_mean", "otb"),
     # ours
     "history": recipe(
         (0.2, 0.2),

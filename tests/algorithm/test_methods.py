@@ -51,6 +51,7 @@ DIFFERENCES = {
         "loss.aggregation": "sequence_mean",
     },
     "cispo": {"loss.kind": "cispo", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 4.0},
+    "otb": {"advantage.kind": "otb"},
     "history": {
         "allocation.half_life": 4.0,
         "advantage.kind": "history",

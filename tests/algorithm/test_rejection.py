@@ -32,7 +32,7 @@ def test_what_is_rejected_and_why(pair):
     engine[:20] = policy[:20] - 0.5
     engine[20] = -9.0
     found = rejections(policy, engine, LENGTHS, VERSIONS, 4, 0.3)
-    assert found.keys() == {0, 1} and found[0] == "logprobs 0.5 nats from the policy's in the mean"
+    assert found.keys() == {0, 1} and found[0] == "logprobs 0.5 nats from the policy's on average"
     assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {}
 
 

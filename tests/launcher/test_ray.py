@@ -142,7 +142,7 @@ def test_no_room(start):
     process, output, log = start("crowded", "--wait", 3, ranks=4)
     assert process.wait(120) == 1
     said = log.read_text().splitlines()[-1]
-    assert said.startswith("ray: no room for 4 x {'CPU': 1} within 3 s (--wait); free in the cluster: {'CPU': 2")
+    assert said.startswith("ray: no resources for 4 x {'CPU': 1} within 3 s (--wait); free in the cluster: {'CPU': 2")
     assert "lower --ranks" in said and not output.exists()
 
 

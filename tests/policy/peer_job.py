@@ -20,10 +20,14 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 CORRECTIONS = {"truncate": 2.0, "mask": "0.5_2.0"}
 
 
-def verl_advantages(rewards, mask, groups, kind):
-    """[S, L]; kind: grpo, dr_grpo or rloo."""
+def verl_advantages(rewards, mask, groups, kind, old, collision):
+    """[S, L]; kind: grpo, dr_grpo, rloo or otb; `old` and `collision` are for otb."""
     scores = torch.zeros_like(mask)
     scores[:, 0] = rewards
+    if kind == "otb":
+        scores = torch.zeros_like(mask)
+        scores[torch.arange(len(mask)), mask.sum(1).long() - 1] = rewards
+        return core_algos.compute_optimal_token_baseline_advantage(scores, mask, groups, old, collision)[0]
     if kind == "rloo":
         return core_algos.compute_rloo_outcome_advantage(scores, mask, groups)[0]
     return core_algos.compute_grpo_outcome_advantage(scores, mask, groups, norm_adv_by_std_in_grpo=kind == "grpo")[0]
@@ -142,7 +146,8 @@ def main(cases_file, in_file, out_file):
             if (kind := case["advantage"]) is not None:
                 rewards = given(f"rewards/{name}", rows)
                 rewards = given("rewards", rows) if rewards is None else rewards
-                found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind)
+                of_tokens = given("old", rows), given("collision", rows)
+                found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind, *of_tokens)
                 out[f"advantages/{name}"][b, rows] = found.numpy()
             run_case(name, case, given, b, rows, arrays["mini"][b], out)
             if case["options"].get("top_entropy_quantile"):

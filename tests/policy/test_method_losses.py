@@ -18,7 +18,7 @@ from dynamo_megatron.config.files import compose
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 MAX_LENGTH = 40
@@ -59,6 +59,7 @@ def stats(rollouts) -> SimpleNamespace:
         "new": old + rng.normal(0, 0.2, count),
         "entropy": rng.exponential(0.8, count),
         "expected": rng.normal(0, 0.1, count),
+        "collision": np.exp(2 * old) + 0.3 * (1 - np.exp(old)) ** 2,
     }
     return SimpleNamespace(**{name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()})
 
@@ -77,9 +78,7 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
         members,
         batch.advantages,
         batch.weights,
-        stats.old,
-        stats.entropy,
-        stats.expected,
+        TokenStats(stats.old, stats.entropy, stats.expected, stats.collision),
         config.algorithm,
         seed=config.seed,
     )
@@ -341,6 +340,21 @@ def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
     ranges = run("dynamo", rollouts, stats, "algorithm.modulation={stabiliser: quantile, quantile: 0.9}").ranges
     assert float(ranges.entropy_change_max) == pytest.approx(changes[math.ceil(0.9 * len(changes)) - 1], rel=1e-5)
     assert float(run("dynamo", rollouts, stats).ranges.entropy_change_max) == pytest.approx(changes[-1], rel=1e-5)
+
+
+def test_otb_has_a_baseline_for_every_token(rollouts, stats):
+    got = run("otb", rollouts, stats)
+    energy = (1 - 2 * stats.old.double().exp() + stats.collision.double()).numpy()
+    bounds, lengths = rollouts.response_offsets, rollouts.response_lengths
+    expected = np.zeros(len(energy))
+    for s, group in enumerate(rollouts.group_ids):
+        for t in range(lengths[s]):
+            there = [i for i, g in enumerate(rollouts.group_ids) if g == group and lengths[i] > t]
+            so_far = [energy[bounds[i] : bounds[i] + t + 1].sum() for i in there]
+            baseline = np.average(rollouts.rewards[there], weights=so_far) if len(there) > 1 else 0.0
+            expected[bounds[s] + t] = rollouts.rewards[s] - (rollouts.rewards[s] if SIZES[group] == 1 else baseline)
+    weights = np.full(len(energy), 1 / len(energy))
+    expect(got, expected, weights, *clipped(expected, ratio(stats)))
 
 
 def against_history(rollouts) -> np.ndarray:

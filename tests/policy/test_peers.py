@@ -29,7 +29,7 @@ from dynamo_megatron.config.method import RolloutCorrectionConfig
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"
@@ -84,6 +84,7 @@ CASES = {
     "w_reinforce": verl("vanilla", None, entropy_coeff=0.001),
     "dynamo": verl("vanilla", None, "token-sum"),
     "dynamo_published": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
+    "otb": verl("vanilla", "otb"),
     "history": verl("vanilla", None, "token-sum"),
     "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
 }
@@ -116,6 +117,7 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch = SimpleNamespace(groups=groups, lengths=lengths, old=old, new=old + drift, minis=1 + seed % 3)
     batch.rewards = rewards if seed % 2 == 0 else rng.random(len(groups))
     batch.entropy, batch.expected = rng.exponential(0.8, count), rng.normal(0, 0.1, count)
+    batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
     batch.engine = old - np.where(rng.random(count) < 0.02, rng.uniform(-6, 6, count), rng.normal(0, 0.2, count))
     batch.rollouts = RolloutBatch(
         prompt_ids=[str(g) for g in groups],
@@ -163,7 +165,8 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
         setattr(found, key, np.zeros(len(batch.old)))
     for members in train.mini_batches:
         selecting = new if name.split()[0] in ("clip_cov", "kl_cov") else old
-        args = (train.advantages, train.weights, selecting, entropy, expected, algorithm)
+        stats = TokenStats(selecting, entropy, expected, torch.from_numpy(batch.collision))
+        args = (train.advantages, train.weights, stats, algorithm)
         shaped = shape_tokens(batch.rollouts, members, *args, seed=config.seed)
         here = torch.from_numpy(np.isin(np.repeat(np.arange(len(batch.lengths)), batch.lengths), members))
         advantages = shaped.advantages[here].double()
@@ -221,7 +224,7 @@ def compared(tmp_path_factory) -> Compared:
     for name in ("dapo", "fork_tokens", "fork_tokens trl"):
         arrays[f"rewards/{name}"] = [np.pad(penalised(b), (0, size - len(b.rewards))) for b in batches]
     arrays["mini"] = [np.pad(m.mini, (0, size - len(m.mini)), constant_values=-1) for m in mine["grpo"]]
-    for key in ("old", "new", "entropy", "engine"):
+    for key in ("old", "new", "entropy", "engine", "collision"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
     for name in GIVEN["advantages"]:

@@ -1,3 +1,4 @@
+import mmap
 import os
 import subprocess
 import sys
@@ -28,10 +29,11 @@ def grandchild():
 def test_a_rank_s_own_memory_grows_with_what_it_holds():
     meter = ResourceMeter()
     before = meter.sample()
-    block = bytearray(b"x") * (100 * MB)
-    after = meter.sample()
+    with mmap.mmap(-1, 100 * MB) as block:  # pages of its own: what earlier tests have freed may be there still
+        block.write(b"x" * (100 * MB))
+        after = meter.sample()
     assert 95 * MB < after["host_memory"] - before["host_memory"] < 150 * MB
-    assert before.keys() == {"host_memory", "gpu_memory"} and len(block) == 100 * MB
+    assert before.keys() == {"host_memory", "gpu_memory"}
 
 
 def test_the_largest_rank_counts(tmp_path):

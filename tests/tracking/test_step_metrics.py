@@ -9,7 +9,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.push import PushReport
 
 OPTIONAL = {
@@ -50,8 +50,8 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, **algo
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
-        SimpleNamespace(rollouts=rollouts),
-        SimpleNamespace(logprobs=torch.from_numpy(engine + np.float32(0.1)), entropy=torch.ones(10)),
+        SimpleNamespace(rollouts=rollouts, advantages=np.array([-1.0, 1.0])),
+        TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],
         pushed or PushReport(),
         clock or Clock(),
@@ -79,6 +79,30 @@ def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
     assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
     assert full["rollout_correction/truncated"] == 0.8
     assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)
+
+
+def test_the_variance_proxy_by_hand():
+    found = metrics()
+    pi = np.exp(np.linspace(-1, -2, 10) + 0.1)
+    energies = [(1.5 - 2 * pi[:2]).sum(), (1.5 - 2 * pi[2:]).sum()]
+    power = np.mean(energies)  # advantages of -1 and 1
+    assert found["variance_proxy/proxy1_signal_strength"] == 4.0
+    assert found["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=1e-6)
+    assert found["variance_proxy/proxy3_pure_noise"] == pytest.approx(max(0, power - 4), rel=1e-6)
+    assert found["variance_proxy/expected_a_squared"] == 1
+    assert found["variance_proxy/expected_w"] == pytest.approx(power, rel=1e-6)
+
+
+def test_the_variance_proxy_of_token_baselines_has_their_mean_advantage():
+    """Given rewards -1 and 1: B_t weighs them by their energies so far, and is 0 past the shorter response."""
+    found = metrics(advantage={"kind": "otb"})
+    energy = 1.5 - 2 * np.exp(np.linspace(-1, -2, 10) + 0.1)
+    short, long = np.cumsum(energy[:2]), np.cumsum(energy[2:])
+    baselines = (long[:2] - short) / (long[:2] + short)
+    advantages = np.array([-1 - baselines.mean(), 1 - baselines.sum() / 8])
+    assert found["variance_proxy/expected_a_squared"] == pytest.approx(np.mean(advantages**2), rel=1e-6)
+    power = np.mean(advantages**2 * [short[-1], long[-1]])
+    assert found["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=1e-6)
 
 
 def test_the_parts_of_a_step_add_up_to_its_time():
