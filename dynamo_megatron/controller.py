@@ -16,10 +16,10 @@ from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, position_of
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
@@ -33,6 +33,7 @@ class Selection(NamedTuple):
 
     rows: np.ndarray  # int64 [K], ascending: which of all that its rounds sampled
     baseline: Baseline | None  # of the prompt of each, from before it was sampled; None: the method uses none
+    weights: np.ndarray | None  # float64 [K], of the prompt of each (`data.selection.weights`); None: 1
 
 
 class StepEnd(NamedTuple):
@@ -55,15 +56,15 @@ class Round:
     sampled: int = 0  # trainable rollouts, before `reject`
     kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
 
-    def baseline_of_rollouts(self) -> Baseline:
-        """Of the prompt of each rollout in `result`."""
-        place = {prompt.prompt_id: j for j, prompt in enumerate(self.prompts)}
-        return self.baseline.of(np.asarray([place[i] for i in self.result.batch.prompt_ids], np.int64))
+    @property
+    def dispatch(self) -> np.ndarray:
+        """int64, for each rollout in `result`: which of `prompts` it is of."""
+        return np.asarray([position_of(g) - self.first for g in self.result.batch.group_ids], np.int64)
 
 
 class Controller:
     """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Across steps the
-    prompt stream, the allocator's history and the journal keep state; within a step only its `Round`s do.
+    prompts' selection, the allocator's history and the journal keep state; within a step only its `Round`s do.
 
     Methods that wait raise StopRequested where the run is asked to stop.
     """
@@ -71,14 +72,14 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        stream: PromptStream,
+        prompts: PromptSelection,
         allocator: RolloutAllocator,
         rollout: RolloutWorker | RecordedRollouts,
         evaluation: PeriodicEvaluation | None,
         journal: Journal,
         coordinator: Coordinator,
     ):
-        self.config, self._stream, self._allocator = config, stream, allocator
+        self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self._journal, self._coordinator = journal, coordinator
 
@@ -95,10 +96,11 @@ class Controller:
         self._journal.say(legend(self.config.trainer.steps, self._journal.width))
 
     # -- sampling --------------------------------------------------------------------------------------------------
-    def draw(self, rounds: Sequence[Round]) -> list[Prompt]:
-        """The next prompts of the data: a batch, or after the step's first round as many as it still misses groups."""
+    def draw(self, step: int, rounds: Sequence[Round]) -> list[Prompt]:
+        """Prompts of the data, by default the next ones (`data.selection`): a batch, or after the step's first round as
+        many as it still misses groups."""
         self._journal.progress.phase("read data")
-        return self._stream.next(self._missing(rounds), self._coordinator.check_stop)
+        return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop)
 
     def allocate(self, step: int, prompts: list[Prompt], first: int) -> Round:
         """How many rollouts each of `prompts` gets. Their share of the step's budget is divided by the history that
@@ -167,6 +169,7 @@ class Controller:
             energies = energies / np.maximum(lengths, 1) ** 2
         measured = energies[now.kept], lengths[now.kept]
         self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, *measured)
+        self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
         """Which of the step's rollouts are trained on, of all that its rounds sampled. None: another round is needed.
@@ -191,10 +194,12 @@ class Controller:
         kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
         differs = informative(sampled.batch.rewards, sampled.batch.group_ids)
         chosen = np.flatnonzero(differs) if sampling and differs.any() else np.arange(len(kept))
-        baseline = None
+        baseline = weights = None
         if rounds[0].baseline is not None:
-            baseline = Baseline.join([r.baseline_of_rollouts() for r in rounds]).of(chosen)
-        return Selection(kept[chosen], baseline)
+            baseline = Baseline.join([r.baseline.of(r.dispatch) for r in rounds]).of(chosen)
+        if self.config.data.selection.weights:
+            weights = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
+        return Selection(kept[chosen], baseline, weights)
 
     def _missing(self, rounds: Sequence[Round]) -> int:
         """How many groups with different rewards the batch still lacks."""
@@ -210,7 +215,7 @@ class Controller:
         sampled = RolloutResult.join([r.result for r in rounds])
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations = [r.allocation for r in rounds]
-        return StepRecord(step, allocations, sampled, self._stream.epoch, self._stream.skipped, ratio)
+        return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics and allocation, and its line for the user."""

@@ -38,12 +38,13 @@ class SFTJob(Job):
         refused = {
             "eval.every": self.config.eval.every,
             "data.max_prompt_length": self.config.data.max_prompt_length,
+            "data.selection": self.config.data.selection.kind != "uniform",
             "checkpoint.export_hf=best": self.config.checkpoint.export_hf == "best",
         }
         if asked := [key for key, value in refused.items() if value]:
             raise ConfigError(
-                f"{asked[0]}: not for sft, which evaluates nothing and cuts prompt and completion together at "
-                "model.max_length"
+                f"{asked[0]}: not for sft, which samples and evaluates nothing and cuts prompt and completion together "
+                "at model.max_length"
             )
         return {**super().check(ranks, generates=False), "examples an update": self.config.data.batch_prompts}
 

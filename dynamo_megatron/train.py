@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.controller import Controller, Round, Selection
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
@@ -69,6 +71,7 @@ class Sampled(NamedTuple):
     mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
     stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
     baseline: Baseline | None  # what earlier steps say of each rollout's prompt, where the method uses it
+    prompt_weights: np.ndarray | None  # float64 [S], of each rollout's prompt (`data.selection.weights`); None: 1
     rounds: list[Round]  # rank 0's; empty elsewhere
 
 
@@ -94,7 +97,8 @@ class RLTrainer(Trainer):
         # Each rollout gets an advantage from the rewards of its group, and each of its tokens the weight 1 / N, with N
         # by algorithm.loss.aggregation: by default the mini-batch's prompts times the rollouts of this prompt times
         # rollout.max_new_tokens. The loss of the mini-batch is sum(weight * loss of the token).
-        batch = TrainBatch.build(sampled.rollouts, self.config, self.policy.layout.gather, sampled.baseline)
+        gather, of_prompts = self.policy.layout.gather, (sampled.baseline, sampled.prompt_weights)
+        batch = TrainBatch.build(sampled.rollouts, self.config, gather, *of_prompts)
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
@@ -113,7 +117,7 @@ class RLTrainer(Trainer):
         controller, rounds, batches, selection = self.controller, [], [], None
 
         def draw_and_allocate() -> None:  # rank 0
-            prompts = controller.draw(rounds)
+            prompts = controller.draw(step, rounds)
             rounds.append(controller.allocate(step, prompts, first=sum(len(r.prompts) for r in rounds)))
 
         def generate() -> RolloutBatch:  # rank 0
@@ -136,7 +140,7 @@ class RLTrainer(Trainer):
         rollouts = RolloutBatch.join(batches).take(selection.rows)
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
-        return Sampled(rollouts, mini_batches, stats, selection.baseline, rounds)
+        return Sampled(rollouts, mini_batches, stats, selection.baseline, selection.weights, rounds)
 
     def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,

@@ -12,6 +12,7 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.strata import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
@@ -96,6 +97,7 @@ class TrainJob(Job):
         prompts = self._stream.prompts
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
+        self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)
         evaluates = config.eval.every is not None
         server = None
         if config.rollout.engine == "sglang" or evaluates:
@@ -148,8 +150,10 @@ class TrainJob(Job):
         if leads:
             journal.say(f"optional packages: {Fusions.detect()}")
             state = {"stream": self._stream, "allocator": self._allocator.history}
+            if config.data.selection.kind == "greso":  # the others have no state of their own
+                state["selection"] = self._selection
             controller = Controller(
-                config, self._stream, self._allocator, rollout, self._evaluation, journal, coordinator
+                config, self._selection, self._allocator, rollout, self._evaluation, journal, coordinator
             )
         memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
         phases = Phases(journal.progress if leads else None, memory)

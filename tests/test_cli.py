@@ -117,6 +117,11 @@ def test_sft_refuses_what_it_would_pass_over(base, capsys, key):
     assert "not for sft" in capsys.readouterr().err
 
 
+def test_sft_has_no_outcomes_to_draw_prompts_by(base, capsys):
+    assert main(["sft", str(base / "config.yaml"), "data.selection=greso"]) == 2
+    assert "data.selection: not for sft" in capsys.readouterr().err
+
+
 def test_an_evaluation_does_not_go_into_a_run(base, tiny_model, capsys):
     run = base / "run"
     run.mkdir()

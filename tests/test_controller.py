@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.controller import Controller
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.replay import what_if
@@ -76,7 +78,8 @@ def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollou
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    return TrainBatch.build(rollouts, config), controller.record(step, sampled.rounds)
+    batch = TrainBatch.build(rollouts, config, None, sampled.baseline, sampled.prompt_weights)
+    return batch, controller.record(step, sampled.rounds)
 
 
 class Answering:
@@ -129,12 +132,12 @@ def failed(step, prompts, counts, first) -> RolloutResult:
 
 @pytest.fixture
 def controller(tmp_path):
-    """make(prompts, rounds, rollout, **proof) -> a Controller."""
+    """make(prompts, rounds, rollout, selection, **proof) -> a Controller."""
 
-    def make(prompts: int, rounds: int | None, rollout, advantage: str = "rloo", **proof):
+    def make(prompts: int, rounds: int | None, rollout, selection="uniform", advantage: str = "rloo", **proof):
         config = Config(
             model={"path": "none"},
-            data={"source": "none", "batch_prompts": BATCH},
+            data={"source": "none", "batch_prompts": BATCH, "selection": selection},
             rollout={"max_new_tokens": 4, "proof": proof},
             algorithm={
                 "dynamic_sampling": {"rounds": rounds} if rounds else None,
@@ -144,9 +147,9 @@ def controller(tmp_path):
         )
         items = [Prompt(f"p{i}", text=f"p{i}") for i in range(prompts)]
         stream = PromptStream(items, config.data, lambda p: [1, int(p.prompt_id[1:])], None)
-        return Controller(
-            config, stream, RolloutAllocator(config.algorithm.allocation), rollout, None, Journal(config), Alone()
-        )
+        allocator = RolloutAllocator(config.algorithm.allocation)
+        prompts = PromptSelection(config.prompt_stream, stream, allocator.history)
+        return Controller(config, prompts, allocator, rollout, None, Journal(config), Alone())
 
     return make
 
@@ -180,6 +183,33 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
     assert len(record.steps) > 2 and record.step_numbers.tolist() == [1, 2] and set(record.step_index) == {0, 1}
     counts = what_if.replay(record.steps, base_allocator(record))
     assert what_if.first_difference(record.steps, counts) is None
+
+
+def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_path):
+    """By group, whatever the round, and whatever was left out."""
+    selection = {"kind": "priority", "candidates": None, "weights": True}
+    live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
+    for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
+        sampled = sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
+    rollouts, rounds = sampled.rollouts, sampled.rounds
+    assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
+    batch = TrainBatch.build(rollouts, live.config, None, None, sampled.prompt_weights)
+    own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
+    assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
+    assert len({own[g].weight for g in rollouts.group_ids}) > 1
+    sizes = Counter(rollouts.group_ids)
+    expected = [own[g].weight / (len(sizes) * sizes[g] * 4) for g in rollouts.group_ids]  # prompt_mean, 4 new tokens
+    np.testing.assert_allclose(batch.weights, expected, rtol=1e-12)
+
+
+def test_greso_learns_from_what_the_steps_sampled(controller, tmp_path):
+    live = controller(30, None, Answering(RolloutStore(tmp_path)), "greso")
+    drawn = Counter()
+    for step in range(1, 60):
+        _, record = batch_of(live, step)
+        drawn.update(record.allocations[0].prompt_ids)
+    solved, unsolved, mixed = (sum(n for i, n in drawn.items() if int(i[1:]) % 3 == kind) for kind in range(3))
+    assert mixed > 2 * max(solved, unsolved) and record.drawing["data/draw_unsolved"] != 0.5
 
 
 @pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])

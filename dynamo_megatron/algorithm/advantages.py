@@ -146,6 +146,13 @@ def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
     return np.where(advantages > 0, positive_weight * advantages, advantages)
 
 
+def batch_normalised(advantages: np.ndarray) -> np.ndarray:
+    """Less their mean, over their standard deviation (ddof 1) + 1e-8, float64 [S]: SPO's global normalisation (arXiv
+    2509.13232), with its public code's constant. A single one gets 0."""
+    centred = advantages - advantages.mean() if len(advantages) else advantages
+    return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
+
+
 def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
     """In the rewards' dtype and library."""
     return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)

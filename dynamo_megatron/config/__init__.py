@@ -247,12 +247,12 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         prompts = self.data.batch_prompts
+        allocation, advantage, budget = self.algorithm.allocation, self.algorithm.advantage, 2 * prompts
         try:
-            _ = self.rollout_budget
+            budget = self.rollout_budget
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
-        allocation, advantage = self.algorithm.allocation, self.algorithm.advantage
-        few = (allocation.budget or 8 * prompts) < 2 * prompts if allocation.kind == "uniform" else True
+        few = allocation.kind != "uniform" or budget < 2 * prompts
         if allocation.rollout_n_min == 1 and few and advantage.needs_company:
             yield (
                 "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.method import Positive, Section
 from dynamo_megatron.runtime.user_code import SPEC
+
+SELECTION_OPTIONS = {  # of data.selection: option -> the kinds that have it
+    "candidates": ("priority", "thompson"),
+    "exploration": ("priority",),
+    "weights": ("priority",),
+    "target": ("thompson",),
+    "zero_variance": ("greso",),
+}
+
+
+class SelectionConfig(Section):
+    """Which of the data's next prompts a step draws, by their earlier rollouts; a text is the kind."""
+
+    # uniform: all of them in turn. priority (SPO, arXiv 2509.13232): in proportion to sqrt(p(1-p)) + exploration.
+    # thompson (MoPPS, arXiv 2507.04632): those whose sampled success rate is nearest to target. greso (GRESO, arXiv
+    # 2506.02177): skips at random prompts whose last groups were all right or all wrong
+    kind: Literal["uniform", "priority", "thompson", "greso"] = "uniform"
+    candidates: Positive | None = 8  # priority, thompson: prompts that one is chosen from; None: all of the data
+    exploration: Annotated[float, Field(gt=0)] = 0.05  # priority: what a prompt of p = 0 or 1 has
+    weights: bool = False  # priority: a prompt's loss times its uniform probability over its own, which is unbiased
+    target: Annotated[float, Field(ge=0, le=1)] = 0.5  # thompson: success rate
+    zero_variance: Annotated[float, Field(ge=0, le=1)] = 0.25  # greso: share of groups of equal rewards aimed at
+
+    @model_validator(mode="after")
+    def _used(self) -> SelectionConfig:
+        if self.weights and self.kind in ("thompson", "greso"):
+            raise ValueError(
+                f"weights: {self.kind} draws with unknown probabilities; set it to false or kind to priority"
+            )
+        others = tuple(name for name, kinds in SELECTION_OPTIONS.items() if self.kind not in kinds)
+        self.unused(others, f"not an option of kind {self.kind}")
+        return self
 
 
 class DataConfig(Section):
@@ -22,8 +54,23 @@ class DataConfig(Section):
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
+    selection: SelectionConfig = SelectionConfig()
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
+
+    @field_validator("selection", mode="before")
+    @classmethod
+    def _kind_alone(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _whole_pool(self) -> DataConfig:
+        if self.streamed and self.selection.candidates is None:
+            raise ValueError(
+                f"selection.candidates: null needs all problems at the start, and those of {self.source} are read "
+                "while the run goes on; give a number, or set limit to read that number at the start"
+            )
+        return self
 
     @model_validator(mode="after")
     def _template(self) -> DataConfig:

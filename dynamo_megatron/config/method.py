@@ -50,6 +50,7 @@ class AdvantageConfig(Section):
     prior_strength: Annotated[float, Field(gt=0)] = 1.0  # history: rollouts that the pool's mean reward counts as
     # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured; 1: the mean
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
+    normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
@@ -65,7 +66,8 @@ class AdvantageConfig(Section):
         if self.of_the_user:
             self.unused(("singleton", "eps"), f"an option of the built-in kinds, which {self.kind} is not given")
         if self.kind == "otb":
-            self.unused(("positive_weight",), "is of a rollout's advantage, and those of kind otb are of tokens")
+            of_rollouts = ("positive_weight", "normalise")
+            self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind == "history":
             self.unused(("singleton", "eps"), "an option of baselines from the group alone, which kind history is not")
         else:

@@ -46,6 +46,7 @@ class IteratorStream:
     """
 
     prompts: tuple[Prompt, ...] = ()  # those known before the run
+    size: int | None = None  # prompts that can be drawn: not known
 
     def __init__(
         self,
@@ -85,6 +86,12 @@ class IteratorStream:
             prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
             batch.append(prompt)
         return batch
+
+    candidates = next  # they are read with their tokens
+
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """One of the `candidates`, as it is."""
+        return prompt
 
     def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
         for _ in range(SKIPPED_IN_A_ROW):

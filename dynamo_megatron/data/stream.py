@@ -62,12 +62,17 @@ class PromptStream:
         self._config = config
         self._encode = encode
         self._limit = max_prompt_length
+        self._too_long = self._check_lengths()
         self._skipped: set[int] = set()
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
-        self._check_lengths()
+
+    @property
+    def size(self) -> int:
+        """Prompts that can be drawn."""
+        return len(self.prompts) - len(self._too_long)
 
     @property
     def skipped(self) -> int:
@@ -80,44 +85,47 @@ class PromptStream:
         return self._epoch
 
     def next(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
-        """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called.
+        """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called."""
+        return [self.encoded(prompt) for prompt in self.candidates(n, on_poll)]
 
-        Raises ValueError: a prompt is too long and `on_long_prompt` is "error", or every prompt is too long.
-        """
+    def candidates(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
+        """The next `n` prompts, without their tokens."""
         batch: list[Prompt] = []
         while len(batch) < n:
             if self._position == len(self.prompts):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled(self._epoch)
             index = self._order[self._position]
-            prompt = self.prompts[index]
-            tokens = self._encode(prompt)
-            if self._limit is not None and len(tokens) > self._limit:
-                self._refuse(index, len(tokens))
+            if index in self._too_long:
+                self._skipped.add(index)
             else:
-                batch.append(dataclasses.replace(prompt, tokens=tokens))
+                batch.append(self.prompts[index])
             self._position += 1
         return batch
 
-    def _check_lengths(self) -> None:
-        """Every prompt before the run: one that cannot be encoded would end it in its middle, and each resume again."""
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """A copy of one of the `candidates` with `tokens` set."""
+        return dataclasses.replace(prompt, tokens=self._encode(prompt))
+
+    def _check_lengths(self) -> set[int]:
+        """Which prompts are too long. Every one is encoded before the run: one that cannot be would end it in its
+        middle, and each resume again."""
+        too_long = set()
         for index, prompt in enumerate(self.prompts):
             length = len(self._encode(prompt))
-            if self._limit is not None and length > self._limit:
-                self._refuse(index, length)
-        self._skipped.clear()
-
-    def _refuse(self, index: int, length: int) -> None:
-        if self._config.on_long_prompt == "error":
-            raise ValueError(
-                f"prompt {self.prompts[index].prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
-                "raise data.max_prompt_length or set data.on_long_prompt: skip"
-            )
-        self._skipped.add(index)
-        if len(self._skipped) == len(self.prompts):
+            if self._limit is None or length <= self._limit:
+                continue
+            if self._config.on_long_prompt == "error":
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
+                    "raise data.max_prompt_length or set data.on_long_prompt: skip"
+                )
+            too_long.add(index)
+        if len(too_long) == len(self.prompts):
             raise ValueError(
                 f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
             )
+        return too_long
 
     def _shuffled(self, epoch: int) -> list[int]:
         # Python promises that the same integer seed gives the same random() for ever; of shuffle() it promises nothing.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynamo_megatron.algorithm.advantages import group_advantages, history_advantages, weighted
+from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, history_advantages, weighted
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
@@ -25,7 +25,7 @@ class TrainBatch:
     rollouts: RolloutBatch
     advantages: np.ndarray  # float64 [S]
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains the rollout
-    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch
+    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch, times the prompt's
 
     @classmethod
     def build(
@@ -34,15 +34,19 @@ class TrainBatch:
         config: Config,
         gather: Callable[[str], list[str]] | None = None,
         baseline: Baseline | None = None,
+        prompt_weights: np.ndarray | None = None,
     ) -> TrainBatch:
         """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
-        `baseline`: of each rollout's prompt, for `algorithm.advantage.kind: history`.
+        `baseline`: of each rollout's prompt, for `algorithm.advantage.kind: history`. `prompt_weights`: float64 [S], of
+        each rollout's prompt, which multiplies its token weights; None: 1.
 
         Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
         """
         group, loss = _group_numbers(rollouts.group_ids), config.algorithm.loss
         max_length = config.rollout.max_new_tokens
         advantages = _advantages(rollouts, group, config, gather, baseline)
+        if config.algorithm.advantage.normalise == "batch":
+            advantages = batch_normalised(advantages)
         mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
         mini_batch = np.zeros(len(group), np.int64)
         weights = np.zeros(len(group), np.float64)
@@ -54,6 +58,8 @@ class TrainBatch:
                 group[here],
                 max_length=max_length,
             )
+        if prompt_weights is not None:
+            weights *= prompt_weights
         return cls(rollouts, advantages, mini_batch, weights)
 
     @property

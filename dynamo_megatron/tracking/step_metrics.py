@@ -40,8 +40,7 @@ class StepRecord:
     step: int
     allocations: list[Allocation]  # one a round
     result: RolloutResult  # of all rounds, without what was rejected
-    epoch: int
-    skipped_prompts: int
+    drawing: Mapping[str, float]  # metrics of the prompts' selection
     score_ratio: float | None = None  # of the baselines; None: the method has none from history
 
     @property
@@ -138,8 +137,7 @@ def step_metrics(
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
-        "data/epoch": record.epoch,
-        "data/skipped_prompts": record.skipped_prompts,
+        **record.drawing,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         **shares,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.algorithm.advantages import entropy_advantages, group_advantages
+from dynamo_megatron.algorithm.advantages import batch_normalised, entropy_advantages, group_advantages
 
 KINDS = ("grpo", "dr_grpo", "rloo")
 
@@ -89,3 +89,11 @@ def test_kind_and_dtype_stay(dtype):
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(*arguments)
+
+
+def test_normalised_over_the_batch():
+    # 1, 2, 6: mean 3, sum of squares 4 + 1 + 9 = 14, variance 7
+    got = batch_normalised(np.array([1.0, 2.0, 6.0]))
+    np.testing.assert_allclose(got, np.array([-2.0, -1.0, 3.0]) / np.sqrt(7), rtol=1e-7)
+    assert batch_normalised(np.array([0.3, 0.3])).tolist() == [0.0, 0.0]
+    assert batch_normalised(np.array([5.0])).tolist() == [0.0] and len(batch_normalised(np.zeros(0))) == 0

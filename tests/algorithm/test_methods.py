@@ -58,6 +58,16 @@ DIFFERENCES = {
         "advantage.score_ratio": "auto",
         "loss.aggregation": "prompt_mean",
     },
+    "spo": {
+        "allocation.rollout_n_min": 1,
+        "allocation.rollout_n_max": 1,
+        "allocation.on_shortfall": "clip",
+        "allocation.half_life": 5.2,
+        "advantage.kind": "history",
+        "advantage.normalise": "batch",
+        "loss.clip_ratio_high": 0.28,
+        "loss.clip_ratio_c": 10.0,
+    },
 }
 
 
@@ -86,6 +96,20 @@ def test_published_preset_has_the_papers_sizes():
     assert config.data.batch_prompts // config.algorithm.loss.mini_batches == 32
 
 
+def test_spo_draws_by_its_priority_from_all_of_the_data():
+    selection = load("spo").data.selection
+    assert (selection.kind, selection.candidates, selection.exploration) == ("priority", None, 0.05)
+    assert not selection.weights and load("grpo").data.selection.kind == "uniform"
+    visits = load("spo").algorithm.allocation.half_life
+    assert 0.5 ** (1 / visits) == pytest.approx(0.875, abs=1e-3)
+
+
+def test_one_rollout_a_prompt_needs_a_baseline_from_elsewhere():
+    """Also where the budget is cut down to it."""
+    with pytest.raises(ValueError, match="rollout_n_min: 1 rollout has no other to be compared with"):
+        load("spo", "algorithm.advantage={kind: rloo}")
+
+
 def test_theory_preset_is_the_default():
     assert load("dynamo").algorithm == Config.model_fields["algorithm"].default
 
@@ -103,7 +127,8 @@ def test_every_method_composes_over_the_demo(name):
     if name == "dynamo_published":  # it brings the paper's batch
         sizes = ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
     config, origins = compose([DEMO, str(METHODS / f"{name}.yaml")], sizes)
-    assert config.rollout_budget == (512 if sizes else 256)
+    one_each = config.data.batch_prompts if name == "spo" else 256
+    assert config.rollout_budget == (512 if sizes else one_each)
     assert origins["algorithm.advantage.kind"].endswith(f"{name}.yaml")
 
 

@@ -357,15 +357,27 @@ def test_otb_has_a_baseline_for_every_token(rollouts, stats):
     expect(got, expected, weights, *clipped(expected, ratio(stats)))
 
 
-def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
-    got = run("history", rollouts, stats)
+def against_history(rollouts) -> np.ndarray:
+    """Per rollout: the reward less the optimal baseline of `run`'s prior and ratio."""
     advantages = []
     for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
         own = [r for g, r in zip(rollouts.group_ids, rollouts.rewards, strict=True) if g == group]
         p = (0.4 * 3 + sum(own) - reward) / (3 + len(own) - 1)
         advantages.append(reward - p / (p + (1 - p) * 2))
+    return np.array(advantages)
+
+
+def test_spo_normalises_what_history_leaves_over_the_step(rollouts, stats, grpo):
+    got = run("spo", rollouts, stats)
+    advantages = against_history(rollouts)
+    per_token = rollouts.per_token((advantages - advantages.mean()) / advantages.std(ddof=1))
+    expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
+
+
+def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
+    got = run("history", rollouts, stats)
     sizes = np.array([SIZES[group] for group in rollouts.group_ids])
-    per_token = rollouts.per_token(np.array(advantages))
+    per_token = rollouts.per_token(against_history(rollouts))
     weights = rollouts.per_token(1 / (len(SIZES) * sizes * MAX_LENGTH))
     expect(got, per_token, weights, *clipped(per_token, ratio(stats)))
 

@@ -86,9 +86,10 @@ CASES = {
     "dynamo_published": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
     "otb": verl("vanilla", "otb"),
     "history": verl("vanilla", None, "token-sum"),
+    "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
 }
 GIVEN = {
-    "advantages": ("entropy_advantages", "w_reinforce", "dynamo", "dynamo_published", "history"),
+    "advantages": ("entropy_advantages", "w_reinforce", "dynamo", "dynamo_published", "history", "spo"),
     "weights": ("dynamo", "history"),
 }
 

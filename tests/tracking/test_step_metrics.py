@@ -49,7 +49,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, **algo
     )
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
-        StepRecord(1, [allocation], result, 0, 0),
+        StepRecord(1, [allocation], result, {"data/epoch": 0}),
         SimpleNamespace(rollouts=rollouts, advantages=np.array([-1.0, 1.0])),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],

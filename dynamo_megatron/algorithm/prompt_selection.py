@@ -1,0 +1,178 @@
+"""Which of the data's next prompts a step draws. Every rule decides from earlier rollouts alone, before this step's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import group_index
+from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.history import History, Statistics
+from dynamo_megatron.algorithm.success import beta_prior
+from dynamo_megatron.config.data import SelectionConfig
+
+# GRESO as its public code runs it (Infini-AI-Lab/GRESO): the base probability at the start, the change of a step, its
+# bounds, the least probability that a prompt is drawn with, and the share of the aim that is for solved groups.
+GRESO_START, GRESO_STEP, GRESO_BOUNDS, GRESO_LEAST, GRESO_EASY = 0.5, 0.01, (0.05, 0.95), 0.01, 1 / 3
+
+
+class Choice(NamedTuple):
+    taken: np.ndarray  # int64, ascending: which of the candidates
+    weights: np.ndarray  # float64, of each one taken: the uniform probability over its own; 1 where it is not known
+
+
+class Rule:
+    """Draws prompts by what `history` has of their earlier rollouts."""
+
+    def __init__(self, config: SelectionConfig, history: History) -> None:
+        self.config, self.history = config, history
+
+    def candidates(self, wanted: int, size: int | None) -> int:
+        """How many of the next prompts `choose` is given for `wanted`; `size`: how many there are, None: not known."""
+        if self.config.candidates is None:
+            assert size is not None, "a source that is read as the run goes on has no end: refused by Config"
+            return max(wanted, size)
+        asked = wanted * self.config.candidates
+        return asked if size is None else max(wanted, min(asked, size))
+
+    def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
+        """At most `wanted` of the candidates `prompt_ids`, of which there are at least `wanted`."""
+        raise NotImplementedError
+
+    def observe(self, step: int, prompt_ids: Sequence[str], group_ids: Sequence[str], rewards: Any, successes: Any):
+        """Rollouts of `step`, one entry each. Their statistics are in `history` already."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `history` does not have: plain data and arrays that do not change later."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Priority(Rule):
+    """SPO's prioritised drawing (arXiv 2509.13232): in proportion to sqrt(p(1-p)) + `exploration`, p the expected
+    success rate.
+
+    SPO draws one prompt after the other without replacement, for which no probabilities are known; here each has
+    exactly `inclusion`. Its p is that of a tracker that starts from 8 rollouts of every prompt; here a Beta posterior
+    with the prior fitted to the pool.
+    """
+
+    def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
+        rate = expected_rate(self.history.of(prompt_ids), self.history.pool())
+        probability = inclusion(np.sqrt(rate * (1 - rate)) + self.config.exploration, wanted)
+        taken = systematic(probability, rng)
+        uniform = wanted / len(prompt_ids)
+        return Choice(taken, uniform / probability[taken] if self.config.weights else np.ones(len(taken)))
+
+
+class Thompson(Rule):
+    """MoPPS (arXiv 2507.04632): a success rate is sampled from every candidate's posterior, Beta(1 + right, 1 + wrong),
+    and those nearest to `target` are drawn.
+
+    Its discount of earlier counts is `algorithm.allocation.half_life` (1 visit is its lambda of .5).
+    """
+
+    def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
+        seen = self.history.of(prompt_ids)
+        sampled = rng.beta(1 + seen.successes, 1 + seen.trials - seen.successes)
+        nearest = np.argsort(np.abs(sampled - self.config.target), kind="stable")[:wanted]
+        return Choice(np.sort(nearest), np.ones(wanted))
+
+
+class Greso(Rule):
+    """GRESO (arXiv 2506.02177): a prompt whose last z groups had no right rollout, or no wrong one, is drawn with
+    probability max(q^z, .01), else surely.
+
+    There is a q for either kind, .5 at the start. After each step with prompts seen before it falls by .01 where their
+    groups of the kind were more than aimed at, else it rises: a third of `zero_variance` is aimed at for solved
+    groups, the rest for unsolved ones. As in its public code the kinds are counted apart. A group of one rollout shows
+    nothing. Equal rewards of which some failed count as unsolved. Its adaptive batch size is not here: a step draws as
+    many prompts as it needs.
+    """
+
+    def __init__(self, config: SelectionConfig, history: History) -> None:
+        super().__init__(config, history)
+        self._streaks: dict[str, int] = {}  # of every prompt seen: its last z groups were solved (z) or unsolved (-z)
+        self._base = self._started = (GRESO_START, GRESO_START)  # (solved, unsolved): now, and at the step's start
+        self._step, self._again = 0, np.zeros(3)  # the step's groups of prompts seen before: all, solved, unsolved
+
+    def candidates(self, wanted: int, size: int | None) -> int:
+        return wanted
+
+    def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
+        streak = np.fromiter((self._streaks.get(i, 0) for i in prompt_ids), np.int64, len(prompt_ids))
+        drawn = np.maximum(np.where(streak > 0, *self._base) ** np.abs(streak), GRESO_LEAST)
+        taken = np.flatnonzero(rng.random(len(prompt_ids)) < drawn)[:wanted]
+        return Choice(taken, np.ones(len(taken)))
+
+    def observe(self, step: int, prompt_ids: Sequence[str], group_ids: Sequence[str], rewards: Any, successes: Any):
+        if step != self._step:  # a step may have several rounds
+            self._step, self._started, self._again = step, self._base, np.zeros(3)
+        differs, (index, groups) = informative(rewards, group_ids), group_index(group_ids, len(prompt_ids))
+        right, size = np.bincount(index, successes, minlength=groups), np.bincount(index, minlength=groups)
+        firsts = np.unique(index, return_index=True)[1]
+        for group, first in enumerate(firsts.tolist()):
+            if size[group] == 1:
+                continue
+            prompt_id = prompt_ids[first]
+            kind = 0 if differs[first] else 1 if right[group] == size[group] else -1
+            before = self._streaks.get(prompt_id)
+            if before is not None:
+                self._again += (1, kind > 0, kind < 0)
+            self._streaks[prompt_id] = kind + (before if before is not None and before * kind > 0 else 0)
+        if self._again[0]:
+            aims = self.config.zero_variance * np.array([GRESO_EASY, 1 - GRESO_EASY])
+            change = np.where(self._again[1:] / self._again[0] >= aims, -GRESO_STEP, GRESO_STEP)
+            self._base = tuple(np.clip(np.add(self._started, change), *GRESO_BOUNDS).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        streaks = np.fromiter(self._streaks.values(), np.int64, len(self._streaks))
+        return {"prompt_ids": list(self._streaks), "streaks": streaks, "base": list(self._base)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        streaks = np.asarray(state["streaks"]).tolist()
+        self._streaks = dict(zip(state["prompt_ids"], streaks, strict=True))
+        self._base = self._started = tuple(state["base"])
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/draw_solved": self._base[0], "data/draw_unsolved": self._base[1]}
+
+
+RULES = {"priority": Priority, "thompson": Thompson, "greso": Greso}
+
+
+def expected_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """The mean of each prompt's success rate, float64 [N], under a Beta prior fitted to `pool`, all prompts seen."""
+    a, b = beta_prior(pool.successes, pool.trials)
+    return (a + prompts.successes) / (a + b + prompts.trials)
+
+
+def inclusion(weights: np.ndarray, wanted: int) -> np.ndarray:
+    """Probabilities min(1, c w_i) whose sum is `wanted`, float64 [N]. weights: float64 [N] above 0; 0 < wanted <= N."""
+    surely = np.zeros(len(weights), bool)
+    while surely.sum() < wanted:
+        share = (wanted - surely.sum()) * weights / weights[~surely].sum()
+        over = ~surely & (share > 1)
+        if not over.any():
+            return np.where(surely, 1.0, share)
+        surely |= over
+    return surely.astype(np.float64)
+
+
+def systematic(probability: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """As many as the sum of `probability`, a whole number; each i with exactly its own, float64 [N]. int64, ascending.
+
+    Systematic sampling (Madow, 1949) in a random order: i owns an interval of its probability's length, and marks at
+    distance 1 from each other from a random start on fall into those that are taken.
+    """
+    order = rng.permutation(len(probability))
+    edges = np.cumsum(probability[order])
+    marks = rng.random() + np.arange(round(edges[-1]))
+    return np.sort(order[np.minimum(np.searchsorted(edges, marks, side="right"), len(order) - 1)])

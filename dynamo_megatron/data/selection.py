@@ -1,0 +1,69 @@
+"""The prompts of each step: the stream's next ones, or some of them (`data.selection`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.algorithm.history import History
+from dynamo_megatron.algorithm.prompt_selection import RULES
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.iterator_stream import IteratorStream
+from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.types import Prompt, RolloutBatch
+
+
+class PromptSelection:
+    """What a step draws depends on the stream's position, what `history` has, the seed of the order
+    (`config.shuffle_seed`), the step and the round: a resumed run draws the same. `stream` and `state_dict` are saved
+    apart.
+    """
+
+    def __init__(self, config: DataConfig, stream: PromptStream | IteratorStream, history: History) -> None:
+        kind = config.selection.kind
+        self.stream = stream
+        self._seed = config.shuffle_seed
+        self._rule = None if kind == "uniform" else RULES[kind](config.selection, history)
+        self._candidates = 0
+
+    def draw(self, step: int, round_: int, wanted: int, on_poll: Callable[[], None]) -> list[Prompt]:
+        """`wanted` prompts with `tokens` and `weight` set. The candidates that are left out come again when the stream
+        gives them again. Raises what the stream's `candidates` does."""
+        if self._rule is None:
+            return self.stream.next(wanted, on_poll)
+        rng = np.random.default_rng(derived_seed(self._seed, "prompt selection", str(step), str(round_)))
+        if round_ == 0:
+            self._candidates = 0
+        drawn: list[Prompt] = []
+        while (missing := wanted - len(drawn)) > 0:
+            candidates = self.stream.candidates(self._rule.candidates(missing, self.stream.size), on_poll)
+            self._candidates += len(candidates)
+            distinct = {prompt.prompt_id: prompt for prompt in candidates}
+            if len(distinct) >= missing:  # else the data have fewer prompts than a batch
+                candidates = list(distinct.values())
+            choice = self._rule.choose([prompt.prompt_id for prompt in candidates], missing, rng)
+            for index, weight in zip(choice.taken.tolist(), choice.weights.tolist(), strict=True):
+                drawn.append(dataclasses.replace(self.stream.encoded(candidates[index]), weight=weight))
+        return drawn
+
+    def observe(self, step: int, rollouts: RolloutBatch) -> None:
+        """The outcomes of a round of `step`, after `history` has them."""
+        if self._rule is not None:
+            self._rule.observe(step, rollouts.prompt_ids, rollouts.group_ids, rollouts.rewards, rollouts.successes)
+
+    def metrics(self) -> dict[str, float]:
+        """`data/epoch` and `data/skipped_prompts` (too long) of the stream; where prompts are chosen, of the last step
+        `data/candidates` (the number that they were chosen from) and what the rule has to say."""
+        where = {"data/epoch": self.stream.epoch, "data/skipped_prompts": self.stream.skipped}
+        return where if self._rule is None else {**where, "data/candidates": self._candidates, **self._rule.metrics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._rule is None else self._rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._rule is not None:
+            self._rule.load_state_dict(state)

@@ -1,0 +1,186 @@
+"""Drawing a step's prompts from a stream."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data import PromptStream, open_stream
+from dynamo_megatron.data.selection import PromptSelection
+from dynamo_megatron.types import Prompt
+
+KINDS = ("priority", "thompson", "greso")
+FIVE = """
+def five():
+    return ({"id": n, "problem": f"{n}+1?", "answer": "1"} for n in range(5))
+"""
+
+
+class Run:
+    """Draws and observes as a training run does; prompt "p<i>" is solved i of 12 times."""
+
+    def __init__(self, selection, size: int = 12, long=(), stream=None):
+        items = [Prompt(f"p{i}", text="x" * (50 if i in long else 5)) for i in range(size)]
+        config = DataConfig(source="a.jsonl", shuffle_seed=0, selection=selection)
+        self.stream = stream or PromptStream(items, config, lambda p: [1] * len(p.text), 10)
+        self.allocator = RolloutAllocator({})
+        self.selection = PromptSelection(config, self.stream, self.allocator.history)
+
+    def draw(self, step: int, wanted: int, round_: int = 0) -> list[Prompt]:
+        return self.selection.draw(step, round_, wanted, lambda: None)
+
+    def step(self, step: int, wanted: int) -> list[str]:
+        drawn = [prompt.prompt_id for prompt in self.draw(step, wanted)]
+        ids = [i for i in drawn for _ in range(4)]
+        rng = np.random.default_rng(step)
+        right = np.array([rng.random() < int(i[1:]) / 12 for i in ids])
+        groups = [f"{step}-{position}" for position in range(len(drawn)) for _ in range(4)]
+        self.allocator.observe(ids, right.astype(float), right, step)
+        rollouts = SimpleNamespace(prompt_ids=ids, group_ids=groups, rewards=right.astype(float), successes=right)
+        self.selection.observe(step, rollouts)
+        return drawn
+
+    def parts(self) -> list:
+        return [self.stream, self.allocator, self.selection]
+
+
+def plain(state: dict) -> dict:
+    return json.loads(json.dumps(state, default=np.ndarray.tolist))
+
+
+@pytest.mark.parametrize("selection", ["uniform", {"kind": "uniform"}])
+def test_uniform_is_the_stream(selection):
+    run, alone = Run(selection, long=[3]), Run("uniform", long=[3]).stream
+    for step in range(1, 9):
+        assert run.step(step, 5) == [p.prompt_id for p in alone.next(5)]
+    assert run.stream.state_dict() == alone.state_dict() and run.selection.state_dict() == {}
+    assert run.selection.metrics() == {"data/epoch": alone.epoch, "data/skipped_prompts": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_distinct_prompts_that_fit(kind):
+    few = {} if kind == "greso" else {"candidates": 2}  # so that those of a step span two epochs
+    run = Run({"kind": kind, **few}, long=[3, 4])
+    for step in range(1, 30):
+        drawn = run.draw(step, 3)
+        assert all(len(p.tokens) == 5 and p.weight == 1 for p in drawn)
+        ids = run.step(step + 100, 3)
+        assert len(ids) == 3 and not {"p3", "p4"} & set(ids)
+        if kind != "greso":  # there a batch may span two epochs, as without a rule
+            assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_draws_the_same(kind):
+    straight = Run(kind)
+    for step in range(1, 20):
+        straight.step(step, 3)
+    states = [plain(part.state_dict()) for part in straight.parts()]
+    resumed, amnesiac = Run(kind), Run(kind)
+    for part, other, state in zip(resumed.parts(), amnesiac.parts(), states, strict=True):
+        part.load_state_dict(state)
+        if other is amnesiac.stream:
+            other.load_state_dict(state)
+    later = [straight.step(step, 3) for step in range(20, 40)]
+    assert [resumed.step(step, 3) for step in range(20, 40)] == later
+    assert [amnesiac.step(step, 3) for step in range(20, 40)] != later  # it goes by what was seen
+
+
+@pytest.mark.parametrize("kind", ["priority", "thompson"])
+def test_a_step_has_random_numbers_of_its_own(kind):
+    whole = {"kind": kind, "candidates": None}
+    first = [p.prompt_id for p in Run(whole).draw(1, 4)]
+    assert [p.prompt_id for p in Run(whole).draw(1, 4)] == first
+    assert any([p.prompt_id for p in Run(whole).draw(step, 4)] != first for step in (2, 3))
+    assert any([p.prompt_id for p in Run(whole).draw(1, 4, round_=r)] != first for r in (1, 2))
+
+
+@pytest.mark.parametrize("kind", ["priority", "thompson"])
+def test_a_pool_smaller_than_the_batch_is_drawn_as_without_a_rule(kind):
+    run, alone = Run(kind, size=3), Run("uniform", size=3).stream
+    for step in range(1, 20):
+        assert run.step(step, 7) == [p.prompt_id for p in alone.next(7)]
+
+
+def test_greso_fills_a_batch_from_a_pool_that_is_smaller():
+    run = Run("greso", size=3)
+    assert all(len(run.step(step, 7)) == 7 for step in range(1, 20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("solved", [True, False])
+def test_a_pool_that_shows_no_difference_is_still_drawn(kind, solved):
+    """All solved, or none: every prompt again and again."""
+    run, drawn = Run(kind, size=6), Counter()
+    for step in range(1, 200):
+        ids = [p.prompt_id for p in run.draw(step, 2)]
+        drawn.update(ids)
+        twice, right = [i for i in ids for _ in range(2)], np.full(4, solved)
+        run.allocator.observe(twice, right.astype(float), right, step)
+        run.selection.observe(
+            step,
+            SimpleNamespace(prompt_ids=twice, group_ids=[0, 0, 1, 1], rewards=right.astype(float), successes=right),
+        )
+    assert len(drawn) == 6 and min(drawn.values()) > 35
+
+
+def test_greso_takes_the_stream_in_its_order_until_something_was_seen():
+    run, alone = Run("greso"), Run("uniform").stream
+    for step in range(1, 5):
+        assert [p.prompt_id for p in run.draw(step, 3)] == [p.prompt_id for p in alone.next(3)]
+
+
+def test_greso_skips_what_was_equal():
+    run = Run("greso", size=12)
+    counts = Counter(i for step in range(1, 300) for i in run.step(step, 3))
+    assert counts["p0"] < counts["p6"] / 3
+    assert run.selection.metrics()["data/candidates"] >= 3
+
+
+@pytest.mark.parametrize(("candidates", "looked_at"), [(1, 2), (3, 6), (50, 12), (None, 12)])
+def test_candidates(candidates, looked_at):
+    run = Run({"kind": "priority", "candidates": candidates})
+    run.draw(1, 2)
+    assert run.selection.metrics()["data/candidates"] == looked_at
+
+
+def test_only_what_is_drawn_is_encoded():
+    encoded = []
+    items = [Prompt(f"p{i}", text="x") for i in range(40)]
+    config = DataConfig(source="a", shuffle_seed=0, selection={"kind": "priority", "candidates": None})
+    stream = PromptStream(items, config, lambda p: encoded.append(p.prompt_id) or [1], None)
+    encoded.clear()
+    drawn = PromptSelection(config, stream, RolloutAllocator({}).history).draw(1, 0, 4, lambda: None)
+    assert encoded == [p.prompt_id for p in drawn]
+
+
+def test_weights_come_with_the_prompts():
+    """Over the whole pool their mean in a step estimates 1, and a prompt that is drawn more has a smaller one."""
+    run = Run({"kind": "priority", "candidates": None, "weights": True})
+    for step in range(1, 30):
+        run.step(step, 6)
+    weights: dict[str, float] = {}
+    means = []
+    for step in range(100, 600):
+        drawn = run.draw(step, 4)
+        weights |= {p.prompt_id: p.weight for p in drawn}
+        means.append(np.mean([p.weight for p in drawn]))
+    assert weights["p0"] > 2 * weights["p6"] > 0
+    assert abs(np.mean(means) - 1) < 4 * np.std(means) / np.sqrt(len(means))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_problems_of_a_function(tmp_path, monkeypatch, kind):
+    (tmp_path / f"five_{kind}.py").write_text(FIVE)
+    monkeypatch.chdir(tmp_path)
+    config = DataConfig(source=f"five_{kind}:five", shuffle_seed=0, batch_prompts=2, selection=kind)
+    stream = open_stream(config, lambda p: [1], None)
+    run = PromptSelection(config, stream, RolloutAllocator({}).history)
+    drawn = Counter(p.prompt_id for step in range(1, 100) for p in run.draw(step, 0, 2, lambda: None))
+    assert len(drawn) == 5 and min(drawn.values()) > 20
+    with pytest.raises(ValueError, match="candidates: null needs all problems at the start"):
+        DataConfig(source="five:five", selection={"kind": "thompson", "candidates": None})
