@@ -154,7 +154,8 @@ class RolloutResult:
             batch=self.batch.take(kept),
             outcomes=outcomes,
             notes=[*self.notes, *notes],
-            rejected_tokens=self.rejected_tokens + int(self.batch.response_lengths[list(rejected)].sum()),
+            rejected_tokens=self.rejected_tokens
+            + int(self.batch.response_lengths[np.array(list(rejected), np.int64)].sum()),
         )
 
     @property

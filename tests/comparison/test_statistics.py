@@ -58,7 +58,7 @@ def test_a_failed_run_never_reaches_anything():
 
 def test_the_target_is_of_the_control_s_best_rate_and_each_figure_selects_its_own():
     control = arm(
-        [([0.1, 0.5, 0.5], [0, 100, 200]), ([0.3, 0.5, 0.7], [0, 100, 200])],  # mean final .6
+        [([0.2, 0.5, 0.5], [0, 100, 200]), ([0.4, 0.5, 0.7], [0, 100, 200])],  # mean final .6
         [([0.1, 0.3, 0.9], [0, 100, 200]), ([0.3, 0.4, 0.9], [0, 100, 200])],  # mean final .9: the best; start .2
     )
     found = summarise({"a": control, "b": control}, "b", np.array([0, 1]))
