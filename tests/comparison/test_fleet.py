@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from dynamo_megatron.comparison import fleet
 from dynamo_megatron.comparison.fleet import KEY, keeps_servers, servers
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
@@ -26,16 +27,18 @@ def config(model, tmp_path, **rollout) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "kept"),
+    ("rollout", "on_cpu", "on_gpu"),
     [
-        ({}, True),  # no GPU here
-        ({"placement": "split"}, True),
-        ({"placement": "external", "urls": ["http://127.0.0.1:9"]}, False),
-        ({"engine": "recorded", "recorded": "run"}, False),
+        ({}, True, False),
+        ({"placement": "split"}, True, True),
+        ({"placement": "external", "urls": ["http://127.0.0.1:9"]}, False, False),
+        ({"engine": "recorded", "recorded": "run"}, False, False),
     ],
 )
-def test_whose_servers_stay_up(rollout, kept, tmp_path):
-    assert keeps_servers(config("m", tmp_path, **rollout)) is kept
+def test_whose_servers_stay_up(rollout, on_cpu, on_gpu, tmp_path, monkeypatch):
+    for cuda, kept in ((False, on_cpu), (True, on_gpu)):
+        monkeypatch.setattr(fleet, "cuda_available", lambda cuda=cuda: cuda)
+        assert keeps_servers(config("m", tmp_path, **rollout)) is kept
 
 
 def test_a_port_in_use_is_refused(tmp_path):
