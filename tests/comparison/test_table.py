@@ -158,6 +158,13 @@ def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
     assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err
 
 
+def test_a_nan_is_known_by_the_name_of_its_error():
+    from dynamo_megatron.policy.head_loss import NonFiniteError
+
+    assert Outcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").diverged
+    assert not Outcome(1, "rank 0, step 3: OSError: no space").diverged and not Outcome(0, NAN).diverged
+
+
 def test_broken_files_are_one_line(made, capsys):
     runs = made([1, 2], usual)
     file = runs[0].folder.with_name(f"{runs[0].folder.name}.json")
