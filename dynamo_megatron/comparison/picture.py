@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dynamo_megatron.comparison.statistics import SHARES
 from dynamo_megatron.comparison.table import SHARE_NAMES, Measured
 from dynamo_megatron.reports.picture import COLOURS, GREY
 
 WIDEST = 4.0  # ratio: the axis ends there, and an interval that goes on has an arrow
+TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 MARKERS = dict(zip(SHARE_NAMES.values(), ("o", "s"), strict=True))
 
 
@@ -68,39 +68,34 @@ def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
 def _ratios(axes: Axes, found: dict[str, Any], colours: dict[str, str]) -> None:
     """One row for each arm but the control, in it one interval for each target."""
     others = [name for name in found["arms"] if name != found["control"]]
-    ends = [WIDEST]
+    shown = [0.5, 2.0]
     for row, name in enumerate(others):
-        for q, share in enumerate(SHARE_NAMES[s] for s in SHARES):
+        for q, share in enumerate(MARKERS):
             ratio, y = found["arms"][name]["cost"][share]["rollouts"]["ratio"], row + 0.24 * (q - 0.5)
             if ratio["value"] is None:
-                axes.annotate(
-                    f"to {share}: never", (1, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
-                )
+                beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+                axes.annotate(f"to {share}: never", (1, y), **beside)
                 continue
-            low, high = ratio["low"] or 1 / WIDEST, ratio["high"] if ratio["high"] is not None else np.inf
-            shown = np.clip([low, ratio["value"], high], 1 / WIDEST, WIDEST)
-            axes.plot(shown[[0, 2]], [y, y], color=colours[name], linewidth=2)
-            if high > WIDEST:
-                axes.plot(WIDEST, y, ">", color=colours[name], markersize=8, clip_on=False)
-            axes.plot(shown[1], y, MARKERS[share], color=colours[name], markersize=6)
-            ends += [low, min(high, WIDEST)]
+            ends = (ratio[end] if ratio[end] is not None else np.inf for end in ("low", "value", "high"))
+            low, value, high = np.clip([*ends], 1 / WIDEST, WIDEST)
+            axes.plot([low, high], [y, y], color=colours[name], linewidth=2)
+            axes.plot(value, y, MARKERS[share], color=colours[name], markersize=6)
+            for end, arrow in ((low, "<"), (high, ">")):
+                if end in (1 / WIDEST, WIDEST):
+                    axes.plot(end, y, arrow, color=colours[name], markersize=8, clip_on=False)
+            shown += [low, high]
     axes.axvline(1, color=GREY, linewidth=1)
     axes.set_xscale("log")
-    low, high = min(min(ends) / 1.1, 0.5), max(max(e for e in ends if e < WIDEST) * 1.1 if len(ends) > 1 else 2, 2)
-    axes.set_xlim(max(low, 1 / WIDEST), WIDEST if any(e >= WIDEST for e in ends[1:]) else high)
-    ticks = [
-        t for t in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]
-    ]
-    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.set_xlim(max(min(shown) / 1.05, 1 / WIDEST), min(max(shown) * 1.05, WIDEST))
+    ticks = [tick for tick in TICKS if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(others)), others)
     axes.set_ylim(len(others) - 0.5, -0.5)
     for share, marker in MARKERS.items():
         axes.plot([], [], marker, color=GREY, label=f"to {share} of the gain")
-    axes.set(
-        title=f"Rollouts, as a multiple of {found['control']}'s",
-        xlabel="ratio of the medians, 95 % interval (log scale)",
-    )
+    axes.set(title=f"Rollouts, as a multiple of {found['control']}'s")
+    axes.set_xlabel("ratio of the medians, 95 % interval (log scale)")
     axes.grid(alpha=0.3, axis="x")
     axes.legend(fontsize=8, loc="best")
 
