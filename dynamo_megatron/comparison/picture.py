@@ -59,7 +59,10 @@ def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
             axes.annotate(
                 f"{share} of {found['control']}'s gain", **where, textcoords="offset points", ha="right", fontsize=8
             )
-    axes.set(title=f"Held-out problems, {len(measured.seeds)} seeds", xlabel="rollouts", ylabel=f"{found['metric']}, %")
+    count = len(measured.seeds)
+    axes.set(
+        title=f"Held-out problems, {count} seed{'s' * (count > 1)}", xlabel="rollouts", ylabel=f"{found['metric']}, %"
+    )
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.tick_params(axis="x", labelrotation=20)
     axes.grid(alpha=0.3)

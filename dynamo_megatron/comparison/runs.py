@@ -101,7 +101,8 @@ async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -
                 await stack.aclose()
                 keys = None
                 if keeps_servers(run.config):
-                    print(f"starting {run.config.rollout.servers} servers for the runs that follow", flush=True)
+                    count = run.config.rollout.servers
+                    print(f"starting {count} server{'s' * (count > 1)} for the runs that follow", flush=True)
                     made = servers(run.config, folder, partial(print, flush=True), lambda: stop.asked is not None)
                     keys = await stack.enter_async_context(made)
                 up_for = run.server_options
@@ -111,7 +112,8 @@ async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -
             if outcome is None:
                 return
             how = "finished" if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"
-            print(f"run {number} of {len(runs)}{f' (of {every})' * (every > len(runs))}, {run.name}: {how}", flush=True)
+            share = f" ({every} in all parts)" if every > len(runs) else ""
+            print(f"run {number} of {len(runs)}{share}, {run.name}: {how}", flush=True)
             if not outcome.finished:
                 up_for = None
 
