@@ -118,7 +118,9 @@ def read_spec(word: str) -> Spec:
 def _lines(error: ValidationError) -> Iterator[str]:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
+        if key.startswith("learning_rates"):  # a fault for each of the types that it may have
+            yield "learning_rates: not numbers; give a list for all arms, or a list for each arm by its name"
+        elif fault["type"] == "extra_forbidden":
             yield f"unknown key {key}{_near(key, Spec.model_fields)}; the keys are {', '.join(Spec.model_fields)}"
         elif fault["type"] == "missing":
             yield f"{key}: missing; docs/compare.md has an example"

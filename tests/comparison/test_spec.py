@@ -89,6 +89,8 @@ def test_runs_of_other_server_options_come_after_each_other():
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"seeds": 3}, "spec.yaml: seeds: Input should be a valid list, got 3"),
         ({"seeds": []}, "spec.yaml: seeds: List should have at least 1 item"),
+        ({"learning_rates": ["fast"]}, "learning_rates: not numbers; give a list for all arms, or a list for each arm"),
+        ({"learning_rates": {"grpo": 1e-6, "wide": [1]}}, "learning_rates: not numbers; give a list for all arms"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
         ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide has no rates; give a list for all"),
         (

@@ -158,6 +158,13 @@ def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
     assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err
 
 
+def test_a_part_leaves_the_tables_to_the_whole(made, tmp_path, capsys):
+    made([1, 2], usual)
+    assert main(["compare", "spec.yaml", "--part", "2/3"]) == 0
+    assert capsys.readouterr().out == "4 of 4 runs have ended before\n"
+    assert not (tmp_path / "out" / "comparison.md").exists()
+
+
 def test_a_nan_is_known_by_the_name_of_its_error():
     from dynamo_megatron.policy.head_loss import NonFiniteError
 
