@@ -43,9 +43,7 @@ def draw(measured: Measured, found: dict[str, Any], path: Path) -> None:
 def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict[str, str]) -> None:
     for name, colour in colours.items():
         curves = [measured.curves[run] for run in measured.runs(name, measured.final_rate(name))]
-        shared = min(map(len, curves))
-        if not shared:
-            continue
+        shared = min(map(len, curves))  # 0: it stands in the legend alone
         rollouts = np.mean([[row["rollouts"] for row in rows[:shared]] for rows in curves], axis=0)
         scores = 100 * np.array([[row[found["metric"]] for row in rows[:shared]] for rows in curves])
         failed = found["arms"][name]["failed"]
