@@ -1,6 +1,6 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
-# make compare    GRPO, DynaMO and its two halves from the demo's warm start, three seeds each (an hour)
+# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
 # make test       what CI runs
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
@@ -78,18 +78,8 @@ runs/demo/warmup/hf: | $(INSTALLED)
 	@echo "   wrong on some kinds of problem. The rewards will have to find out which."
 	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
 
-ARMS := grpo dynamo allocation_only modulation_only
-SEEDS := 0 1 2
-grpo := configs/methods/grpo.yaml
-dynamo := configs/methods/dynamo.yaml
-allocation_only := configs/methods/dynamo.yaml algorithm.modulation=null
-modulation_only := configs/methods/dynamo.yaml algorithm.allocation.kind=uniform
-comma := ,
-empty :=
 compare: runs/demo/warmup/hf
-	@$(foreach seed,$(SEEDS),$(foreach arm,$(ARMS),.venv/bin/dynamo-megatron train configs/demo/rl.yaml $($(arm)) \
-		seed=$(seed) output_dir=runs/compare/$(arm)-$(seed) || exit; ))
-	@.venv/bin/python -P tools/compare.py runs/compare $(foreach arm,$(ARMS),$(arm)=$(subst $(empty) ,$(comma),$(SEEDS:%=runs/compare/$(arm)-%)))
+	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml
 
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2

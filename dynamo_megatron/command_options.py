@@ -32,6 +32,7 @@ EXAMPLES = {
     "report": "dynamo-megatron report runs/first runs/second --out comparison",
     "samples": "dynamo-megatron samples runs/first --step 20 --best 2 --worst 2 | less",
     "replay": "dynamo-megatron replay runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
+    "compare": "dynamo-megatron compare compare/demo",
 }
 
 
@@ -179,6 +180,31 @@ def parser() -> argparse.ArgumentParser:
         "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default: 1.0)"
     )
     sub.add_argument("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward")
+    sub = command(
+        "compare", "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/compare.md"
+    )
+    sub.add_argument("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument(
+        "--jobs",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="runs at a time, each with its share of this machine's GPUs, or without GPUs of its cores (default 1)",
+    )
+    how.add_argument("--slurm", action="store_true", help="submit an sbatch array, one run a task")
+    how.add_argument("--part", metavar="I/N", help="train only the I-th, (I+N)-th, ... run, as a task of an array does")
+    how.add_argument("--table", action="store_true", help="train nothing: the tables of the seeds that are complete")
+    sub.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=--OPTION[=value]",
+        help="with --slurm: any option of sbatch, as in --sbatch=--gpus-per-node=8; may be given several times",
+    )
+    sub.add_argument(
+        "--dry-run", action="store_true", help="print the commands of the runs, or the script; start nothing"
+    )
     return top
 
 

@@ -207,13 +207,13 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.reports.comparison import write_comparison
     from dynamo_megatron.reports.report import write_report
+    from dynamo_megatron.reports.side_by_side import write_side_by_side
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
     try:
-        text = write_report(options.run[0], out) if len(options.run) == 1 else write_comparison(options.run, out)
+        text = write_report(options.run[0], out) if len(options.run) == 1 else write_side_by_side(options.run, out)
         print(wrapped(printable(text), terminal_width(sys.stdout)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -248,6 +248,12 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     return 0
 
 
+def _compare(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.comparison.command import compare
+
+    return compare(options)
+
+
 _COMMANDS = {
     "train": _train,
     "sft": _train,
@@ -262,6 +268,7 @@ _COMMANDS = {
     "report": _report,
     "samples": _samples,
     "replay": _replay,
+    "compare": _compare,
 }
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_megatron.config.files import ConfigError
@@ -51,9 +52,7 @@ class JobOptions:
                 )
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts: goes with --container-image")
-        for option in self.sbatch:
-            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
-                raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
+        check_sbatch(self.sbatch)
         if self.env_file is not None and not Path(self.env_file).is_file():
             raise ConfigError(f"--env-file: {self.env_file}: no such file")
 
@@ -122,6 +121,13 @@ class JobOptions:
         elif options.container_image is not None:
             given["python"] = "python3"
         return cls(**{**given, "sbatch": tuple(options.sbatch)})
+
+
+def check_sbatch(options: Sequence[str]) -> None:
+    """Raises ConfigError for what is no option of sbatch by its form."""
+    for option in options:
+        if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
+            raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
 
 
 def _seconds(time: str) -> int:

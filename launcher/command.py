@@ -22,11 +22,13 @@ def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
 
 
-def free_port() -> int:
-    """For the ranks to meet at, in a while: below the range that systems take ports of outgoing connections from."""
+def free_port(count: int = 1) -> int:
+    """For the ranks to meet at, in a while, or the first of `count` ones in a row: below the range that systems take
+    ports of outgoing connections from."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for i in range(count):
+                probes.enter_context(socket.socket()).bind(("", port + i))
             return port
     raise ConfigError("MASTER_PORT: 100 ports between 12000 and 32000 are all taken on this machine")
 

@@ -132,16 +132,16 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "chdir": folder,
         "output": f"{pattern}/logs/slurm-%j.out",
     }
-    lines = [f"--{name}={_sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue" if job.requeue else "--no-requeue", *map(_sbatch_option, job.sbatch)]
+    lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
+    return [*lines, "--requeue" if job.requeue else "--no-requeue", *map(sbatch_option, job.sbatch)]
 
 
-def _sbatch_option(option: str) -> str:
+def sbatch_option(option: str) -> str:
     name, equals, value = option.partition("=")
-    return f"{name}={_sbatch_quote(value)}" if equals else name
+    return f"{name}={sbatch_quote(value)}" if equals else name
 
 
-def _sbatch_quote(value: str) -> str:
+def sbatch_quote(value: str) -> str:
     """sbatch splits #SBATCH lines at blanks outside of double quotes and drops what follows a #."""
     if value and not set(value) & set(" \t#'\"\\"):
         return value

@@ -7,9 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one stands for more: a little too wide.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
 
 class Interval(NamedTuple):
     mean: float
@@ -64,12 +61,3 @@ def paired_bootstrap(
     if x.shape != y.shape:
         raise ValueError(f"after: {y.size} entries, before has {x.size}; give one of each a problem")
     return bootstrap(y - x, resamples=resamples, seed=seed, level=level)
-
-
-def t_interval(values: np.ndarray) -> Interval | None:
-    """The mean of float64 [N] with its 95 % interval by Student's t; one value has none."""
-    if len(values) == 1:
-        return None
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    half = quantile * values.std(ddof=1) / np.sqrt(len(values))
-    return Interval(values.mean(), values.mean() - half, values.mean() + half)

@@ -76,9 +76,9 @@ class RolloutResult:
     """The rollouts of one step.
 
     `batch` has those that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
-    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `discarded` are those of
-    an interrupted run that were not reused. `times`: seconds.
-    `uses`: by server. `notes`: what the user should read, one line each.
+    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `rejected_tokens` are
+    those of responses that `without` has rejected; `discarded` are those of an interrupted run that were not reused.
+    `times`: seconds. `uses`: by server. `notes`: what the user should read, one line each.
     """
 
     batch: RolloutBatch
@@ -89,6 +89,7 @@ class RolloutResult:
     discarded: int = 0
     reward_timeouts: int = 0
     reward_errors: int = 0
+    rejected_tokens: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
 
     @classmethod
@@ -115,7 +116,7 @@ class RolloutResult:
             discarded,
             statuses["reward_timeout"],
             statuses["reward_error"],
-            uses or {},
+            uses=uses or {},
         )
 
     @classmethod
@@ -139,6 +140,7 @@ class RolloutResult:
             sum(r.discarded for r in results),
             sum(r.reward_timeouts for r in results),
             sum(r.reward_errors for r in results),
+            sum(r.rejected_tokens for r in results),
             uses,
         )
 
@@ -147,7 +149,14 @@ class RolloutResult:
         names = [self.batch.rollout_ids[i] for i in rejected]
         outcomes = self.outcomes | {n: Outcome("rejected", self.outcomes[n].server) for n in names}
         kept = np.setdiff1d(np.arange(len(self.batch.rollout_ids)), list(rejected)).astype(np.int64)
-        return dataclasses.replace(self, batch=self.batch.take(kept), outcomes=outcomes, notes=[*self.notes, *notes])
+        return dataclasses.replace(
+            self,
+            batch=self.batch.take(kept),
+            outcomes=outcomes,
+            notes=[*self.notes, *notes],
+            rejected_tokens=self.rejected_tokens
+            + int(self.batch.response_lengths[np.array(list(rejected), np.int64)].sum()),
+        )
 
     @property
     def counts(self) -> dict[str, int]:

@@ -132,7 +132,9 @@ class SGLangServer:
                 ) from None
             self._port = probe.getsockname()[1]
         url = f"http://{self._host}:{self._port}"
-        self.endpoint = Endpoint(name, incarnation, url, config.tp, secrets.token_hex(32))
+        # A key of its own; one that outlives its run (comparison/fleet.py) has the key that the next run knows.
+        key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
+        self.endpoint = Endpoint(name, incarnation, url, config.tp, key)
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""

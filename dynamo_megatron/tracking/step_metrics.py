@@ -121,6 +121,8 @@ def step_metrics(
         "reward/success": _mean(sampled.successes),
         "reward/timeouts": result.counts["reward_timeouts"] / requested,
         "reward/errors": result.counts["reward_errors"] / requested,
+        "rollout/requested": result.counts["requested"],
+        "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
         "rollout/response_length_mean": _mean(sampled.response_lengths),
         "rollout/truncated": result.counts["truncated"] / requested,
         "rollout/aborted": result.counts["aborted"] / requested,

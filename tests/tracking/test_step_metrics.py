@@ -23,8 +23,9 @@ OPTIONAL = {
 }
 
 
-def metrics(clock: Clock | None = None, pushed: PushReport | None = None, **algorithm) -> dict[str, float]:
-    """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance."""
+def metrics(clock: Clock | None = None, pushed: PushReport | None = None, rejected=(), **algorithm) -> dict[str, float]:
+    """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
+    `rejected`: indices of those that the policy is said to reject."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
         prompt_ids=["p", "p"],
@@ -42,7 +43,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, **algo
     )
     outcomes = {"a": Outcome("completed", "server-0"), "b": Outcome("truncated", "server-0")}
     uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
-    result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses)
+    result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
         model={"path": "m"}, data={"source": "d"}, output_dir="o", rollout={"max_new_tokens": 8}, algorithm=algorithm
@@ -120,6 +121,13 @@ def test_the_parts_of_a_step_add_up_to_its_time():
     rate = found["throughput/tokens_per_second"]
     trained = found["time/step"] - found["time/evaluate"] - found["time/save"]
     assert found["time/save"] >= 0.02 and rate * trained == pytest.approx(12)
+
+
+def test_what_was_asked_for_counts_whatever_became_of_it():
+    for rejected, length in (([], 5.0), ([0], 8.0), ([1], 2.0)):
+        found = metrics(rejected=rejected)
+        assert (found["rollout/requested"], found["rollout/response_tokens"]) == (2, 10)
+        assert (found["rollout/rejected"], found["rollout/response_length_mean"]) == (len(rejected) / 2, length)
 
 
 def test_what_the_servers_did():

@@ -33,7 +33,7 @@ FIGURES = (
 )
 
 
-def write_comparison(folders: Sequence[Path], out: Path) -> str:
+def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
     """Writes OUT/comparison.md and OUT/comparison.png; returns the text. Differences are to the first run.
 
     Runs may differ in anything, in their number of steps and evaluations, too. Raises ValueError: not a run's folder,

@@ -12,7 +12,7 @@ from dynamo_megatron.cli import main
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.evaluation.results import results_file, summarise, write_results
-from dynamo_megatron.reports.comparison import write_comparison
+from dynamo_megatron.reports.side_by_side import write_side_by_side
 from dynamo_megatron.types import ProblemResult
 
 
@@ -80,27 +80,27 @@ def test_different_lengths_and_a_run_without_evaluations(tmp_path):
     long = write_run(tmp_path / "long", 40, 0.6, chance=0.5)
     short = write_run(tmp_path / "short", 10, 0.5)
     third = write_run(tmp_path / "third", 20, 0.5)
-    text = write_comparison([long, short, third], long)
+    text = write_side_by_side([long, short, third], long)
     assert cells(text, "reward") == ["0.580", "0.480", "-0.100", "0.480", "-0.100"]
     assert cells(text, "reward at step 10") == ["0.280", "0.480", "+0.200", "0.380", "+0.100"]
     passes = cells(text, "pass@1, %")
     assert passes[1:] == ["-", "-", "-", "-"] and passes[0] != "-"
     assert cells(text, "at step")[:2] == ["40", "-"]
     assert (long / "comparison.png").is_file()
-    none = write_comparison([short, third], tmp_path / "none")
+    none = write_side_by_side([short, third], tmp_path / "none")
     assert "None of the runs has an evaluation" in none and (tmp_path / "none" / "comparison.png").is_file()
 
 
 def test_runs_of_one_name_go_by_their_paths(tmp_path):
     runs = [write_run(tmp_path / part / "rl", 5, 0.5) for part in ("a", "b")]
-    assert cells(write_comparison(runs, tmp_path), "figure")[:2] == [str(run) for run in runs]
+    assert cells(write_side_by_side(runs, tmp_path), "figure")[:2] == [str(run) for run in runs]
 
 
 def test_other_problems_have_no_difference(tmp_path):
     runs = [write_run(tmp_path / name, 5, 0.5, chance=0.5) for name in ("a", "b")]
     file = results_file(runs[1], 5)
     file.write_text(file.read_text().replace(': "p', ': "other-p'))
-    text = write_comparison(runs, tmp_path)
+    text = write_side_by_side(runs, tmp_path)
     assert cells(text, "pass@1, %")[2] == "-" and "No difference is given" in text
 
 

@@ -1,0 +1,211 @@
+"""The file of a comparison, and the runs that it asks for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from dynamo_megatron.config import Config, shipped
+from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, to_plain
+from dynamo_megatron.config.method import Section
+from dynamo_megatron.runtime.plain_text import on_one_line
+
+SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # key -> the spec's
+# What scores must share to be compared.
+SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", "k", "temperature", "max_new_tokens")))
+# Keys that differ with the servers that answer a run, not with the run.
+ADDRESS = tuple(f"rollout.{key}" for key in ("placement", "urls", "api_key_env", "port", "servers"))
+WIDEST_FACTOR = 1.5  # between neighbouring learning rates of a good spec
+
+
+class Spec(Section):
+    base: list[str] = Field(default=[])  # config files and key=value of every run
+    arms: dict[str, list[str]]  # name -> config files and key=value that come after those of `base`
+    control: str  # the arm that the others are compared with
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    learning_rates: list[float] | dict[str, list[float]]  # of every arm, or by arm
+    metric: str = "eval/pass@1"  # of the evaluations during training: the score
+    output_dir: str
+
+    @field_validator("arms")
+    @classmethod
+    def _names(cls, arms: dict[str, list[str]]) -> dict[str, list[str]]:
+        if len(arms) < 2:
+            raise ValueError(f"{len(arms)} given; a comparison needs a control and another arm")
+        for name, words in arms.items():
+            if not re.fullmatch(r"[A-Za-z0-9_.+-]+", name):
+                raise ValueError(f"{name!r} names folders; use letters, digits and _ . + -")
+            for word in words:
+                if (key := word.partition("=")[0]) in SET_BY_RUN:
+                    raise ValueError(
+                        f"{name}: {word}: every run has its own {key}, from {SET_BY_RUN[key]}; leave it out"
+                    )
+        return arms
+
+    @model_validator(mode="after")
+    def _fits(self) -> Spec:
+        if self.control not in self.arms:
+            raise ValueError(f"control: {self.control!r} is none of the arms{_near(self.control, self.arms)}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: a seed stands there twice; a second run with it is the same run")
+        by_arm = self.learning_rates
+        if isinstance(by_arm, dict) and (odd := by_arm.keys() ^ self.arms.keys()):
+            name = min(odd)
+            hint = "has no rates" if name in self.arms else f"is none of the arms{_near(name, self.arms)}"
+            raise ValueError(f"learning_rates: {name} {hint}; give a list for all arms, or one for each of them")
+        for name in self.arms:
+            rates = self.rates(name)
+            if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
+                raise ValueError(f"learning_rates: {rates}: give distinct rates above 0")
+        if not self.metric.startswith("eval/"):
+            raise ValueError(f"metric: {self.metric} is no figure of an evaluation; name one such as eval/pass@1")
+        return self
+
+    def rates(self, arm: str) -> list[float]:
+        """Ascending."""
+        return sorted(self.learning_rates[arm] if isinstance(self.learning_rates, dict) else self.learning_rates)
+
+    def wide(self) -> list[str]:
+        """A line for each arm whose learning rates are so far apart that the best one may lie between them."""
+        return [
+            f"{arm}: learning rates {low:g} and {high:g} are more than a factor {WIDEST_FACTOR:g} apart"
+            for arm in self.arms
+            for low, high in zip(self.rates(arm), self.rates(arm)[1:], strict=False)
+            if high > WIDEST_FACTOR * low * (1 + 1e-9)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    arm: str
+    seed: int
+    rate: float
+    words: tuple[str, ...]  # of `dynamo-megatron train`
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-lr{self.rate:.12g}-seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def server_options(self) -> tuple[Any, ...]:
+        """Runs for which these are equal can be answered by the same servers."""
+        return self.config.rollout, self.config.model, self.config.trainer.deterministic
+
+
+def read_spec(word: str) -> Spec:
+    """`word`: a file, or the name of a shipped one (`compare/demo`). Raises ConfigError, one line for each fault."""
+    path = Path(word) if Path(word).is_file() else shipped.path(word)
+    if path is None:
+        near = _near(word, [name for name in shipped.names() if name.startswith("compare/")])
+        raise ConfigError(f"{word}: no such spec{near}")
+    try:
+        return Spec.model_validate(read_yaml(path, word))
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(on_one_line(f"{word}: {line}") for line in _lines(error)))) from None
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if key.startswith("learning_rates"):  # a fault for each of the types that it may have
+            yield "learning_rates: not numbers; give a list for all arms, or a list for each arm by its name"
+        elif fault["type"] == "extra_forbidden":
+            yield f"unknown key {key}{_near(key, Spec.model_fields)}; the keys are {', '.join(Spec.model_fields)}"
+        elif fault["type"] == "missing":
+            yield f"{key}: missing; docs/compare.md has an example"
+        else:
+            given = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
+            yield f"{key}: {fault['msg'].removeprefix('Value error, ')}{given}".removeprefix(": ")
+
+
+def _near(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def planned_runs(spec: Spec) -> list[Run]:
+    """Every run, those of one kind of servers together, in them seed after seed: what is stopped early has whole seeds.
+
+    Raises ConfigError for a config that is refused, arms whose scores could not be compared, or a run on disk that is
+    not the one that is asked for.
+    """
+    configs = {arm: _compose(spec, arm) for arm in spec.arms}
+    reference = configs[spec.control]
+    for arm, config in configs.items():
+        for key in SHARED:
+            here, there = _value(config, key), _value(reference, key)
+            if here != there:
+                raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
+    runs = [
+        _run(spec, arm, seed, rate, configs[arm]) for seed in spec.seeds for arm in configs for rate in spec.rates(arm)
+    ]
+    kinds: list[tuple[Any, ...]] = []
+    for run in runs:
+        if run.server_options not in kinds:
+            kinds.append(run.server_options)
+    for run in runs:
+        _check_on_disk(run)
+    return sorted(runs, key=lambda run: kinds.index(run.server_options))
+
+
+def _compose(spec: Spec, arm: str) -> Config:
+    files, keys = [], []
+    for word in (*spec.base, *spec.arms[arm]):
+        is_key = "=" in word and not Path(word).exists()
+        (keys if is_key else files).append(word)
+    try:
+        config, _ = compose(files, [*keys, f"output_dir={spec.output_dir}"])
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"arms.{arm}: {line}" for line in str(error).split("\n"))) from None
+    if config.eval.every is None:
+        raise ConfigError(f"arms.{arm}: eval.every: scores come from evaluations during training; set it and eval.data")
+    passes = [f"eval/pass@{k}" for k in config.eval.k]
+    if spec.metric.startswith("eval/pass@") and spec.metric not in passes:
+        raise ConfigError(f"metric: eval.k of {arm} gives {', '.join(passes)}, not {spec.metric}")
+    return config
+
+
+def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config) -> Run:
+    run = Run(arm, seed, rate, (), config)
+    folder = Path(spec.output_dir) / "runs" / run.name
+    own = {"seed": seed, "optimizer.lr": rate, "output_dir": folder}
+    words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()))
+    optimizer = config.optimizer.model_copy(update={"lr": rate})
+    update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
+    return Run(arm, seed, rate, words, config.model_copy(update=update))
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_on_disk(run: Run) -> None:
+    """Raises ConfigError where the run's folder has another run's config.yaml."""
+    file = run.folder / "config.yaml"
+    if not file.is_file():
+        return
+    saved, asked = _comparable(read_yaml(file, str(file))), _comparable(to_plain(run.config))
+    if differ := sorted(key for key in saved.keys() | asked.keys() if saved.get(key) != asked.get(key)):
+        raise ConfigError(
+            f"{run.folder}: the run there has another {', '.join(differ)} than the spec asks for; remove that folder, "
+            "or name another output_dir"
+        )
+
+
+def _comparable(plain: dict[str, Any]) -> dict[str, Any]:
+    """dotted key -> value of what the spec decides."""
+    return {key: value for key, value in identity(plain, list(plain)).items() if key not in ADDRESS}

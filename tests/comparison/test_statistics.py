@@ -1,0 +1,167 @@
+"""Costs, targets and intervals by hand, and the bootstrap against every resample of two seeds."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.comparison.statistics import SHARES, Arm, cost_to, find, summarise
+
+NAN, INF = math.nan, math.inf
+
+
+def arm(*rates: list[tuple[list[float], list[float]]], failed=()) -> Arm:
+    """One (scores, rollouts) a seed and rate; ten tokens and .01 s a rollout. `failed`: (rate, seed)."""
+    longest = max(len(scores) for rate in rates for scores, _ in rate)
+    scores = np.full((len(rates), len(rates[0]), longest), np.nan)
+    costs = np.zeros((*scores.shape, 3))
+    for r, rate in enumerate(rates):
+        for s, (values, rollouts) in enumerate(rate):
+            scores[r, s, : len(values)] = values
+            costs[r, s, : len(values)] = np.outer(rollouts, [1, 10, 0.01])
+    marks = np.zeros(scores.shape[:2], bool)
+    for place in failed:
+        marks[place] = True
+    return Arm(scores, costs, marks)
+
+
+def line(half: float, final: float = 1.0) -> tuple[list[float], list[float]]:
+    """From a score of 0 to `final` in a straight line that is at .5 after `half` rollouts."""
+    return [0.0, final], [0.0, 2 * half * final]
+
+
+@pytest.mark.parametrize(
+    ("scores", "target", "rollouts"),
+    [
+        ([0.2, 0.4, 0.4, 0.8], 0.6, 250.0),  # half way between the third and the fourth
+        ([0.2, 0.7, 0.3, 0.9], 0.6, 80.0),  # the first time counts
+        ([0.2, 0.4, 0.4, 0.8], 0.8, 300.0),
+        ([0.2, 0.4, 0.4, 0.8], 0.2, 0.0),
+        ([0.2, 0.4, 0.4, 0.8], 0.81, INF),
+        ([0.2, 0.4, NAN, NAN], 0.3, 50.0),
+        ([0.2, 0.4, NAN, NAN], 0.6, INF),
+        ([NAN] * 4, 0.0, INF),
+        ([0.2, 0.4, 0.4, 0.8], NAN, INF),
+    ],
+)
+def test_the_cost_of_one_run(scores, target, rollouts):
+    one = arm([(scores, [0, 100, 200, 300])])
+    assert cost_to(one, target)[0, 0] == pytest.approx([rollouts, 10 * rollouts, 0.01 * rollouts])
+
+
+def test_a_failed_run_never_reaches_anything():
+    one = arm([([0.2, 0.9], [0, 100])], failed=[(0, 0)])
+    assert np.isinf(cost_to(one, 0.5)).all() and one.finals.tolist() == [[-INF]]
+
+
+def test_the_target_is_of_the_control_s_best_rate_and_each_figure_selects_its_own():
+    control = arm(
+        [([0.2, 0.5, 0.5], [0, 100, 200]), ([0.4, 0.5, 0.7], [0, 100, 200])],  # mean final .6
+        [([0.1, 0.3, 0.9], [0, 100, 200]), ([0.3, 0.4, 0.9], [0, 100, 200])],  # mean final .9: the best; start .2
+    )
+    found = summarise({"a": control, "b": control}, "b", np.array([0, 1]))
+    assert found.start == pytest.approx(0.2) and found.targets == pytest.approx([0.55, 0.83])
+    assert found.final == pytest.approx([0.9, 0.9]) and found.final_rate.tolist() == [1, 1]
+    # .55 at the first rate: never and 125; at the second one 100 + 100 (.25 / .6) and 100 + 100 (.15 / .5)
+    assert found.cost[0, 0, 0] == pytest.approx((141 + 2 / 3 + 130) / 2)
+    assert found.cost[0, 0, 1] == pytest.approx(10 * found.cost[0, 0, 0])
+    assert found.cost_rate[:, :, 0].tolist() == [[1, 1], [1, 1]]
+    quick = arm([line(100, 1.0)] * 2, [line(50, 0.6)] * 2)
+    found = summarise({"c": arm([line(100)] * 2), "q": quick}, "c", np.array([0, 1]))
+    assert found.final_rate.tolist() == [0, 0]
+    assert found.cost_rate[1, :, 0].tolist() == [1, 0]  # the quick rate does not come to 90 %
+    assert found.cost[:, :, 0] == pytest.approx(np.array([[100, 180], [50, 180]]))
+
+
+def by_hand(arms: dict[str, list[list[tuple[list[float], list[float]]]]], control: str, seeds: tuple[int, ...]):
+    """Ratio of rollouts to half of the gain and difference of final scores, by arm: written again, in plain loops."""
+
+    def crossing(run, target):
+        scores, spent = run
+        for i, score in enumerate(scores):
+            if score >= target:
+                if i == 0:
+                    return 0.0
+                part = (target - scores[i - 1]) / (score - scores[i - 1])
+                return spent[i - 1] + part * (spent[i] - spent[i - 1])
+        return INF
+
+    def final(rate):
+        return statistics.fmean(rate[s][0][-1] for s in seeds)
+
+    best = max(arms[control], key=final)
+    start = statistics.fmean(best[s][0][0] for s in seeds)
+    target = start + 0.5 * (final(best) - start)
+    cost = {
+        name: min(statistics.median(crossing(r[s], target) for s in seeds) for r in rates)
+        for name, rates in arms.items()
+    }
+    finals = {name: max(map(final, rates)) for name, rates in arms.items()}
+    return {n: cost[n] / cost[control] for n in arms}, {n: finals[n] - finals[control] for n in arms}
+
+
+def test_the_bootstrap_of_two_seeds_is_the_enumeration_of_their_four_resamples():
+    steps = [0, 100, 200, 300]
+    arms = {
+        "control": [
+            [([0.10, 0.30, 0.60, 0.70], steps), ([0.14, 0.2, 0.5, 0.80], steps)],
+            [([0.10, 0.40, 0.62, 0.66], steps), ([0.14, 0.35, 0.4, 0.62], steps)],
+        ],
+        "other": [
+            [([0.10, 0.50, 0.65, 0.72], steps), ([0.14, 0.25, 0.3, 0.69], steps)],
+            [([0.10, 0.20, 0.63, 0.60], steps), ([0.14, 0.45, 0.5, 0.93], steps)],
+        ],
+    }
+    every = [by_hand(arms, "control", seeds) for seeds in itertools.product(range(2), repeat=2)]
+    made = {name: arm(*rates) for name, rates in arms.items()}
+    whole = by_hand(arms, "control", (0, 1))
+    # Resamples (0, 0), (0, 1), (1, 0), (1, 1), a quarter each: the outer ones at 95 %, at 20 % the middle.
+    for level, (first, last) in ((0.95, (0, 3)), (0.2, (1, 2))):
+        found = find(made, "control", level=level)
+        for which, estimate in ((0, found.ratio["other"][0][0]), (1, found.difference["other"])):
+            ordered = sorted(one[which]["other"] for one in every)
+            assert len({round(x, 6) for x in ordered}) == 3
+            expected = (whole[which]["other"], ordered[first], ordered[last])
+            assert tuple(estimate) == pytest.approx(expected), (level, which)
+    assert find(made, "control").ratio["control"][0][0] == (1, 1, 1)
+    assert find(made, "control").difference == find(made, "control").difference
+
+
+def test_the_learning_rate_is_selected_anew_in_every_resample():
+    control = arm([line(200), line(200)])
+    both = arm([line(100), line(300)], [line(300), line(100)])
+    ratio = find({"c": control, "both": both}, "c").ratio["both"][0][0]
+    assert tuple(ratio) == pytest.approx((1.0, 0.5, 1.0))  # 100 in (0, 0) and (1, 1), each at another rate
+    fixed = arm([line(100), line(300)])
+    assert tuple(find({"c": control, "fixed": fixed}, "c").ratio["fixed"][0][0]) == pytest.approx((1.0, 0.5, 1.5))
+
+
+def test_a_divergence_is_not_averaged_away():
+    control, runs = arm([line(200)] * 5), [line(100)] * 5
+    diverging = arm(runs, failed=[(0, 4)])
+    found = find({"c": control, "d": diverging}, "c")
+    assert found.summary.cost[1, 0, 0] == INF and found.summary.final[1] == -INF
+    assert found.ratio["d"][0][0] == (INF, pytest.approx(0.5), INF)  # a third of the resamples lacks that seed
+    assert found.difference["d"] == (-INF, -INF, pytest.approx(0.0))
+    slower = arm(runs, [line(150)] * 5, failed=[(0, 4)])
+    found = find({"c": control, "s": slower}, "c")
+    assert found.summary.cost_rate[1, 0, 0] == 1 and found.ratio["s"][0][0].value == pytest.approx(0.75)
+    assert found.ratio["s"][0][0].high == pytest.approx(0.75)
+
+
+def test_runs_that_never_reach_the_target_count_as_infinite_in_the_median():
+    control = arm([line(100)] * 5)
+    below = [line(80, 0.45)]
+    found = find({"c": control, "two": arm([line(50)] * 3 + below * 2), "three": arm([line(50)] * 2 + below * 3)}, "c")
+    assert found.ratio["two"][0][0] == (pytest.approx(0.5), pytest.approx(0.5), INF)
+    assert found.ratio["three"][0][0].value == INF
+
+
+def test_a_control_that_gains_nothing_gives_no_target():
+    flat = arm([([0.5, 0.5], [0, 100])] * 5)
+    found = find({"c": flat, "o": arm([line(100)] * 5)}, "c", resamples=20)
+    assert np.isnan(found.summary.targets).all() and np.isinf(found.summary.cost).all()
+    assert math.isnan(found.ratio["o"][0][0].value) and tuple(found.ratio["o"][0][0])[1:] == (0.0, INF)
+    assert len(SHARES) == len(found.ratio["o"])

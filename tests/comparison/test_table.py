@@ -1,0 +1,188 @@
+"""From runs on disk to curves.jsonl, tables and the picture."""
+
+import json
+
+import pytest
+import yaml
+from PIL import Image
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.comparison.curves import Outcome, read_curve, to_do, write_outcome
+from dynamo_megatron.comparison.spec import planned_runs, read_spec
+
+RATES, STEPS = (1e-6, 1.5e-6), 4
+NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
+
+
+def write_run(run, final: float, *, start: float = 0.2, said: str = "done", code: int = 0, batch: int = 10) -> None:
+    """A straight line from `start` to `final`; `batch` rollouts of 7 tokens a step, an evaluation every second one."""
+    steps = STEPS if code == 0 else 2
+    run.folder.mkdir(parents=True)
+    metrics = [
+        {
+            "step": step,
+            "rollout/requested": batch,
+            "rollout/response_tokens": 7 * batch,
+            "time/step": 5.0,
+            "time/evaluate": 2.0 * (step % 2),  # of the evaluation after the step before
+            "time/save": 1.0,
+        }
+        for step in range(1, steps + 1)
+    ]
+    evaluations = [
+        {"step": step, "eval/pass@1": start + (final - start) * step / STEPS, "eval/pass@4": 0.9, "eval/seconds": 2.0}
+        for step in range(0, steps + 1, 2)
+    ]
+    for name, rows in (("metrics", metrics), ("evaluations", evaluations)):
+        (run.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_outcome(run, Outcome(code, said))
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """made(seeds, what) -> the runs; `what(run)`: arguments of write_run, None for a run that has not ended."""
+    monkeypatch.chdir(tmp_path)
+    base = {
+        "model": {"path": "models/tiny"},
+        "data": {"source": "pool.jsonl"},
+        "eval": {"data": "held_out.jsonl", "every": 2, "samples": 4, "k": [1, 4]},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+
+    def make(seeds, what):
+        spec = {
+            "base": ["base.yaml"],
+            "arms": {"grpo": [], "half": ["data.batch_prompts=16"], "wild": ["algorithm.modulation=null"]},
+            "control": "grpo",
+            "seeds": seeds,
+            "learning_rates": list(RATES),
+            "output_dir": "out",
+        }
+        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+        runs = planned_runs(read_spec("spec.yaml"))
+        for run in runs:
+            if (arguments := what(run)) is not None:
+                write_run(run, **arguments)
+        return runs
+
+    return make
+
+
+def usual(run):
+    """grpo's best final score is .6 at the first rate, and 1.5e-6 is of no use; wild diverges there on seed 2."""
+    if run.arm == "wild" and run.seed == 2 and run.rate == RATES[1]:
+        return {"final": 0.9, "said": NAN, "code": 1}
+    final = {"grpo": (0.6, 0.3), "half": (0.6, 0.25), "wild": (0.2, 0.9)}[run.arm][RATES.index(run.rate)]
+    return {"final": final, "batch": 5 if run.arm == "half" else 10}
+
+
+def test_tables_of_five_seeds(made, tmp_path, capsys):
+    made([1, 2, 3, 4, 5], usual)
+    assert main(["compare", "spec.yaml", "--table"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert "| grpo | 0 of 10 | 1e-06 | 60.0 | - | 90.0 |" in lines
+    assert "| half | 0 of 10 | 1e-06 | 60.0 | +0.0 (+0.0 to +0.0) | 90.0 |" in lines
+    assert "| wild | 1 of 10 | 1e-06 | 20.0 | -40.0 (-40.0 to +30.0) | 90.0 |" in lines
+    assert "- **wild: 1 of 10 runs failed** (by learning rate: 1 at 1.5e-06; 1 of them by a NaN or infinity)" in lines
+    # half of .4 above .2: after two steps, 20 rollouts of 7 tokens; 2 + 4 s of their 5 s without evaluation and save
+    half = next(i for i, line in enumerate(lines) if line.startswith("## Cost of half of grpo's gain"))
+    assert lines[half + 2].startswith("To a score of 40.0 %")
+    assert lines[half + 6] == "| grpo | 0 of 5 | 20 at 1e-06 | - | 140 at 1e-06 | - | 6 at 1e-06 | - |"
+    ratios = "10 at 1e-06 | 0.50 (0.50 to 0.50) | 70 at 1e-06 | 0.50 (0.50 to 0.50) | 6 at 1e-06 | 1.00 (1.00 to 1.00)"
+    assert lines[half + 7] == f"| half | 0 of 5 | {ratios} |"
+    assert lines[half + 8].startswith("| wild | 5 of 5 | never | never | never | never |")
+    assert f"- 1 run ended with: {NAN}" in lines
+    assert "one beyond it may be better" in text  # the best rate is the smallest
+
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["targets"] == {"half": pytest.approx(0.4), "90 %": pytest.approx(0.56)} and found["ratios"]
+    assert found["arms"]["wild"]["failed by rate"] == {"1.5e-06": 1} and found["arms"]["wild"]["diverged"] == 1
+    never = found["arms"]["wild"]["cost"]["half"]["rollouts"]
+    assert never["median"] is None and never["never reached"] == 5 and never["ratio"]["value"] is None
+    assert (
+        (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: eval/pass@1, 5")
+    )
+    with Image.open(tmp_path / "out" / "comparison.png") as picture:
+        assert picture.width >= 1000 and len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
+
+    rows = [json.loads(line) for line in (tmp_path / "out" / "curves.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 29 + 2
+    first = [r for r in rows if (r["arm"], r["seed"], r["lr"]) == ("grpo", 1, RATES[0])]
+    assert [(r["step"], r["rollouts"], r["tokens"], r["seconds"]) for r in first] == [
+        (0, 0, 0, 0.0),
+        (2, 20, 140, 6.0),
+        (4, 40, 280, 12.0),
+    ]
+    assert [r["eval/pass@1"] for r in first] == pytest.approx([0.2, 0.4, 0.6])
+
+
+def test_four_seeds_give_scores_and_no_ratio(made, tmp_path, capsys):
+    made([1, 2, 3, 4], usual)
+    assert main(["compare", "spec.yaml", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert "No differences and no ratios: 4 seeds of the 5 that an interval over seeds needs at least" in text
+    assert "| half | 0 of 8 | 1e-06 | 60.0 | - | 90.0 |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text
+    found = (tmp_path / "out" / "comparison.json").read_text()
+    assert '"ratio"' not in found and '"difference"' not in found and not json.loads(found)["ratios"]
+
+
+def test_a_seed_with_an_unfinished_run_is_left_out(made, tmp_path, capsys):
+    made([1, 2, 3, 4, 5, 6], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
+    assert main(["compare", "spec.yaml", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert "- 34 of 36 runs have ended; seeds 4 lack some and are left out" in text and "5 seeds" in text
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["seeds"] == [1, 2, 3, 5, 6] and found["seeds left out"] == [4]
+
+
+def test_a_control_that_gains_nothing(made, capsys):
+    made([1, 2, 3, 4, 5], lambda run: {"final": 0.1 if run.arm == "grpo" else 0.5})
+    assert main(["compare", "spec.yaml", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert "grpo has gained nothing over its start: there is no target" in text and "## Cost" not in text
+
+
+def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
+    def what(run):
+        if run.arm == "wild":
+            return {"final": 0.9, "said": NAN, "code": 1}
+        if run.arm == "half" and run.seed == 1:
+            return {"final": 0.9, "said": "OSError: No space left on device", "code": 1}
+        return None if run.seed == 2 else {"final": 0.6}
+
+    runs = made([1, 2], what)
+    assert {(run.arm, run.seed) for run in to_do(runs)} == {("half", 1), ("grpo", 2), ("half", 2)}
+    assert main(["compare", "spec.yaml", "--table"]) == 1
+    captured = capsys.readouterr()
+    assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err
+
+
+def test_a_part_leaves_the_tables_to_the_whole(made, tmp_path, capsys):
+    made([1, 2], usual)
+    assert main(["compare", "spec.yaml", "--part", "2/3"]) == 0
+    assert capsys.readouterr().out == "4 of 4 runs have ended before\n"
+    assert not (tmp_path / "out" / "comparison.md").exists()
+
+
+def test_a_nan_is_known_by_the_name_of_its_error():
+    from dynamo_megatron.policy.head_loss import NonFiniteError
+
+    assert Outcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").diverged
+    assert not Outcome(1, "rank 0, step 3: OSError: no space").diverged and not Outcome(0, NAN).diverged
+
+
+def test_broken_files_are_one_line(made, capsys):
+    runs = made([1, 2], usual)
+    file = runs[0].folder.with_name(f"{runs[0].folder.name}.json")
+    file.write_text("{")
+    assert main(["compare", "spec.yaml", "--table"]) == 2
+    err = capsys.readouterr().err
+    assert f"{file}: not the outcome of a run" in err and err.count("\n") == 1
+    write_outcome(runs[0], Outcome(0, "done"))
+    (runs[0].folder / "evaluations.jsonl").unlink()
+    assert main(["compare", "spec.yaml", "--table"]) == 2
+    assert "finished without evaluations of eval/pass@1 before and after; remove that folder" in capsys.readouterr().err
+    (runs[1].folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl: step 1 has no 'time/evaluate'"):
+        read_curve(runs[1])
