@@ -1,5 +1,6 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
+# make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
 # make test       what CI runs
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
@@ -77,6 +78,10 @@ runs/demo/warmup/hf: | $(INSTALLED)
 	@echo "1. Warm-up: a small model learns sums of two numbers, from answers that are"
 	@echo "   wrong on some kinds of problem. The rewards will have to find out which."
 	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
+
+runs/class_task/warmup/hf: | $(INSTALLED)
+	@.venv/bin/python -P tools/demo_task.py runs/class_task/task --task classes
+	@.venv/bin/dynamo-megatron sft configs/class_task/warmup.yaml --ranks 2
 
 compare: runs/demo/warmup/hf
 	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml

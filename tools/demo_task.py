@@ -1,12 +1,18 @@
-"""Writes the demo's task: problems, warm-up data that is partly wrong, a tokenizer of their text, a small Qwen2 model.
+"""Writes a small task: problems, warm-up data that is partly wrong, a tokenizer of their text, a small Qwen2 model.
 
-    python -P tools/demo_task.py OUT
+    python -P tools/demo_task.py OUT [--task classes]
 
-Sums of two numbers of at most two digits. In the warm-up data an answer is wrong with a probability that depends on the
-last digit of the first number, from 0 to 0.995: after it the model is good at some kinds of problem and bad at others,
-as a pretrained model is, and rewards are what tells it which. OUT gets warmup.jsonl (prompt and completion), pool.jsonl
-(what RL trains on), held_out.jsonl (in neither of them) and model/ (random weights). A second call finds OUT and does
-nothing.
+Task `sums`, the demo's: sums of two numbers of at most two digits. In the warm-up data an answer is wrong with a
+probability that depends on the last digit of the first number, from 0 to 0.995: after it the model is good at some
+kinds of problem and bad at others, as a pretrained model is, and rewards are what tells it which.
+
+Task `classes`: a letter names one of 48 classes, and a class has a secret key of four digits. The answer to "Q4071=" is
+4071 with Q's key added digit by digit, without carrying. In the warm-up data one or two digits of each class's answers
+are uncertain: a share RIGHT of the answers has the right digit there, the others a rival. Nothing that is learnt of one
+class helps with another, so that the noise of the gradient is what limits progress.
+
+OUT gets warmup.jsonl (prompt and completion), pool.jsonl (what RL trains on), for `sums` held_out.jsonl (in neither of
+them), and model/ (random weights). A second call finds OUT and does nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import json
 import random
 import shutil
+import string
 from pathlib import Path
 
 import torch
@@ -22,19 +29,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
+Rows = dict[str, list[dict[str, str]]]  # of each file
+
 WRONG = (0, 0.03, 0.1, 0.3, 0.6, 0.85, 0.95, 0.98, 0.99, 0.995)  # by the last digit of the first number
 POOL, HELD_OUT, DRAWS = 512, 1024, 16  # problems; warm-up answers drawn for each of the other problems
 
+CLASSES, DIGITS = string.ascii_letters[:48], 4
+RIGHT = (0.2, 0.6, 0.85, 0.95)  # share of the warm-up answers that have the right digit in an uncertain place
+PER_CLASS, WARMUP_PER_CLASS = 4, 1000  # problems of the pool, of the warm-up
 
-def problems(seed: int) -> dict[str, list[tuple[int, int]]]:
+
+def sums(seed: int) -> Rows:
     """All 10,000 pairs, in a seeded order, cut into the three parts."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(pairs)
     end = POOL + HELD_OUT
-    return {"pool": pairs[:POOL], "held_out": pairs[POOL:end], "warmup": pairs[end:]}
+    parts = {"pool": pairs[:POOL], "held_out": pairs[POOL:end], "warmup": pairs[end:]}
+    return {part: sum_rows(part, pairs, seed) for part, pairs in parts.items()}
 
 
-def rows(part: str, pairs: list[tuple[int, int]], seed: int) -> list[dict[str, str]]:
+def sum_rows(part: str, pairs: list[tuple[int, int]], seed: int) -> list[dict[str, str]]:
     draws, generator = DRAWS if part == "warmup" else 1, random.Random(f"{part}/{seed}")
     out = []
     for draw in range(draws):
@@ -47,6 +61,33 @@ def rows(part: str, pairs: list[tuple[int, int]], seed: int) -> list[dict[str, s
                 {"id": f"{a}+{b}/{draw}" if draws > 1 else f"{a}+{b}", "problem": f"{a}+{b}=", "answer": str(answer)}
             )
     return out
+
+
+def classes(seed: int) -> Rows:
+    """Every class has as many problems as any other, in both parts."""
+    generator, pool, warmup = random.Random(seed), [], []
+    for number, name in enumerate(CLASSES):
+        key = [generator.randrange(10) for _ in range(DIGITS)]
+        rival = [(digit + generator.randint(1, 9)) % 10 for digit in key]
+        # Classes with one and with two uncertain places alternate; each share of RIGHT comes up as often as any other.
+        places = generator.sample(range(DIGITS), 1 + number % 2)
+        rates = (RIGHT[number // 2 % len(RIGHT)], RIGHT[-1 - number // 8 % len(RIGHT)])
+        right = dict(zip(places, rates, strict=False))
+        texts = [f"{text:0{DIGITS}}" for text in generator.sample(range(10**DIGITS), PER_CLASS + WARMUP_PER_CLASS)]
+        for j, text in enumerate(texts):
+            used = key
+            if j >= PER_CLASS:
+                used = [
+                    k if generator.random() < right.get(at, 1) else r
+                    for at, (k, r) in enumerate(zip(key, rival, strict=True))
+                ]
+            answer = "".join(str((int(digit) + k) % 10) for digit, k in zip(text, used, strict=True))
+            row = {"id": f"{name}{text}", "problem": f"{name}{text}=", "answer": answer, "class": name}
+            (pool if j < PER_CLASS else warmup).append(row)
+    return {"pool": pool, "warmup": warmup}
+
+
+TASKS = {"sums": sums, "classes": classes}
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -84,6 +125,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.out.exists():
@@ -94,8 +136,7 @@ def main() -> None:
     aside.mkdir(parents=True)
     disable_progress_bar()
     texts = []
-    for part, pairs in problems(options.seed).items():
-        written = rows(part, pairs, options.seed)
+    for part, written in TASKS[options.task](options.seed).items():
         lines = "".join(json.dumps(row) + "\n" for row in written)
         (aside / f"{part}.jsonl").write_text(lines, encoding="utf-8")
         texts += [row["problem"] + row["answer"] for row in written]

@@ -318,8 +318,25 @@ class Policy:
         `token_stats`.
         """
         sequences.check_tokens(self.spec.vocab_size)
+        (mini_batch,) = self.pack(sequences, [np.arange(len(weights))])
+        cross_entropy = self._cross_entropy(sequences, weights, temperature=1.0)
+        return self._optimize(sequences, mini_batch, cross_entropy, learning_rate)
+
+    def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
+        """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
+
+        A float32 tensor a parameter, in the order of `chunks`' parameters; the next pass overwrites them. Of this
+        rank: whole on a single one alone.
+        """
+        ones = np.ones(len(sequences.prompt_ids))
+        cross_entropy = self._cross_entropy(sequences, ones, self.config.rollout.temperature)
+        self._backward(mini_batch, lambda *on_hidden: cross_entropy(*on_hidden).loss)
+        return [p.main_grad for p in self._parameters]
+
+    def _cross_entropy(self, sequences: Sequences, weights: np.ndarray, temperature: float) -> LossOfHidden:
+        """`weights`: float [S], of each of a response's tokens."""
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
-        head = {**self._head, "temperature": 1.0}
+        head = {**self._head, "temperature": temperature}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             here = micro_batch.slots
@@ -339,8 +356,14 @@ class Policy:
             )
             return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
 
-        (mini_batch,) = self.pack(sequences, [np.arange(len(weights))])
-        return self._optimize(sequences, mini_batch, cross_entropy, learning_rate)
+        return cross_entropy
+
+    def _backward(self, mini_batch: MiniBatch, on_hidden) -> None:
+        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as `_run` takes it."""
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
 
     def _optimize(
         self,
@@ -362,10 +385,7 @@ class Policy:
             finite.append(output.finite)
             return output.loss
 
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        self._backward(mini_batch, on_hidden)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         totals = self.layout.world_sum(sums.cpu())

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 def task(tmp_path_factory) -> Path:
     """As tools/demo_task.py writes it, of fewer problems."""
     made, folder = runpy.run_path(str(ROOT / "tools" / "demo_task.py")), tmp_path_factory.mktemp("task")
-    pairs = made["problems"](0)
-    rows = {part: made["rows"](part, pairs[part][:128], 0) for part in ("pool", "held_out")}
+    parts = made["sums"](0)
+    rows = {part: parts[part][:128] for part in ("pool", "held_out")}
     for part, written in rows.items():
         (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     texts = [row["problem"] + row["answer"] for written in rows.values() for row in written]
