@@ -6,13 +6,15 @@ rollouts among the prompts of a step: a prompt whose rewards have varied more so
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. The other ranks get three things from rank 0:
-the rollouts, which of them are trained on, and whether the run evaluates, exports or ends after a step. Besides, ranks
-exchange what the policy's own collectives need, and what is gathered for the metrics.
+the rollouts; which of them are trained on, with what was known of their prompts before; and whether the run evaluates,
+exports or ends after a step. Besides, ranks exchange what the policy's own collectives need, and what is gathered for
+the metrics.
 
 NonFiniteError, which names the prompts, is raised on every rank if a logprob or entropy is NaN (in `token_stats`), or
 if the loss or gradient norm is (in `update`, before the optimizer's step). After a kill the same command continues from
-the last checkpoint: policy, optimizer, position in the data, allocator's history. Each rollout is on disk once it is
-scored. Those of the first step after the checkpoint are used again; later steps are sampled again.
+the last checkpoint: policy, optimizer, position in the data, allocator's history (and what `data.selection` has
+learned). Each rollout is on disk once it is scored. Those of the first step after the checkpoint are used again; later
+steps are sampled again.
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.controller import Controller, Round, Selection
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.serving import Serving
@@ -70,8 +69,7 @@ class Sampled(NamedTuple):
     rollouts: RolloutBatch
     mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
     stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
-    baseline: Baseline | None  # what earlier steps say of each rollout's prompt, where the method uses it
-    prompt_weights: np.ndarray | None  # float64 [S], of each rollout's prompt (`data.selection.weights`); None: 1
+    selection: Selection
     rounds: list[Round]  # rank 0's; empty elsewhere
 
 
@@ -94,11 +92,11 @@ class RLTrainer(Trainer):
 
     def train_step(self, step: int) -> None:
         sampled = self.sample(step)
-        # Each rollout gets an advantage from the rewards of its group, and each of its tokens the weight 1 / N, with N
-        # by algorithm.loss.aggregation: by default the mini-batch's prompts times the rollouts of this prompt times
-        # rollout.max_new_tokens. The loss of the mini-batch is sum(weight * loss of the token).
-        gather, of_prompts = self.policy.layout.gather, (sampled.baseline, sampled.prompt_weights)
-        batch = TrainBatch.build(sampled.rollouts, self.config, gather, *of_prompts)
+        # Each rollout gets an advantage from the rewards of its group (kind history: and from earlier steps), and each of
+        # its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by default the mini-batch's prompts times the
+        # rollouts of this prompt times rollout.max_new_tokens. The mini-batch's loss is sum(weight * loss of the token).
+        selection, gather = sampled.selection, self.policy.layout.gather
+        batch = TrainBatch.build(sampled.rollouts, self.config, gather, selection.baseline, selection.weights)
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
@@ -140,7 +138,7 @@ class RLTrainer(Trainer):
         rollouts = RolloutBatch.join(batches).take(selection.rows)
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
-        return Sampled(rollouts, mini_batches, stats, selection.baseline, selection.weights, rounds)
+        return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
     def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,

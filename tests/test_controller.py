@@ -78,7 +78,7 @@ def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollou
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    batch = TrainBatch.build(rollouts, config, None, sampled.baseline, sampled.prompt_weights)
+    batch = TrainBatch.build(rollouts, config, None, sampled.selection.baseline, sampled.selection.weights)
     return batch, controller.record(step, sampled.rounds)
 
 
@@ -193,7 +193,7 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
         sampled = sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
     rollouts, rounds = sampled.rollouts, sampled.rounds
     assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
-    batch = TrainBatch.build(rollouts, live.config, None, None, sampled.prompt_weights)
+    batch = TrainBatch.build(rollouts, live.config, None, None, sampled.selection.weights)
     own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
     assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
     assert len({own[g].weight for g in rollouts.group_ids}) > 1
@@ -325,7 +325,10 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
     for step in range(1, 7):
         sampled = sample(made, step, policy)
         for prompt, mean, strength in zip(
-            sampled.rollouts.prompt_ids, sampled.baseline.mean, sampled.baseline.strength, strict=True
+            sampled.rollouts.prompt_ids,
+            sampled.selection.baseline.mean,
+            sampled.selection.baseline.strength,
+            strict=True,
         ):
             before = seen.get(prompt, [])
             strengths.append(strength)
@@ -337,5 +340,5 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
             batch = r.result.batch
             for prompt, reward in zip(batch.prompt_ids, batch.rewards, strict=True):
                 seen.setdefault(prompt, []).append(reward)
-        assert len(sampled.baseline.mean) == len(sampled.rollouts.rewards)
+        assert len(sampled.selection.baseline.mean) == len(sampled.rollouts.rewards)
     assert max(strengths) > 8 and min(strengths) == 0
