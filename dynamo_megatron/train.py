@@ -92,9 +92,10 @@ class RLTrainer(Trainer):
 
     def train_step(self, step: int) -> None:
         sampled = self.sample(step)
-        # Each rollout gets an advantage from the rewards of its group (kind history: and from earlier steps), and each of
-        # its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by default the mini-batch's prompts times the
-        # rollouts of this prompt times rollout.max_new_tokens. The mini-batch's loss is sum(weight * loss of the token).
+        # Each rollout gets an advantage from the rewards of its group (kind history: and from earlier steps), and each
+        # of its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by default the mini-batch's prompts
+        # times the rollouts of this prompt times rollout.max_new_tokens. The mini-batch's loss is sum(weight * loss of
+        # the token).
         selection, gather = sampled.selection, self.policy.layout.gather
         batch = TrainBatch.build(sampled.rollouts, self.config, gather, selection.baseline, selection.weights)
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term

@@ -324,12 +324,8 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
     strengths = []
     for step in range(1, 7):
         sampled = sample(made, step, policy)
-        for prompt, mean, strength in zip(
-            sampled.rollouts.prompt_ids,
-            sampled.selection.baseline.mean,
-            sampled.selection.baseline.strength,
-            strict=True,
-        ):
+        known = sampled.selection.baseline
+        for prompt, mean, strength in zip(sampled.rollouts.prompt_ids, known.mean, known.strength, strict=True):
             before = seen.get(prompt, [])
             strengths.append(strength)
             if not before:
@@ -340,5 +336,5 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
             batch = r.result.batch
             for prompt, reward in zip(batch.prompt_ids, batch.rewards, strict=True):
                 seen.setdefault(prompt, []).append(reward)
-        assert len(sampled.selection.baseline.mean) == len(sampled.rollouts.rewards)
+        assert len(known.mean) == len(sampled.rollouts.rewards)
     assert max(strengths) > 8 and min(strengths) == 0
