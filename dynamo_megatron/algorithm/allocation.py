@@ -1,4 +1,4 @@
-"""Which prompt gets how many rollouts: the door to the allocators and to what they go by."""
+"""Which prompt gets how many rollouts: the interface to the allocators and to the history that they read."""
 
 from __future__ import annotations
 

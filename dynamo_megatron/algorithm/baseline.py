@@ -49,9 +49,9 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
 
     def fill(own: np.ndarray | slice, peers: np.ndarray | slice) -> None:
         trials, means = pool.trials[peers], pool.reward_mean[peers]
-        c = pool_strength if variance is None else _fitted_strength(trials, means, variance)
+        c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
         weight = trials / (trials + c)
-        centre = float(weight @ means / weight.sum())
+        centre = float((weight * means).sum() / weight.sum())
         if variance is None:
             centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
         seen = prompts.trials[own]
@@ -66,7 +66,8 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
 
 
 def variance_within(pool: Statistics) -> float | None:
-    """Pooled variance of the rewards of a prompt's rollouts; None where all rewards so far were 0 or 1."""
+    """Pooled variance of the rewards of a prompt's rollouts, 0 where no prompt had two; None where all rewards so far
+    were 0 or 1."""
     trials, mean = pool.trials, pool.reward_mean
     bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(
         pool.reward_squares, trials * mean * (1 - mean), atol=1e-9
@@ -81,8 +82,8 @@ def _fitted_strength(trials: np.ndarray, means: np.ndarray, within: float) -> fl
     """Variance within over variance between prompts, by moments: the expectation of sum t (mean - centre)^2 over m
     prompts is within (m - 1) + between (sum t - sum t^2 / sum t)."""
     total = trials.sum()
-    centre = trials @ means / total
-    excess = total - trials @ trials / total
+    centre = (trials * means).sum() / total
+    excess = total - (trials**2).sum() / total
     low, high = POOL_STRENGTH_RANGE
-    between = (trials @ (means - centre) ** 2 - within * (len(trials) - 1)) / excess if excess > 1e-9 else 0.0
+    between = ((trials * (means - centre) ** 2).sum() - within * (len(trials) - 1)) / excess if excess > 1e-9 else 0.0
     return float(min(max(within / between, low), high)) if between > 0 else high

@@ -6,7 +6,7 @@ E[(r - p)^2 S] = p (1-p)^2 m1 + (1-p) p^2 m0, with m1 and m0 the mean energies o
 
 Of most prompts a few energies are known, and of hard prompts, whose right answers have the largest, hardly any. So m1
 and m0 are not measured prompt by prompt. Over the pool each is a line in p, and a prompt has one factor to both, which
-is shrunk to 1 by as much as the pool asks for. The published alternatives do not do this: the papers estimate gradient
+is shrunk to 1 by what the pool shows. The published alternatives do not do this: the papers estimate gradient
 norms from many rollouts of the same step. `benchmarks/energy_variance.py` compares shrinkages.
 """
 

@@ -159,7 +159,7 @@ class History:
 
     def observe_energy(self, observed: Observed, keep: float) -> None:
         """Takes finished rollouts of known energy into the energy line; those before count `keep` times."""
-        if observed.energy is not None:
+        if observed.energy is not None and observed.prompt_ids:
             self.energy_line = self.energy_line.after(observed.rewards, observed.energy, keep)
 
     def state_dict(self) -> dict[str, Any]:

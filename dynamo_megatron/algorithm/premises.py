@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dynamo_megatron.config import Config
 
+NEVER_FORGET = ("waterfill", "cero")
 BY_ROLLOUT = ("token_mean", "sequence_mean", "sequence_sum", "constant_length")
 DR_GRPO_LEAST = 0.8  # of a prompt's gradient: below it what dr_grpo leaves of a small group is worth a warning
 
@@ -25,6 +28,7 @@ def premise_warnings(config: Config) -> list[str]:
             "algorithm.dynamic_sampling leaves out groups of equal rewards, from which "
             f"advantage.kind={advantage.kind} learns as from any other; set algorithm.dynamic_sampling=null"
         )
+    warnings += _history_warnings(config)
     if kind == "uniform":
         return warnings
     if advantage.kind == "reinforce":
@@ -35,8 +39,8 @@ def premise_warnings(config: Config) -> list[str]:
     if advantage.kind == "grpo":
         warnings.append(
             "algorithm.advantage.kind=grpo divides by the group's standard deviation: hard and easy prompts count more "
-            f"than others, the more so the more rollouts they get, and {kind} allocation minimises something else than "
-            "the noise; set algorithm.advantage.kind=rloo or algorithm.allocation.kind=uniform"
+            f"than others, the more so the more rollouts they get, which {kind} allocation does not expect; set "
+            "algorithm.advantage.kind=rloo or algorithm.allocation.kind=uniform"
         )
     if advantage.kind == "dr_grpo" and 1 - 1 / low < DR_GRPO_LEAST:
         warnings.append(
@@ -46,7 +50,7 @@ def premise_warnings(config: Config) -> list[str]:
     if aggregation in BY_ROLLOUT:
         warnings.append(
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
-            "measures more closely is also trained on more; set algorithm.loss.aggregation=prompt_mean"
+            "gives more rollouts is also trained on more; set algorithm.loss.aggregation=prompt_mean"
         )
     functions = len(config.reward.functions)
     if kind == "neyman" and allocation.variance != "empirical" and functions > 1:
@@ -55,3 +59,24 @@ def premise_warnings(config: Config) -> list[str]:
             f"is the {config.reward.fusion} of {functions} functions; set algorithm.allocation.variance=empirical"
         )
     return warnings
+
+
+def _history_warnings(config: Config) -> Iterator[str]:
+    """Of what goes by the earlier rollouts of a prompt, besides the allocation."""
+    allocation, selection = config.algorithm.allocation, config.data.selection
+    setting, mend = ("static=true", "static=false") if allocation.static else (f"kind={allocation.kind}", "kind=neyman")
+    readers = {
+        "algorithm.advantage.kind=history": config.algorithm.advantage.kind == "history",
+        f"data.selection.kind={selection.kind}": selection.kind in ("priority", "thompson"),
+    }
+    for key, reads in readers.items():
+        if reads and (allocation.static or allocation.kind in NEVER_FORGET):
+            yield (
+                f"{key} goes by a prompt's earlier rollouts, and algorithm.allocation.{setting} forgets none of them, "
+                f"however much the policy changes; set algorithm.allocation.{mend}"
+            )
+    if selection.weights and config.algorithm.dynamic_sampling is not None:
+        yield (
+            "data.selection.weights is unbiased only if every drawn prompt counts, and algorithm.dynamic_sampling "
+            "leaves out groups by their rewards; set algorithm.dynamic_sampling=null"
+        )

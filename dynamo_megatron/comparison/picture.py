@@ -59,7 +59,7 @@ def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
             )
     count = len(measured.seeds)
     axes.set(
-        title=f"Held-out problems, {count} seed{'s' * (count > 1)}", xlabel="rollouts", ylabel=f"{found['metric']}, %"
+        title=f"Evaluation problems, {count} seed{'s' * (count > 1)}", xlabel="rollouts", ylabel=f"{found['metric']}, %"
     )
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.tick_params(axis="x", labelrotation=20)

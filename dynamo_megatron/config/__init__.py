@@ -235,9 +235,29 @@ class Config(Section):
     @property
     def rollout_budget(self) -> int:
         """Rollouts a step."""
+        return self._rollouts[0]
+
+    @property
+    def _rollouts(self) -> tuple[int, int, int]:
+        """Of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict each other."""
         allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
-        asked = allocation.budget if allocation.budget is not None else 8 * prompts
-        return allocation.fit(prompts, asked)[0]
+        return allocation.fit(prompts, 8 * prompts if allocation.budget is None else allocation.budget)
+
+    def _groups_of_one(self, budget: int, low: int, high: int) -> Iterator[str]:
+        """`low`, `high`: rollouts of a prompt that the budget leaves."""
+        advantage, prompts = self.algorithm.advantage, self.data.batch_prompts
+        uniform = self.algorithm.allocation.kind == "uniform"
+        if low == 1 and advantage.needs_company and (not uniform or budget < 2 * prompts):
+            yield (
+                "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
+                f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
+            )
+        for key, asked in (
+            ("algorithm.dynamic_sampling", self.algorithm.dynamic_sampling is not None),
+            ("data.selection.kind=greso", self.data.selection.kind == "greso"),
+        ):
+            if asked and (high == 1 or (uniform and budget <= prompts)):
+                yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
@@ -247,17 +267,10 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         prompts = self.data.batch_prompts
-        allocation, advantage, budget = self.algorithm.allocation, self.algorithm.advantage, 2 * prompts
         try:
-            budget = self.rollout_budget
+            yield from self._groups_of_one(*self._rollouts)
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
-        few = allocation.kind != "uniform" or budget < 2 * prompts
-        if allocation.rollout_n_min == 1 and few and advantage.needs_company:
-            yield (
-                "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
-                f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
-            )
         if self.algorithm.loss.mini_batches > prompts:
             yield (
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "

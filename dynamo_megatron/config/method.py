@@ -20,7 +20,8 @@ class Section(BaseModel):
         defaults = {name: type(self).model_fields[name].default for name in names}
         changed = [name for name in names if getattr(self, name) != defaults[name]]
         if changed:
-            texts = {name: "null" if defaults[name] is None else f"{defaults[name]}" for name in changed}
+            yaml = {None: "null", True: "true", False: "false"}
+            texts = {n: yaml[d] if isinstance(d := defaults[n], bool | None) else f"{d}" for n in changed}
             raise ValueError("\n".join(f"{name}: {why}; set it to {texts[name]}" for name in changed))
 
 
@@ -47,7 +48,9 @@ class AdvantageConfig(Section):
     kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
-    prior_strength: Annotated[float, Field(gt=0)] = 1.0  # history: rollouts that the pool's mean reward counts as
+    prior_strength: Annotated[float, Field(gt=0, le=16)] = (
+        1.0  # history: rollouts that the pool's mean reward counts as
+    )
     # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured; 1: the mean
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
@@ -86,9 +89,12 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _unit_rewards(self) -> AdvantageConfig:
-        needs = {"reinforce": "kind reinforce"}.get(self.kind) or (self.score_ratio != 1 and "score_ratio")
-        if needs and self.overlong_buffer is not None:
-            raise ValueError(f"overlong_buffer: its penalty leaves the rewards from 0 to 1 that {needs} needs")
+        if self.kind == "reinforce" and self.overlong_buffer is not None:
+            raise ValueError("overlong_buffer: its penalty leaves the rewards from 0 to 1 that kind reinforce takes")
+        if self.kind == "history" and self.overlong_buffer is not None:
+            raise ValueError(
+                "overlong_buffer: its penalty is not in the rewards that kind history has seen; set it to null"
+            )
         return self
 
 

@@ -103,6 +103,11 @@ def _advantages(
         advantages = rewards  # less a baseline of each token, which the statistics give (shape_tokens)
     elif advantage.kind == "history":
         b = baseline
+        if advantage.score_ratio != 1 and (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
+            raise ValueError(
+                f"algorithm.advantage.score_ratio={advantage.score_ratio} needs rewards from 0 to 1, and "
+                f"{rollouts.name(int(bad[0]))} has {rewards[bad[0]]:g}; set it to 1"
+            )
         advantages = history_advantages(
             rewards, rollouts.group_ids, b.mean, b.strength, b.score_ratio, reward_variance=b.variance
         )

@@ -17,10 +17,11 @@ def tool():
     sys.path[:] = before
 
 
-def test_a_fault_is_seen_and_history_is_not_one(tool):
-    right, fault = "history, 1 to 12 by neyman", "fault: own reward in the baseline, 1 each"
-    found = tool.measure(1000, [right]) | tool.measure(5000, [fault])
-    assert found[right].bias[1] == 0 and found[fault].bias[1] > 5, found
+def test_faults_are_seen_and_history_is_not_one(tool):
+    right = "history, 1 each"
+    faults = ["fault: statistics updated first, 1 each", "fault: own reward in the baseline, 1 each"]
+    found = tool.measure(4000, [right, *faults])
+    assert found[right].bias[1] == 0 and all(found[fault].bias[1] > 5 for fault in faults), found
     low, high = found[right].scale[1:]
     assert low <= 1 / tool.LONGEST <= high, "prompt_mean divides by the longest length and nothing else"
 
@@ -38,4 +39,6 @@ def test_the_page_agrees_with_fewer_replicates(tool):
         bias, variance = row.split(" | ")[1], float(row.split(" | ")[2].removesuffix(" |"))
         _, low, high = figures.bias
         assert low - 2 <= float(bias.split()[0]) <= high + 2, name
+        if "later" not in name:
+            assert (low > 5) == name.startswith("fault"), name
         assert variance == pytest.approx(figures.variance * tool.DESIGNS[name].counts.mean() / unit, rel=0.1), name

@@ -166,6 +166,20 @@ def test_the_docs_list_every_method():
         ("algorithm.loss.clip_cov.low=7", "clip_cov: low: 7.0 is not below high 5.0"),
         ("algorithm.rollout_correction={low: 3}", "rollout_correction: low: 3.0 is not below high 2.0"),
         ("algorithm.advantage={kind: reinforce, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
+        (
+            "algorithm.advantage={kind: history, overlong_buffer: 0.2}",
+            "advantage: overlong_buffer: its penalty is not in",
+        ),
+        (
+            "algorithm.advantage={kind: rloo, score_ratio: auto}",
+            "score_ratio: an option of kind history, and kind is rloo",
+        ),
+        ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),
+        (
+            "algorithm={allocation: {rollout_n_min: 1, rollout_n_max: 1, budget: 32}, advantage: {kind: history}, "
+            "dynamic_sampling: {}}",
+            "algorithm.dynamic_sampling: goes by groups of equal rewards",
+        ),
         ("algorithm.modulation={scope: micro_batch, stabiliser: quantile}", "modulation: stabiliser: quantile goes"),
         ("algorithm.loss.entropy_top_ratio=1.5", "entropy_top_ratio: Input should be less than or equal to 1, got 1.5"),
         ("algorithm.advantage.entropy_shaping.alfa=1", "did you mean algorithm.advantage.entropy_shaping.alpha?"),

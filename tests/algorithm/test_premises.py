@@ -87,3 +87,18 @@ def test_without_a_baseline_every_group_teaches():
     assert warnings(advantage="reinforce") == ["advantage.kind=reinforce"]
     assert warnings({"kind": "uniform"}, "reinforce") == []
     assert warnings({"kind": "uniform"}, "reinforce", dynamic_sampling={}) == ["dynamic_sampling"]
+
+
+@pytest.mark.parametrize("allocation", [{"kind": "waterfill"}, {"kind": "cero"}, {"static": True}])
+def test_history_that_is_never_forgotten(allocation):
+    assert warnings(allocation, "history") == ["advantage.kind=history"]
+    assert warnings(allocation) == [] and warnings({}, "history") == []
+
+
+def test_drawing_weights_need_every_group():
+    selection = {"kind": "priority", "weights": True}
+    config = {"model": {"path": "m"}, "data": {"source": "d", "selection": selection}, "output_dir": "o"}
+    assert premise_warnings(Config.model_validate(config)) == []
+    config["algorithm"] = {"dynamic_sampling": {}}
+    (found,) = premise_warnings(Config.model_validate(config))
+    assert found.startswith("data.selection.weights is unbiased only if")

@@ -382,6 +382,12 @@ def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
     expect(got, per_token, weights, *clipped(per_token, ratio(stats)))
 
 
+def test_rewards_that_the_optimal_baseline_cannot_take_are_named(rollouts, stats):
+    wrong = RolloutBatch(**{**vars(rollouts), "rewards": 2 * rollouts.rewards - 1})
+    with pytest.raises(ValueError, match=r"score_ratio=auto needs rewards from 0 to 1, and rollout 1/\w/\d+ of prompt"):
+        run("history", wrong, stats)
+
+
 def test_dynamo_published_is_grpo_with_modulation_clip_higher_and_a_dual_clip(rollouts, stats, grpo):
     """One micro-batch that holds everything, where its scope is the mini-batch's but for the ranges' policy."""
     fixed = SimpleNamespace(**{**vars(stats), "old": stats.new})  # ratio 1: both policies are the same

@@ -63,7 +63,7 @@ def _check(
         same = np.abs(counts[order] - moved).max() <= 1
         assert same, f"{case}, budget {budget}: {counts[order]}, in another order {moved}"
         twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
-        same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last prompt may be a dear one
+        same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last prompt may have long responses
         assert same, f"{case}, budget {budget}: {counts.sum()} rollouts, then {twice.sum()}"
 
 

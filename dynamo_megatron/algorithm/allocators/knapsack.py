@@ -1,4 +1,4 @@
-"""The most groups with a gradient, weighted by what they teach (Knapsack RL, arXiv 2509.25849)."""
+"""The most groups with a gradient, weighted by the value of their gradient (Knapsack RL, arXiv 2509.25849)."""
 
 from __future__ import annotations
 
