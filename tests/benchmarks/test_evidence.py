@@ -30,3 +30,23 @@ def test_every_interval_of_the_page_is_in_the_results():
     }
     assert known
     assert set(re.findall(r"\([-+\d.]+ to [-+\d.]+\)", PAGE)) <= known
+
+
+def test_the_page_of_gradient_variance_has_the_measured_variances():
+    page = (ROOT / "docs" / "gradient-variance.md").read_text(encoding="utf-8").split("## Measured")[1]
+    results = json.loads((ROOT / "benchmarks" / "results" / "gradient_variance.json").read_text(encoding="utf-8"))
+    found = {
+        (
+            d["shape"],
+            d["baseline"],
+            d["allocator"],
+        ): f"{d['variance']:.2f} ({d['interval'][0]:.2f} to {d['interval'][1]:.2f})"
+        for d in results["class task, warm start"]["designs"]
+    }
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    assert len(rows) > 12
+    for shape, baseline, *cells in rows[2:]:
+        for allocator, cell in zip(("uniform", "neyman bernoulli", "neyman energy"), cells, strict=True):
+            assert cell == found.get((shape, baseline, allocator), ""), (shape, baseline, allocator)
