@@ -8,7 +8,6 @@ Streams, rules, history, advantages and weights are the trainer's own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from estimators import LENGTHS, LONGEST, PAGE, Figures, Problem, advantages_of, draws, in_page, make_problem
+from estimators import LENGTHS, LONGEST, Figures, Problem, advantages_of, draws, make_problem, write_tables
 
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -100,16 +99,5 @@ def table(measured: dict[str, Figures]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicates", type=int, default=REPLICATES, help="mini-batches drawn for each figure")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/estimators.md")
-    options = parser.parse_args()
-    made = table(measure(options.replicates))
-    print(made)
-    if options.write:
-        PAGE.write_text(in_page(PAGE.read_text(encoding="utf-8"), "drawing", made)[1], encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write_tables(lambda replicates: {"drawing": table(measure(replicates))}, __doc__, REPLICATES)

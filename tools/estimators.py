@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -314,9 +314,10 @@ def in_page(page: str, name: str, table: str | None = None) -> tuple[str, str]:
     return found[1], page[: found.start(1)] + (found[1] if table is None else table) + page[found.end(1) :]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicates", type=int, default=REPLICATES, help="mini-batches drawn for each figure")
+def write_tables(tables: Callable[[int], dict[str, str]], description: str, replicates: int) -> None:
+    """The command line of a tool whose `tables` (of a number of replicates; by name, in Markdown) are on the page."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicates", type=int, default=replicates, help="mini-batches drawn for each figure")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/estimators.md")
     options = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8") if options.write else ""
@@ -329,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_tables(tables, __doc__, REPLICATES)

@@ -8,7 +8,6 @@ sampled before; baselines, advantages, weights and counts are the trainer's own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -144,17 +143,5 @@ def table(measured: dict[str, Figures]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicates", type=int, default=REPLICATES, help="mini-batches drawn for each figure")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/estimators.md")
-    options = parser.parse_args()
-    text = table(measure(options.replicates))
-    print(text)
-    if options.write:
-        page = estimators.PAGE.read_text(encoding="utf-8")
-        estimators.PAGE.write_text(estimators.in_page(page, "history", text)[1], encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    estimators.write_tables(lambda replicates: {"history": table(measure(replicates))}, __doc__, REPLICATES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.dynamic_sampling import informative
-from dynamo_megatron.algorithm.history import History, Statistics
-from dynamo_megatron.algorithm.success import beta_prior
+from dynamo_megatron.algorithm.history import History
+from dynamo_megatron.algorithm.success import success_rate
 from dynamo_megatron.config.data import SelectionConfig
 
 # GRESO as its public code runs it (Infini-AI-Lab/GRESO): the base probability at the start, the change of a step, its
@@ -23,7 +24,7 @@ class Choice(NamedTuple):
     weights: np.ndarray  # float64, of each one taken: the uniform probability over its own; 1 where it is not known
 
 
-class Rule:
+class Rule(ABC):
     """Draws prompts by what `history` has of their earlier rollouts."""
 
     def __init__(self, config: SelectionConfig, history: History) -> None:
@@ -37,18 +38,20 @@ class Rule:
         asked = wanted * self.config.candidates
         return asked if size is None else max(wanted, min(asked, size))
 
+    @abstractmethod
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
         """At most `wanted` of the candidates `prompt_ids`, of which there are at least `wanted`."""
-        raise NotImplementedError
 
-    def observe(self, step: int, prompt_ids: Sequence[str], group_ids: Sequence[str], rewards: Any, successes: Any):
+    def observe(  # noqa: B027  most rules read `history` alone
+        self, step: int, prompt_ids: Sequence[str], group_ids: Sequence[str], rewards: Any, successes: Any
+    ) -> None:
         """Rollouts of `step`, one entry each. Their statistics are in `history` already."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `history` does not have: plain data and arrays that do not change later."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  as `observe`
         """Goes on where `state` was taken."""
 
     def metrics(self) -> dict[str, float]:
@@ -61,11 +64,11 @@ class Priority(Rule):
 
     SPO draws one prompt after the other without replacement, for which no probabilities are known; here each has
     exactly `inclusion`. Its p is that of a tracker that starts from 8 rollouts of every prompt; here a Beta posterior
-    with the prior fitted to the pool.
+    with the prior fitted to the pool, or to its stratum (`algorithm.allocation.prior_by`).
     """
 
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
-        rate = expected_rate(self.history.of(prompt_ids), self.history.pool())
+        rate = success_rate(self.history.of(prompt_ids), self.history.pool())
         probability = inclusion(np.sqrt(rate * (1 - rate)) + self.config.exploration, wanted)
         taken = systematic(probability, rng)
         uniform = wanted / len(prompt_ids)
@@ -146,12 +149,6 @@ class Greso(Rule):
 
 
 RULES = {"priority": Priority, "thompson": Thompson, "greso": Greso}
-
-
-def expected_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """The mean of each prompt's success rate, float64 [N], under a Beta prior fitted to `pool`, all prompts seen."""
-    a, b = beta_prior(pool.successes, pool.trials)
-    return (a + prompts.successes) / (a + b + prompts.trials)
 
 
 def inclusion(weights: np.ndarray, wanted: int) -> np.ndarray:

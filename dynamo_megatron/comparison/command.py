@@ -37,11 +37,11 @@ def compare(options: argparse.Namespace) -> int:
         print(f"warning: {line}; the best one may lie between them", file=sys.stderr)
     command = program(sys.executable, "compare", [options.spec])
     if options.slurm:
-        from dynamo_megatron.launcher.slurm import submit
+        from dynamo_megatron.launcher.slurm import print_or_submit
         from dynamo_megatron.launcher.slurm_array import array_script
 
         script = array_script(command, len(runs), output.absolute(), options.sbatch)
-        return _print_or_submit(script, output, options.dry_run, submit)
+        return print_or_submit(script, output / "compare.sbatch", options.dry_run)
     if options.dry_run:
         for run in runs:
             print(shlex.join(["dynamo-megatron", "train", *run.words]))
@@ -93,16 +93,6 @@ def _checked(read, *arguments):
         return read(*arguments)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _print_or_submit(script: str, output: Path, dry_run: bool, submit) -> int:
-    if dry_run:
-        print(script, end="")
-        return 0
-    (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
-    file = output / "compare.sbatch"
-    file.write_text(script, encoding="utf-8")
-    return submit(file)
 
 
 def write_comparison(spec: Spec, outcomes: dict[Run, Outcome | None], output: Path) -> int:

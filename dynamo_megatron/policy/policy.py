@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -325,8 +325,7 @@ class Policy:
     def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
         """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
 
-        A float32 tensor a parameter, in the order of `chunks`' parameters; the next pass overwrites them. Of this
-        rank: whole on a single one alone.
+        A float32 tensor a parameter of this rank, in the order of `chunks`' parameters; the next pass overwrites them.
         """
         ones = np.ones(len(sequences.prompt_ids))
         cross_entropy = self._cross_entropy(sequences, ones, self.config.rollout.temperature)
@@ -358,7 +357,7 @@ class Policy:
 
         return cross_entropy
 
-    def _backward(self, mini_batch: MiniBatch, on_hidden) -> None:
+    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> None:
         """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as `_run` takes it."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -366,11 +365,7 @@ class Policy:
         self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
 
     def _optimize(
-        self,
-        source: Sequences,
-        mini_batch: MiniBatch,
-        head_loss: LossOfHidden,
-        learning_rate: float,
+        self, source: Sequences, mini_batch: MiniBatch, head_loss: LossOfHidden, learning_rate: float
     ) -> dict[str, float]:
         """One optimizer step. No micro-batch is waited for: sums and flags stay on the device until the last one."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
