@@ -1,6 +1,7 @@
 """The figures of docs/estimators.md about drawing prompts."""
 
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,11 @@ def rows(table: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers] for name, *numbers in split}
 
 
+def rows_of_page() -> dict[str, list[float]]:
+    estimators = sys.modules["estimators"]  # imported by the tool
+    return rows(estimators.in_page(estimators.PAGE.read_text(encoding="utf-8"), "drawing")[0])
+
+
 def test_a_prompts_weights_have_mean_one_where_they_are_known(tool):
     success = tool.make_problem().success
     share = len(success) / tool.DRAWN
@@ -47,7 +53,7 @@ def test_only_weights_leave_the_direction_alone(quick):
 
 
 def test_the_page_agrees_with_a_few_replicates(tool, quick):
-    page = rows(tool.in_page(tool.PAGE.read_text(encoding="utf-8"), "drawing")[0])
+    page = rows_of_page()
     assert list(page) == list(quick)
     for name, figures in quick.items():
         _, low, high = figures.bias
@@ -57,7 +63,7 @@ def test_the_page_agrees_with_a_few_replicates(tool, quick):
 
 @pytest.mark.full
 def test_the_page_is_what_the_tool_prints(tool):
-    page = rows(tool.in_page(tool.PAGE.read_text(encoding="utf-8"), "drawing")[0])
+    page = rows_of_page()
     now = rows(tool.table(tool.measure(tool.REPLICATES)))
     assert list(page) == list(now)
     for name, numbers in now.items():
