@@ -8,3 +8,5 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 # Its distributed optimizer keeps gradients on shards that are views of the parameters.
 warnings.filterwarnings("ignore", category=UserWarning, message="The .grad attribute of a Tensor that is not a leaf")
+
+import dynamo_megatron.policy.backend  # noqa: E402, F401  before Megatron, whose import compiles where a compiler is

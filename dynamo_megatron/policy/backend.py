@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
+
+def _uncompiled(function: Callable | None = None, **options: object) -> Callable:
+    """As torch.compile under TORCHDYNAMO_DISABLE=1, without the compiler's import: 40 % of the start of a rank."""
+    return function if function is not None else lambda decorated: decorated
+
+
 if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile
+    torch.compile = _uncompiled  # Megatron's jit_fuser
 
 
 def _is_cuda(device: object) -> bool:

@@ -1,13 +1,18 @@
 """Runs a module as `python -m` does, and has what is blocked here stay blocked in all processes that it starts.
 
-    PYTHON -P run_masked.py MODULE ARGUMENTS...
+    PYTHON -P run_masked.py [--fork] MODULE ARGUMENTS...
 
 multiprocessing unblocks SIGTERM and SIGINT as it starts its resource tracker, which it does before a process's first
 child: the server's own processes would hear a SIGTERM that is for the ranks. With a tracker that runs already it leaves
-the signals alone, and its children inherit the tracker. PYTHON may be another interpreter than ours, without this
-package: hence the standard library alone.
+the signals alone, and its children inherit the tracker.
+
+--fork: MODULE's multiprocessing forks where it asks for spawned processes. Each of these would import all of SGLang
+again, which is more than half of the CPU time that a server takes to start. CUDA does not survive a fork.
+
+PYTHON may be another interpreter than ours, without this package: hence the standard library alone.
 """
 
+import multiprocessing
 import runpy
 import signal
 import sys
@@ -19,4 +24,8 @@ if __name__ == "__main__":
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     del sys.argv[0]
+    if sys.argv[0] == "--fork":
+        multiprocessing.set_start_method("fork")
+        multiprocessing.set_start_method = lambda method, force=False: None  # SGLang asks for "spawn"
+        del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

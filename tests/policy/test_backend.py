@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+import dynamo_megatron.policy.backend  # noqa: F401  replaces torch.compile
+
 ROPE = """
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -47,3 +49,17 @@ def test_the_rotation_of_packed_sequences_is_megatrons():
         [sys.executable, "-P", "-c", ROPE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert job.returncode == 0, job.stderr[-3000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron compiles there")
+def test_a_rank_does_not_import_the_compiler():
+    look = "import sys, dynamo_megatron.policy.policy; print('torch._inductor.compile_fx' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-P", "-c", look], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron compiles there")
+def test_a_users_function_may_be_decorated_with_torch_compile():
+    compiled = torch.compile(torch.neg)
+    with_options = torch.compile(fullgraph=True)(torch.neg)
+    assert compiled(torch.ones(2)).tolist() == with_options(torch.ones(2)).tolist() == [-1.0, -1.0]
