@@ -11,6 +11,7 @@ from dynamo_megatron.checkpoint.exports import every_export, exported_step
 from dynamo_megatron.checkpoint.folder import UNVERIFIED, choose_checkpoint, read_state
 from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_checkpoint
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.weight_sync.folder import export_huggingface
 
@@ -56,7 +57,7 @@ class Checkpoints:
                 state = read_state(folder)
                 for name, part in self._parts.items():
                     if name not in state:
-                        raise ValueError(f"{folder}: its state has no {name}: it is of another command, or altered")
+                        raise InputError(f"{folder}: its state has no {name}: it is of another command, or altered")
                     part.load_state_dict(state[name])
                 self._say(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s")
             self._saved = step

@@ -33,6 +33,7 @@ from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, read_yaml
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -162,7 +163,7 @@ def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], lis
     (one, spec), (two, other) = _open(a), _open(b)
     theirs = other.dimensions()
     if differ := [f"{key} {v} and {theirs[key]}" for key, v in spec.dimensions().items() if v != theirs[key]]:
-        raise ValueError(f"{a} and {b} are different models: {', '.join(differ)}")
+        raise InputError(f"{a} and {b} are different models: {', '.join(differ)}")
     largest, unequal = {}, []
     # Megatron's order, in which each parameter is read once
     for name in next((f.names for f in (one, two) if isinstance(f, MegatronFolder)), one.names):

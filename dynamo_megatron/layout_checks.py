@@ -13,6 +13,7 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.readers import DATASETS
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
 
 
@@ -70,10 +71,10 @@ def check_reference(spec: ModelSpec, folder: str) -> None:
             return
         reference = load_model_config(folder, spec.family).dimensions()
     except ValueError as error:
-        raise ValueError(f"algorithm.kl.reference: {error}") from None
+        raise InputError(f"algorithm.kl.reference: {error}") from None
     for name, own in spec.dimensions().items():
         if reference[name] != own and name != "max_positions":
-            raise ValueError(
+            raise InputError(
                 f"algorithm.kl.reference: {folder} has {name} {reference[name]}, the policy {own}; "
                 "the reference must be a model of the policy's shape"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
@@ -70,7 +70,7 @@ class Job:
         return self.output.finished() if self.output is not None else None
 
     def prepare(self, spec: ModelSpec) -> None:
-        """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises ValueError for bad input."""
+        """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises InputError for bad input."""
         raise NotImplementedError
 
     def prepare_node(self) -> None:
@@ -80,7 +80,7 @@ class Job:
         """On every rank, before the policy takes memory: until what `prepare` has started is up."""
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        """With the policy on every rank. Raises ValueError for bad input."""
+        """With the policy on every rank. Raises InputError for bad input."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -183,9 +183,7 @@ def run_rank(job: Job) -> int:
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    ours = frames[-1][0].f_globals["__name__"].startswith("dynamo_megatron")
-    refused = isinstance(error, ConfigError) or (isinstance(error, ValueError) and ours and not running)
+    refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and not running)
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")

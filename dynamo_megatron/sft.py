@@ -17,6 +17,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.model_checks import check_vocabulary
@@ -58,7 +59,7 @@ class SFTJob(Job):
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
+            raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
@@ -102,7 +103,7 @@ class SFTJob(Job):
 
     def _completion(self, example: Prompt) -> list[int]:
         if not isinstance(example.answer, str):
-            raise ValueError(
+            raise InputError(
                 f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
             )
         return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic_core import from_json, to_json
 
+from dynamo_megatron.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -40,7 +42,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.text is None):
-            raise ValueError(f"prompt {self.prompt_id!r}: give either messages or text")
+            raise InputError(f"prompt {self.prompt_id!r}: give either messages or text")
 
     @property
     def label(self) -> str:
@@ -99,7 +101,7 @@ class Rollout:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
         except TypeError as error:
-            raise ValueError(f"not a rollout: {error}") from None
+            raise InputError(f"not a rollout: {error}") from None
         return rollout
 
 
@@ -125,7 +127,7 @@ class ProblemResult:
     def __post_init__(self) -> None:
         lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
         if len({len(entries) for entries in lists}) > 1:
-            raise ValueError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
+            raise InputError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
 
     @property
     def right(self) -> int:
@@ -142,7 +144,7 @@ class ProblemResult:
         try:
             return cls(**fields)
         except TypeError as error:
-            raise ValueError(f"not a problem's result: {error}") from None
+            raise InputError(f"not a problem's result: {error}") from None
 
 
 class TokenStats(NamedTuple):
@@ -192,7 +194,7 @@ class Sequences:
         sequence = int(np.searchsorted(self.offsets, wrong, side="right")) - 1
         place = wrong - int(self.offsets[sequence])
         where = "prompt" if place < self.prompt_lengths[sequence] else "response"
-        raise ValueError(
+        raise InputError(
             f"{self.name(sequence)}: token id {self.tokens[wrong]} at position {place}, in the {where}, is not in the "
             f"model's vocabulary (0 to {vocab_size - 1}); it comes from another tokenizer, or the record is damaged"
         )
@@ -276,9 +278,9 @@ class RolloutBatch(Sequences):
         for r in rollouts:
             response = sum(r.response_mask)
             if len(r.response_mask) != len(r.tokens) or len(r.engine_logprobs) != response:
-                raise ValueError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
+                raise InputError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
             if any(r.response_mask[: len(r.tokens) - response]):
-                raise ValueError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
+                raise InputError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
             prompt_lengths.append(len(r.tokens) - response)
             spans = [span[0] for span in r.weight_versions]
             versions.append((min(spans), max(spans)) if spans else (-1, -1))

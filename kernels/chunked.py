@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels import reference
 from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tokens
 
@@ -32,7 +33,7 @@ def find_backend(name: str, device: torch.device) -> ModuleType:
     from dynamo_megatron.kernels import triton_backend
 
     if device.type != "cuda" and not triton_backend.INTERPRETED:
-        raise ValueError(
+        raise InputError(
             "backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 in the environment from the process's start"
         )
     return triton_backend

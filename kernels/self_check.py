@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels import reference
 from dynamo_megatron.kernels.chunked import find_backend
 from dynamo_megatron.kernels.head import policy_loss
@@ -85,7 +86,7 @@ def check_backend(
         if tp_group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=tp_group)
         if not worst.item() <= limit:
-            raise ValueError(
+            raise InputError(
                 f"kernels.backend: on this machine Triton and the reference differ by {worst.item():.2g} of {name} "
                 f"(limit {limit:g}); set kernels.backend=torch and report it"
             )

@@ -60,7 +60,7 @@ def test_no_package_depends_on_itself_through_others():
 
 @pytest.mark.parametrize("package", ["algorithm", "config", "models", "kernels"])
 def test_what_is_pure_knows_nothing_of_processes_and_servers(package):
-    allowed = {"algorithm", "config", "models", "kernels", "types", "runtime", "seeds"}
+    allowed = {"algorithm", "config", "models", "kernels", "types", "errors", "runtime", "seeds"}
     assert package_graph(modules()).get(package, set()) <= allowed
 
 

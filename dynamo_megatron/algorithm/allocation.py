@@ -16,6 +16,7 @@ from dynamo_megatron.algorithm.cost import expected_tokens
 from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
 from dynamo_megatron.algorithm.success import success_variance
 from dynamo_megatron.config import AllocationConfig
+from dynamo_megatron.errors import InputError
 
 __all__ = ["Allocation", "RolloutAllocator", "neyman", "success_variance", "waterfill"]
 
@@ -130,7 +131,7 @@ class RolloutAllocator:
 
     def _hold(self, kept: bool, broken: str) -> None:
         if not kept:
-            raise ValueError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
+            raise InputError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
 
     def baseline(self, prompt_ids: Sequence[str], prior_strength: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """(mean, strength), float64 [N] each, of what was observed of each prompt before, shrunk to the pool: the

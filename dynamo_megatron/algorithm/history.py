@@ -10,6 +10,7 @@ import numpy as np
 
 from dynamo_megatron.algorithm.arrays import to_numpy
 from dynamo_megatron.algorithm.energy import EnergyLine
+from dynamo_megatron.errors import InputError
 
 REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
 # Of what a rollout was measured: sums. A state without them is one in which nothing was measured.
@@ -174,12 +175,12 @@ class History:
         contradict each other. MEASURES may be missing, all of them: nothing was measured then."""
         measured = any(name in state for name in MEASURES)
         if missing := [name for name in ("prompt_ids", *(COLUMNS if measured else REWARDS)) if name not in state]:
-            raise ValueError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
+            raise InputError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
         ids = state["prompt_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
-            raise ValueError("state: prompt_ids is not a list of texts")
+            raise InputError("state: prompt_ids is not a list of texts")
         if len(set(ids)) != len(ids):
-            raise ValueError("state: prompt_ids has a duplicate")
+            raise InputError("state: prompt_ids has a duplicate")
         columns = [state[name] if name in state else np.zeros(len(ids)) for name in COLUMNS]
         for name, column in zip(COLUMNS, columns, strict=True):
             _check_column(ids, name, column)
@@ -187,7 +188,7 @@ class History:
         _check(ids, numbers)
         line = np.array(state.get("energy_line", [0.0] * 5), np.float64)  # earlier versions have none
         if line.shape != (5,) or not np.isfinite(line).all():
-            raise ValueError("state: energy_line is not 5 finite numbers")
+            raise InputError("state: energy_line is not 5 finite numbers")
         self.energy_line = EnergyLine(line)
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
@@ -198,11 +199,11 @@ def _check_column(prompt_ids: Sequence[str], name: str, column: list | np.ndarra
     else:
         fits = isinstance(column, list) and len(column) == len(prompt_ids)
     if not fits:
-        raise ValueError(f"state: {name} does not have one number for each of the {len(prompt_ids)} prompts")
+        raise InputError(f"state: {name} does not have one number for each of the {len(prompt_ids)} prompts")
     if isinstance(column, list):
         for prompt_id, number in zip(prompt_ids, column, strict=True):
             if not isinstance(number, int | float):
-                raise ValueError(f"prompt {prompt_id!r}: {name} is {number!r}, not a number")
+                raise InputError(f"prompt {prompt_id!r}: {name} is {number!r}, not a number")
 
 
 def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:
@@ -256,4 +257,4 @@ def _check(prompt_ids: Sequence[str], numbers: np.ndarray) -> None:
     if not fine.all():
         j = int(np.flatnonzero(~fine)[0])
         shown = ", ".join(f"{name} {x[j]}" for name, x in columns.items())
-        raise ValueError(f"prompt {prompt_ids[j]!r}: its statistics contradict each other: {shown}")
+        raise InputError(f"prompt {prompt_ids[j]!r}: its statistics contradict each other: {shown}")

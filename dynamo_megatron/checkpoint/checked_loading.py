@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from dynamo_megatron.checkpoint.torch_dist import DAMAGED, TorchDistReader, load_plain
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 
@@ -41,9 +42,9 @@ class CheckedCommon(TorchCommonLoadStrategy):
             with open(file, "rb") as stream:
                 common = load_plain(stream)
         except DAMAGED as error:
-            raise ValueError(f"{file}: cannot be read ({on_one_line(str(error), 200)})") from None
+            raise InputError(f"{file}: cannot be read ({on_one_line(str(error), 200)})") from None
         if not isinstance(common, dict):
-            raise ValueError(f"{file}: holds no dictionary")
+            raise InputError(f"{file}: holds no dictionary")
         return common
 
 

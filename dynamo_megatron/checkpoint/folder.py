@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamo_megatron.checkpoint.checksums import file_checksum, file_checksums
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.whole_files import replacing, sync_to_disk
 
@@ -58,7 +59,7 @@ def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path
             return step, folder
         damaged.append(f"the checkpoint of step {step} is damaged: {why}")
     if damaged:
-        raise ValueError(f"{root}: {damaged[0]}, and no other is complete; to start from step 0 move {root} away")
+        raise InputError(f"{root}: {damaged[0]}, and no other is complete; to start from step 0 move {root} away")
     return None
 
 
@@ -96,14 +97,14 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False)
         return False
     saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
     if missing := sorted(set(names) - saved.keys()):
-        raise ValueError(f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder, resume)}")
+        raise InputError(f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder, resume)}")
     try:
         found = file_checksums(folder / name for name in names[rank::ranks])
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
+        raise InputError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
     for file, checksum in found.items():
         if checksum != saved[file.name]:
-            raise ValueError(
+            raise InputError(
                 f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved[file.name]}); "
                 f"{_instead_of(folder, resume)}"
             )
@@ -126,7 +127,7 @@ def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
     saved = read_manifest(folder)["model"]
     differ = [f"{k} {saved[k]} instead of {v}" for k, v in dimensions.items() if k in saved and saved[k] != v]
     if differ:
-        raise ValueError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
+        raise InputError(f"{folder} is a checkpoint of another model: {', '.join(differ)}")
 
 
 def write_manifest(
@@ -161,10 +162,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
     for key, kind in kinds.items():
         if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
-            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
+            raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
     for name, size in manifest["files"].items():
         if Path(name).name != name or name == ".." or type(size) is not int:  # others' manifests may name any file
-            raise ValueError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
+            raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
     return manifest
 
 
@@ -191,11 +192,11 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     content = plain_json.read_bytes(file, LARGEST_STATE)
     state = plain_json.parse(content, str(file), nan=True)  # statistics may be NaN
     if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
-        raise ValueError(f"{file}: not the state of a run")
+        raise InputError(f"{file}: not the state of a run")
     try:
         arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{arrays_file}: {error}") from None
+        raise InputError(f"{arrays_file}: {error}") from None
     for name, array in arrays.items():
         part, _, key = name.partition(".")
         state.setdefault(part, {})[key] = array

@@ -30,6 +30,7 @@ from dynamo_megatron.checkpoint.folder import (
 )
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE, FLOATING, SafetensorsFiles
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, is_torch_dist
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import escaped_line, on_one_line
 
@@ -100,14 +101,14 @@ class Contents:
 def inspect(path: Path) -> Contents:
     """Raises ValueError, one line, where `path` is nothing that could be inspected."""
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        raise InputError(f"{path}: no such file or folder")
     others: list[str] = []
     if (path / "checkpoints").is_dir():
         root = path / "checkpoints"
         others = [f"step {step}: {fault(folder) or 'complete'}" for step, folder in checkpoint_folders(root)]
         newest = latest_checkpoint(root)
         if newest is None:
-            raise ValueError(f"{path}: a run without a complete checkpoint{''.join(f'; {line}' for line in others)}")
+            raise InputError(f"{path}: a run without a complete checkpoint{''.join(f'; {line}' for line in others)}")
         path = newest[1]
     if (path / MANIFEST_FILE).is_file() or re.fullmatch(r"step-\d{6,}", path.name):
         return _with_manifest(path, others)
@@ -115,7 +116,7 @@ def inspect(path: Path) -> Contents:
         return Contents(path, "Megatron's torch_dist format", _huggingface_facts(path), None, _TorchDist(path))
     if any(path.glob("*.safetensors")):
         return Contents(path, "Hugging Face folder", _huggingface_facts(path), None, _Safetensors(path))
-    raise ValueError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
+    raise InputError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
 
 
 def _with_manifest(folder: Path, others: list[str]) -> Contents:
@@ -212,7 +213,7 @@ def differences(a: Contents, b: Contents) -> Iterator[str]:
     """
     for contents in (a, b):
         if contents.tensors is None:
-            raise ValueError(contents.problem)
+            raise InputError(contents.problem)
     first, second = a.tensors.shapes, b.tensors.shapes
     for name in sorted(first.keys() | second.keys()):
         if name not in second or name not in first:
@@ -262,11 +263,11 @@ def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
                 print(escaped_line(line), flush=True)
                 found += 1
     except MemoryError:
-        raise ValueError(
+        raise InputError(
             f"{named}: needs more memory than {FREE_MEMORY >> 30} GiB and three times its size on the disk"
         ) from None
     except RecursionError:
-        raise ValueError(f"{named}: nested too deep") from None
+        raise InputError(f"{named}: nested too deep") from None
     print(f"{found} of the tensors differ" if found else "the same tensors, bit for bit")
     return int(found > 0)
 

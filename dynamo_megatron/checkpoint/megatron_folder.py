@@ -17,6 +17,7 @@ import torch
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, check_model
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors, is_finite
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
     HF_EMBEDDING,
     HF_HEAD,
@@ -75,7 +76,7 @@ class MegatronFolder:
         if name not in self._held[1]:
             parameter = self._parameter_of.get(name)
             if parameter is None:
-                raise ValueError(f"{self.path}: tensor {name} is missing")
+                raise InputError(f"{self.path}: tensor {name} is missing")
             self._held = ("", {})  # the last one goes before the next one comes
             self._held = (parameter, self._read(parameter))
         return self._held[1][name]
@@ -147,7 +148,7 @@ def write_megatron(
         for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
             tensors = [converted(n, get(n), dtype) for n in together]
             if len({t.dtype for t in tensors}) > 1:
-                raise ValueError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
+                raise InputError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
             tensor = tensors[0] if len(tensors) == 1 else to_megatron(spec, name, tensors, 0, 1)
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
@@ -169,6 +170,6 @@ def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
     result = tensor if dtype is None else tensor.to(dtype)
     if not is_finite(result):
         if not is_finite(tensor):
-            raise ValueError(f"tensor {name}: the source holds NaN or infinity; download the model again")
-        raise ValueError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
+            raise InputError(f"tensor {name}: the source holds NaN or infinity; download the model again")
+        raise InputError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
     return result

@@ -43,6 +43,7 @@ from dynamo_megatron.checkpoint.checked_loading import CheckedCommon, CheckedPar
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
 from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
 from dynamo_megatron.checkpoint.policy_weights import verify_bytes
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
     Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
     """
     if (why := fault(folder)) is not None:
-        raise ValueError(f"{folder} is not a complete checkpoint: {why}")
+        raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
     verified = verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True)
@@ -253,7 +254,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
     ) as error:
         if (why := _file_error(error)) is None:
             raise
-        raise ValueError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from None
+        raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from None
     for i, chunk in enumerate(policy.chunks):
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
         wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]

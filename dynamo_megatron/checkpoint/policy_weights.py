@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dynamo_megatron.checkpoint.folder import UNVERIFIED, verify
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import load_weights, open_weights
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 
 if TYPE_CHECKING:  # the policy loads through this module
@@ -39,7 +40,7 @@ def load_folder(chunks: Sequence[PolicyModel], spec: ModelSpec, path: str, layou
     except ValueError as error:
         failed = str(error)
     if failures := [why for why in layout.gather(failed) if why is not None]:
-        raise ValueError(failures[0])
+        raise InputError(failures[0])
 
 
 def verify_bytes(folder: Path, layout: Layout, *, resume: bool = False) -> bool:
@@ -53,5 +54,5 @@ def verify_bytes(folder: Path, layout: Layout, *, resume: bool = False) -> bool:
     except ValueError as error:
         damaged = str(error)
     if found := [why for why in layout.gather(damaged) if why is not None]:
-        raise ValueError(found[0])
+        raise InputError(found[0])
     return verified

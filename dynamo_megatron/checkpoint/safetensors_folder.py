@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime import plain_json
@@ -52,7 +53,7 @@ def check_tensors(
     ]
     wrong = [text for text, names in zip(wrong, (missing, extra, shaped), strict=True) if names]
     if wrong:
-        raise ValueError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
+        raise InputError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -99,19 +100,19 @@ class SafetensorsFiles:
         for name in sorted(set(index.values())) or [SINGLE_FILE]:
             file = self.path / name
             if not file.is_file():
-                raise ValueError(f"{file}: no such file, though {INDEX} names it")
+                raise InputError(f"{file}: no such file, though {INDEX} names it")
             _check_header(file)
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file}: corrupt or truncated ({error})") from None
+                raise InputError(f"{file}: corrupt or truncated ({error})") from None
             for tensor in self._files[file].keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
                 if tensor in self._file_of:
-                    raise ValueError(f"{file}: tensor {tensor} is also in {self._file_of[tensor].name}")
+                    raise InputError(f"{file}: tensor {tensor} is also in {self._file_of[tensor].name}")
                 self._file_of[tensor] = file
         for tensor, name in index.items():
             if tensor not in self._file_of:
-                raise ValueError(f"{self.path / name}: tensor {tensor} is not in it, though {INDEX} says so")
+                raise InputError(f"{self.path / name}: tensor {tensor} is not in it, though {INDEX} says so")
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +130,7 @@ class SafetensorsFiles:
         try:
             return self._files[file].get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(f"{file}: tensor {name} cannot be read ({error})") from None
+            raise InputError(f"{file}: tensor {name} cannot be read ({error})") from None
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a tensor of one dimension or more; as `get`."""
@@ -137,7 +138,7 @@ class SafetensorsFiles:
         try:
             return self._files[file].get_slice(name)[first:last]
         except SafetensorError as error:
-            raise ValueError(f"{file}: tensor {name} cannot be read ({error})") from None
+            raise InputError(f"{file}: tensor {name} cannot be read ({error})") from None
 
     def stored(self, name: str) -> tuple[tuple[int, ...], str]:
         """(shape, dtype as safetensors names it) of a tensor."""
@@ -147,18 +148,18 @@ class SafetensorsFiles:
     def _where(self, name: str) -> Path:
         if name not in self._file_of:
             files = ", ".join(file.name for file in list(self._files)[:3])
-            raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} files: {files})")
+            raise InputError(f"{self.path}: tensor {name} is missing ({len(self._files)} files: {files})")
         return self._file_of[name]
 
     def _read_index(self) -> dict[str, str]:
         file = self.path / INDEX
         if not file.is_file():
-            raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
+            raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
         weight_map = plain_json.read_object(file).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{file}: malformed (weight_map is missing, or has values that are not file names)")
+            raise InputError(f"{file}: malformed (weight_map is missing, or has values that are not file names)")
         if not weight_map or any(Path(name).name != name for name in weight_map.values()):
-            raise ValueError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
+            raise InputError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
         return weight_map
 
 
@@ -167,7 +168,7 @@ def _check_header(file: Path) -> None:
     with open(file, "rb") as stream:
         length, there = int.from_bytes(stream.read(8), "little"), file.stat().st_size - 8
     if length > min(there, LARGEST_HEADER):
-        raise ValueError(f"{file}: corrupt or truncated (a header of {length} bytes in a file of {there + 8})")
+        raise InputError(f"{file}: corrupt or truncated (a header of {length} bytes in a file of {there + 8})")
 
 
 class SafetensorsFolder(SafetensorsFiles):
@@ -195,11 +196,11 @@ class SafetensorsFolder(SafetensorsFiles):
                 continue
             found[name], kind = self.stored(name)
             if name in shapes and kind not in FLOATING:
-                raise ValueError(f"{file}: tensor {name} is {kind}; give unquantised weights")
+                raise InputError(f"{file}: tensor {name} is {kind}; give unquantised weights")
         check_tensors(self.path, spec, shapes, found, {name: file.name for name, file in self._file_of.items()})
         if HF_HEAD in shapes and spec.tied and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
             # transformers leaves such a pair untied: tying them would train another model than the folder's
-            raise ValueError(
+            raise InputError(
                 f"{self._file_of[HF_HEAD]}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, though config.json says "
                 "tie_word_embeddings"
             )

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
 from dynamo_megatron.checkpoint.torch_dist_metadata import METADATA_FILE, read_metadata
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line
 
 BACKENDS = {
@@ -72,7 +73,7 @@ class TorchDistReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not is_torch_dist(self.path):
-            raise ValueError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
+            raise InputError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
         self.metadata = read_metadata(self.path)
         stored = self.metadata.state_dict_metadata
         stored = {key: t for key, t in stored.items() if isinstance(t, TensorStorageMetadata)}
@@ -85,16 +86,16 @@ class TorchDistReader:
         for name, end in ends.items():
             file = self.path / name
             if not file.is_file():
-                raise ValueError(f"{file}: no such file, though .metadata names it")
+                raise InputError(f"{file}: no such file, though .metadata names it")
             if file.stat().st_size < end:
-                raise ValueError(f"{file}: truncated, {file.stat().st_size} bytes of {end}")
+                raise InputError(f"{file}: truncated, {file.stat().st_size} bytes of {end}")
 
     def parts(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(offset, size) of the parts that tensor `key` is stored in. Raises ValueError where some are missing."""
         parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._chunks[key].all]
         values, whole = sum(math.prod(size) for _, size in parts), math.prod(self.tensors[key].shape)
         if values != whole:
-            raise ValueError(f"{self.path}: tensor {key}: {values} of its {whole} values are stored")
+            raise InputError(f"{self.path}: tensor {key}: {values} of its {whole} values are stored")
         return parts
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
@@ -119,7 +120,7 @@ class TorchDistReader:
                 result = torch.empty(tuple(size), dtype=self.tensors[key].dtype)
             narrow_tensor_by_index(result, [s - b for s, b in zip(start, offset, strict=True)], shape).copy_(tensor)
         if result is None or filled != math.prod(size):
-            raise ValueError(
+            raise InputError(
                 f"{self.path}: tensor {key}: {filled} of the {math.prod(size)} values at {list(offset)} are stored"
             )
         return result
@@ -136,7 +137,7 @@ class TorchDistReader:
         ):
             found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
             file = self.path / self.metadata.storage_data[index].relative_path
-            raise ValueError(f"{file}: tensor {index.fqn} cannot be read ({found}, {dtype} {list(sizes)} in .metadata)")
+            raise InputError(f"{file}: tensor {index.fqn} cannot be read ({found}, {dtype} {list(sizes)} in .metadata)")
         return tensor
 
     def stored(self, index: MetadataIndex) -> Any:
@@ -147,7 +148,7 @@ class TorchDistReader:
             with open(file, "rb") as stream:
                 return load_plain(_create_file_view(stream, info.offset, info.length))
         except DAMAGED as error:
-            raise ValueError(f"{file}: {index.fqn} cannot be read ({error_line(error, 200)})") from None
+            raise InputError(f"{file}: {index.fqn} cannot be read ({error_line(error, 200)})") from None
 
 
 def load_plain(stream: BinaryIO) -> Any:
@@ -159,8 +160,8 @@ def load_plain(stream: BinaryIO) -> Any:
     except pickle.UnpicklingError as error:  # its text is some lines of advice to load the file all the same
         if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
             why = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0]
-            raise ValueError(f"not what torch.save writes: {why}") from None
-        raise ValueError(
+            raise InputError(f"not what torch.save writes: {why}") from None
+        raise InputError(
             f"names {named[1]}, which tensors and plain data do not need; nothing of it was run or loaded"
         ) from None
 
@@ -204,7 +205,7 @@ class TorchDistWriter:
         whole = self._tensors.setdefault(key, whole)
         assert whole.size == torch.Size(shape), f"{key}: {whole.size}, {shape}"
         if whole.properties.dtype != tensor.dtype:
-            raise ValueError(f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; give one dtype")
+            raise InputError(f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; give one dtype")
         whole.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage

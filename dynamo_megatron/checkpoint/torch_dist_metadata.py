@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
@@ -53,7 +54,7 @@ INSTRUCTIONS = (
 )  # fmt: skip
 
 
-class MetadataError(ValueError):
+class MetadataError(InputError):
     """What is wrong with the file, without its name."""
 
 
@@ -124,9 +125,9 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         return _metadata(_Unpickler(io.BytesIO(content)).load())
     except MetadataError as error:
-        raise ValueError(f"{file}: {on_one_line(str(error), 300)}") from None
+        raise InputError(f"{file}: {on_one_line(str(error), 300)}") from None
     except DAMAGED as error:
-        raise ValueError(f"{file}: not readable ({error_line(error, 200)})") from None
+        raise InputError(f"{file}: not readable ({error_line(error, 200)})") from None
 
 
 # What the unpickler raises on wrong bits: it expects that its instructions fit each other.

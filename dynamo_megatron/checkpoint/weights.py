@@ -9,6 +9,7 @@ import torch
 from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_finite
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
     expert_number,
     global_name,
@@ -44,11 +45,11 @@ def load_weights(
         names = huggingface_names(spec, name)
         for tensor in names:
             if tensor in used:
-                raise ValueError(f"{name}: made of {tensor}, which {used[tensor]} has taken")
+                raise InputError(f"{name}: made of {tensor}, which {used[tensor]} has taken")
             used[tensor] = name
         shard = to_megatron(spec, name, [folder.get(tensor) for tensor in names], tp_rank, tp_size)
         if shard.shape != parameter.shape:
-            raise ValueError(
+            raise InputError(
                 f"{name}: {list(parameter.shape)} in the model, {list(shard.shape)} on rank {tp_rank} of tp {tp_size}"
             )
         parameter.copy_(shard)
@@ -56,7 +57,7 @@ def load_weights(
             damaged = next((tensor for tensor in names if not is_finite(folder.get(tensor))), None)
             dtype = str(parameter.dtype).removeprefix("torch.")
             why = "holds NaN or infinity" if damaged else f"has a value too large for {dtype}"
-            raise ValueError(f"{folder.path}: tensor {damaged or names[0]} {why}; download or convert the model again")
+            raise InputError(f"{folder.path}: tensor {damaged or names[0]} {why}; download or convert the model again")
     for layer in {tensor.split(".")[2] for tensor in used if tensor.startswith("model.layers.")}:
         for parameter_name, parts in spec.layer_names.items():
             expert = expert_number(parameter_name)
@@ -64,7 +65,7 @@ def load_weights(
                 continue
             for tensor in (f"model.layers.{layer}.{part}" for part in parts):
                 if tensor not in used:
-                    raise ValueError(f"{folder.path}: tensor {tensor} has no parameter in the model")
+                    raise InputError(f"{folder.path}: tensor {tensor} has no parameter in the model")
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:

@@ -12,6 +12,7 @@ import numpy as np
 
 from dynamo_megatron.comparison.spec import Run, Spec
 from dynamo_megatron.comparison.statistics import UNITS, Arm
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import read_rows
 
@@ -58,7 +59,7 @@ def read_outcome(run: Run) -> Outcome | None:
         read = json.loads(file.read_text(encoding="utf-8"))
         return Outcome(read["exit code"], read["said"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not the outcome of a run ({error!r}); remove it, and the run goes on") from None
+        raise InputError(f"{file}: not the outcome of a run ({error!r}); remove it, and the run goes on") from None
 
 
 def to_do(runs: Sequence[Run]) -> list[Run]:
@@ -81,7 +82,7 @@ def read_curve(run: Run) -> list[dict[str, Any]]:
             seconds = row["time/step"] - sum(row[key] for key in BETWEEN)
             total = total + np.array([row["rollout/requested"], row["rollout/response_tokens"], seconds])
         except KeyError as error:
-            raise ValueError(f"{run.folder / 'metrics.jsonl'}: step {row['step']} has no {error}") from None
+            raise InputError(f"{run.folder / 'metrics.jsonl'}: step {row['step']} has no {error}") from None
         costs[row["step"]] = total
     rows = []
     for evaluation in read_rows(run.folder / "evaluations.jsonl", "step"):
@@ -120,7 +121,7 @@ def arrays(
             for s, run in enumerate(of_rate):
                 rows = curves[run]
                 if outcomes[run].finished and (len(rows) < 2 or not all(spec.metric in row for row in rows)):
-                    raise ValueError(
+                    raise InputError(
                         f"{run.folder}: finished without evaluations of {spec.metric} before and after; remove that "
                         f"folder and {outcome_file(run)}, and start again"
                     )

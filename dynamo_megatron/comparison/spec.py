@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, to_plain
 from dynamo_megatron.config.method import Section
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # key -> the spec's
@@ -37,13 +38,13 @@ class Spec(Section):
     @classmethod
     def _names(cls, arms: dict[str, list[str]]) -> dict[str, list[str]]:
         if len(arms) < 2:
-            raise ValueError(f"{len(arms)} given; a comparison needs a control and another arm")
+            raise InputError(f"{len(arms)} given; a comparison needs a control and another arm")
         for name, words in arms.items():
             if not re.fullmatch(r"[A-Za-z0-9_.+-]+", name):
-                raise ValueError(f"{name!r} names folders; use letters, digits and _ . + -")
+                raise InputError(f"{name!r} names folders; use letters, digits and _ . + -")
             for word in words:
                 if (key := word.partition("=")[0]) in SET_BY_RUN:
-                    raise ValueError(
+                    raise InputError(
                         f"{name}: {word}: every run has its own {key}, from {SET_BY_RUN[key]}; leave it out"
                     )
         return arms
@@ -51,20 +52,20 @@ class Spec(Section):
     @model_validator(mode="after")
     def _fits(self) -> Spec:
         if self.control not in self.arms:
-            raise ValueError(f"control: {self.control!r} is none of the arms{_near(self.control, self.arms)}")
+            raise InputError(f"control: {self.control!r} is none of the arms{_near(self.control, self.arms)}")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: a seed stands there twice; a second run with it is the same run")
+            raise InputError("seeds: a seed stands there twice; a second run with it is the same run")
         by_arm = self.learning_rates
         if isinstance(by_arm, dict) and (odd := by_arm.keys() ^ self.arms.keys()):
             name = min(odd)
             hint = "has no rates" if name in self.arms else f"is none of the arms{_near(name, self.arms)}"
-            raise ValueError(f"learning_rates: {name} {hint}; give a list for all arms, or one for each of them")
+            raise InputError(f"learning_rates: {name} {hint}; give a list for all arms, or one for each of them")
         for name in self.arms:
             rates = self.rates(name)
             if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
-                raise ValueError(f"learning_rates: {rates}: give distinct rates above 0")
+                raise InputError(f"learning_rates: {rates}: give distinct rates above 0")
         if not self.metric.startswith("eval/"):
-            raise ValueError(f"metric: {self.metric} is no figure of an evaluation; name one such as eval/pass@1")
+            raise InputError(f"metric: {self.metric} is no figure of an evaluation; name one such as eval/pass@1")
         return self
 
     def rates(self, arm: str) -> list[float]:

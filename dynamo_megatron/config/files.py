@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, last_part, whole_name
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.credentials import in_urls
 from dynamo_megatron.runtime.plain_text import on_one_line
 
@@ -26,7 +27,7 @@ MOST_VALUES = 100_000  # in a config
 LONGEST_INTEGER = 1024  # bits: Python turns longer ones neither into a float nor, from some length on, into text
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A configuration that is refused; the message has a line for each fault."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.reading import ReadingThread
 from dynamo_megatron.data.sources import content_digest, located_prompts
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 SKIPPED_IN_A_ROW = 10_000  # prompts that are too long, until that is an error: an endless iterator may have no other
@@ -100,12 +101,12 @@ class IteratorStream:
             if self._limit is None or len(tokens) <= self._limit:
                 return dataclasses.replace(prompt, tokens=tokens), self._read
             if self._config.on_long_prompt == "error":
-                raise ValueError(
+                raise InputError(
                     f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
                     "raise data.max_prompt_length or set data.on_long_prompt: skip"
                 )
             self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
-        raise ValueError(
+        raise InputError(
             f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
             f"{self._limit} tokens"
         )
@@ -117,13 +118,13 @@ class IteratorStream:
         if item is None:
             if not place.taken:
                 again = " when it was called again: it has to return a new iterator each time" if place.epoch else ""
-                raise ValueError(f"data.source: {source} has no prompts{again}")
+                raise InputError(f"data.source: {source} has no prompts{again}")
             self._items, self._read = located_prompts(self._config), _Place(place.epoch + 1, skipped=place.skipped)
             return self._take(on_poll)
         where, prompt = item
         content = content_digest(prompt)
         if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
-            raise ValueError(
+            raise InputError(
                 f"{where}: the id {prompt.prompt_id!r:.80} is taken by an earlier problem with other content; "
                 f"give every problem its own id (data.id_key: {self._config.id_key})"
             )
@@ -146,13 +147,13 @@ class IteratorStream:
             self._take(_nothing)
         self._drawn = self._read = dataclasses.replace(self._read, skipped=state["skipped"])
         if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
-            raise ValueError(
+            raise InputError(
                 f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "
                 "run has drawn; it has to yield the same ones each time it is called: give its random numbers a seed, "
                 "or start a new output_dir"
             )
         if state["rendering"] != self._rendering:
-            raise ValueError(
+            raise InputError(
                 "data.template: the checkpoint's first prompt had other tokens: the tokenizer or the template differs; "
                 "resume with the same ones, or start a new output_dir"
             )

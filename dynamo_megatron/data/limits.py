@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
 
 
@@ -13,7 +14,7 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
     """
     limit = config.model.max_length or spec.max_positions
     if limit > spec.max_positions:
-        raise ValueError(
+        raise InputError(
             f"model.max_length: {limit} tokens is above the model's {spec.max_positions} (max_position_embeddings in "
             "config.json, to be raised there for a RoPE scaling that extends it)"
         )
@@ -23,7 +24,7 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
     room = limit - response
     asked = config.data.max_prompt_length or room
     if room < 1 or asked > room:
-        raise ValueError(
+        raise InputError(
             f"{key}: {response} tokens leave {max(0, room)} of {limit} for the "
             f"prompt{f', data.max_prompt_length asks for {asked}' if config.data.max_prompt_length else ''}"
         )

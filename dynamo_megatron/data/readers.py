@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -22,14 +23,14 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """("path:line", value) of every line that is not empty, JSON as `plain_json.parse` has it. Raises ValueError (one
     line)."""
     if not path.is_file():
-        raise ValueError(f"data.source: there is no file {path}")
+        raise InputError(f"data.source: there is no file {path}")
     with path.open("rb") as lines:
         for number in itertools.count(1):
             where, line = f"{path}:{number}", lines.readline(LONGEST_LINE + 1)
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise ValueError(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; write one JSON object a line")
+                raise InputError(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; write one JSON object a line")
             line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
             if line:
                 yield where, plain_json.parse(line, where)
@@ -43,7 +44,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     if not path.is_file():
-        raise ValueError(f"data.source: there is no file {path}")
+        raise InputError(f"data.source: there is no file {path}")
     unreadable = (OSError, ValueError, OverflowError, pyarrow.ArrowException)
 
     def plain(table: pyarrow.Table) -> list[dict[str, Any]]:
@@ -63,7 +64,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{path} row {number}", row
     except unreadable as error:
         after = f" after row {number}" if number else ""
-        raise ValueError(f"data.source: cannot read {path} as parquet{after}: {error_line(error)}") from error
+        raise InputError(f"data.source: cannot read {path} as parquet{after}: {error_line(error)}") from error
 
 
 def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -81,7 +82,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         import datasets
         from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
-        raise ValueError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
+        raise InputError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
     saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
     try:
         if saved:
@@ -90,7 +91,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             dataset = datasets.load_dataset(name, **{"split": "train"} | options)
     except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
         # While it builds a dataset, the library wraps what went wrong in an error that does not say it.
-        raise ValueError(f"data.source: {source}: {error_line(error.__cause__ or error)}") from error
+        raise InputError(f"data.source: {source}: {error_line(error.__cause__ or error)}") from error
     if saved:
         dataset = _saved_split(dataset, source, options)
     number = 0
@@ -98,20 +99,20 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(dataset, 1):
             yield f"{source} row {number}", row
     except (OSError, LookupError, TypeError, ValueError, OverflowError, DatasetsError) as error:
-        raise ValueError(f"data.source: {source}: cannot be read after row {number}: {error_line(error)}") from error
+        raise InputError(f"data.source: {source}: cannot be read after row {number}: {error_line(error)}") from error
 
 
 def _saved_split(dataset: Any, source: str, options: dict[str, Any]) -> Any:
     """The split asked for of what `load_from_disk` gave: a dataset, or a dictionary of them by split."""
     if others := [key for key in options if key != "split"]:
-        raise ValueError(f"data.source: {source}: a dataset saved to disk takes no option {others[0]!r}, only split")
+        raise InputError(f"data.source: {source}: a dataset saved to disk takes no option {others[0]!r}, only split")
     if not isinstance(dataset, dict):
         if "split" in options:
-            raise ValueError(f"data.source: {source}: this dataset was saved without splits; leave split out")
+            raise InputError(f"data.source: {source}: this dataset was saved without splits; leave split out")
         return dataset
     split = options.get("split", "train")
     if split not in dataset:
-        raise ValueError(f"data.source: {source}: there is no split {split!r}; there is {', '.join(dataset)}")
+        raise InputError(f"data.source: {source}: there is no split {split!r}; there is {', '.join(dataset)}")
     return dataset[split]
 
 
@@ -120,7 +121,7 @@ def query_options(source: str, query: str) -> Iterator[tuple[str, str]]:
     for item in filter(None, query.split("&")):
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise ValueError(f"data.source: {source}: {item!r} is not of the form key=value")
+            raise InputError(f"data.source: {source}: {item!r} is not of the form key=value")
         yield key, value
 
 
@@ -129,4 +130,4 @@ def yaml_value(source: str, key: str, value: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ValueError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
+        raise InputError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None

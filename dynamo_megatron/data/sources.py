@@ -21,6 +21,7 @@ from dynamo_megatron.data.readers import (
     query_options,
     yaml_value,
 )
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
@@ -82,13 +83,13 @@ def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
     elif SPEC.fullmatch(source):
         located = _user_prompts(config)
     else:
-        raise ValueError(
+        raise InputError(
             f"data.source: {source!r} is no known source; "
             "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
         )
     for where, prompt in located:
         if config.template != "chat" and prompt.messages is not None:
-            raise ValueError(f"{where}: {NEEDS_CHAT}")
+            raise InputError(f"{where}: {NEEDS_CHAT}")
         prompt.where = where
         yield where, prompt
 
@@ -108,19 +109,19 @@ def _unique(
             in_a_row = 0
             continue
         if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
-            raise ValueError(
+            raise InputError(
                 f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
                 f"give every problem its own id (data.id_key: {config.id_key})"
             )
         repeated += 1
         in_a_row += 1
         if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise ValueError(
+            raise InputError(
                 f"data.limit: {in_a_row:,} items of {config.source} in a row repeat earlier ones; it has "
                 f"{len(first):,} different problems so far: lower the limit to that"
             )
     if not first:
-        raise ValueError(f"data.source: {config.source} has no prompts")
+        raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
         log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
     return list(first.values())
@@ -164,7 +165,7 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
     has = f"the row has {', '.join(map(str, row))}"
     if configured is not None:
         has = _inside(row, configured) or has
-    raise ValueError(f"{where}: no {looked_for}; {on_one_line(has, 300)} (set data.{name})")
+    raise InputError(f"{where}: no {looked_for}; {on_one_line(has, 300)} (set data.{name})")
 
 
 def _inside(row: dict[str, Any], key: str) -> str | None:
@@ -182,19 +183,19 @@ def _inside(row: dict[str, Any], key: str) -> str | None:
 
 def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+        raise InputError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     prompt_key, content = _resolved(row, where, "prompt_key", config.prompt_key)
     answer_key, answer = _resolved(row, where, "answer_key", config.answer_key)
     if not isinstance(content, str | list):
         kind = "null" if content is None else type(content).__name__
-        raise ValueError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
+        raise InputError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
     if isinstance(content, list):
         content = [_without_nulls(message) for message in content]
     has_id, row_id = look_up(row, config.id_key)
     if not has_id:
         row_id = _digest(content, answer)
     elif isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
-        raise ValueError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r:.80}")
+        raise InputError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r:.80}")
     prompt = Prompt(
         prompt_id=str(row_id),
         messages=content if isinstance(content, list) else None,
@@ -215,13 +216,13 @@ def _without_nulls(message: Any) -> Any:
 def _check_content(prompt: Prompt, where: str) -> None:
     if prompt.text is not None:
         if not prompt.text.strip():
-            raise ValueError(f"{where}: the prompt is empty")
+            raise InputError(f"{where}: the prompt is empty")
         return
     for message in prompt.messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{where}: a chat message needs 'role' and 'content' as text, not {message!r:.80}")
+            raise InputError(f"{where}: a chat message needs 'role' and 'content' as text, not {message!r:.80}")
     if not any(message["content"].strip() for message in prompt.messages):
-        raise ValueError(f"{where}: the prompt is empty")
+        raise InputError(f"{where}: the prompt is empty")
 
 
 def _user_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
@@ -229,9 +230,9 @@ def _user_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
     try:
         items = function()
     except Exception as error:  # the user's function may raise anything
-        raise ValueError(f"data.source: {config.source} failed: {failure(error)[0]}") from error
+        raise InputError(f"data.source: {config.source} failed: {failure(error)[0]}") from error
     if not isinstance(items, Iterable):
-        raise ValueError(f"data.source: {config.source} returned {type(items).__name__}, not prompts one after another")
+        raise InputError(f"data.source: {config.source} returned {type(items).__name__}, not prompts one after another")
     for number, item in enumerate(_guarded(items, config.source), 1):
         where = f"{config.source} row {number}"
         if isinstance(item, Prompt):
@@ -251,7 +252,7 @@ def _checked(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def _check_values(value: Any, where: str) -> None:
     if (why := plain_json.fault(value)) is not None:
-        raise ValueError(f"{where}: {why}")
+        raise InputError(f"{where}: {why}")
 
 
 def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
@@ -263,7 +264,7 @@ def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:  # the user's iterator may raise anything
-            raise ValueError(f"data.source: {source} failed after {taken} items: {failure(error)[0]}") from error
+            raise InputError(f"data.source: {source} failed after {taken} items: {failure(error)[0]}") from error
         taken += 1
         yield item
 
@@ -277,19 +278,19 @@ def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise InputError(
             f"data.source: {REASONING_GYM}{name}: {error}; pip install 'dynamo-megatron[reasoning-gym]'"
         ) from None
     if name not in DATASETS:
-        raise ValueError(f"data.source: reasoning_gym has no dataset {name!r}{_nearest(name, DATASETS)}")
+        raise InputError(f"data.source: reasoning_gym has no dataset {name!r}{_nearest(name, DATASETS)}")
     fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
         if option not in fields:
-            raise ValueError(f"data.source: {REASONING_GYM}{name} has no option {option!r}{_nearest(option, fields)}")
+            raise InputError(f"data.source: {REASONING_GYM}{name} has no option {option!r}{_nearest(option, fields)}")
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"data.source: {REASONING_GYM}{name} refuses {options}: {error_line(error)}") from error
+        raise InputError(f"data.source: {REASONING_GYM}{name} refuses {options}: {error_line(error)}") from error
 
 
 def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:

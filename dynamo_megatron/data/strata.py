@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_megatron.data.sources import look_up
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 
@@ -23,8 +24,8 @@ def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, 
             found, value = True, prompt.source
         where = f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r}"
         if not found:
-            raise ValueError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
+            raise InputError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
         if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
-            raise ValueError(f"{where} has {value!r:.80} in {prior_by!r}; expected a text or a number")
+            raise InputError(f"{where} has {value!r:.80} in {prior_by!r}; expected a text or a number")
         strata[prompt.prompt_id] = value
     return strata

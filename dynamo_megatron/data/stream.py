@@ -12,6 +12,7 @@ from typing import Any
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.iterator_stream import IteratorStream
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class PromptStream:
         max_prompt_length: int | None,
     ) -> None:
         if not prompts:
-            raise ValueError("data.source: no prompts to draw from")
+            raise InputError("data.source: no prompts to draw from")
         self.prompts = prompts
         self._config = config
         self._encode = encode
@@ -116,13 +117,13 @@ class PromptStream:
             if self._limit is None or length <= self._limit:
                 continue
             if self._config.on_long_prompt == "error":
-                raise ValueError(
+                raise InputError(
                     f"prompt {prompt.prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
                     "raise data.max_prompt_length or set data.on_long_prompt: skip"
                 )
             too_long.add(index)
         if len(too_long) == len(self.prompts):
-            raise ValueError(
+            raise InputError(
                 f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
             )
         return too_long
@@ -147,12 +148,12 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. Raises ValueError where it was taken over other prompts or another seed."""
         if state["fingerprint"] != self._fingerprint:
-            raise ValueError(
+            raise InputError(
                 "data.source: the checkpoint's stream is over other prompts (ids or their order differ); "
                 "resume with the same data, or start a new output_dir"
             )
         if state["shuffle_seed"] != self._config.shuffle_seed:
-            raise ValueError(
+            raise InputError(
                 f"data.shuffle_seed: {self._config.shuffle_seed} is not the checkpoint's {state['shuffle_seed']}; "
                 "resume with that one, or start a new output_dir"
             )

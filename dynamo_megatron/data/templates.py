@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import NEEDS_CHAT, WAYS
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
@@ -37,12 +38,12 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
 
     # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
     if not any((Path(path) / name).is_file() for name in VOCABULARY_FILES):
-        raise ValueError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
+        raise InputError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on a terminal
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         text = on_one_line(str(error), 500)
-        raise ValueError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+        raise InputError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
     if chat_template == "plain":
         # A rendered chat is encoded without the special tokens that the tokenizer begins a text with.
         begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
@@ -52,7 +53,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise ValueError(f"data.chat_template: {chat_template}: {why}; give a Jinja file, or plain") from None
+            raise InputError(f"data.chat_template: {chat_template}: {why}; give a Jinja file, or plain") from None
     return tokenizer
 
 
@@ -76,13 +77,13 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
         if said is not None:
             ids = said if isinstance(said, list) else [said]
             if not all(type(end) is int and end >= 0 for end in ids):
-                raise ValueError(f"{file}: eos_token_id: {said!r:.80} is neither a token id nor a list of them")
+                raise InputError(f"{file}: eos_token_id: {said!r:.80} is neither a token id nor a list of them")
             ends.update(ids)
             break
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
     if not ends:
-        raise ValueError(f"model.path: {path} names no end token (eos_token_id in generation_config.json)")
+        raise InputError(f"model.path: {path} names no end token (eos_token_id in generation_config.json)")
     return sorted(ends)
 
 
@@ -97,19 +98,19 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     if config.template == "chat":
         tokens = _chat_tokens(prompt, tokenizer, config)
     elif prompt.text is None:
-        raise ValueError(f"prompt {prompt.prompt_id!r}: {NEEDS_CHAT}")
+        raise InputError(f"prompt {prompt.prompt_id!r}: {NEEDS_CHAT}")
     else:
         # str.format would trip over the braces of LaTeX.
         tokens = tokenizer.encode(config.few_shot + config.template.replace("{prompt}", prompt.text))
     if not tokens:
-        raise ValueError(f"prompt {prompt.prompt_id!r}: the tokenizer gives no tokens for it")
+        raise InputError(f"prompt {prompt.prompt_id!r}: the tokenizer gives no tokens for it")
     return tokens
 
 
 def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
     if tokenizer.chat_template is None:
         otherwise = "" if prompt.text is None else ", or data.template to a text with {prompt} in it"
-        raise ValueError(
+        raise InputError(
             f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; set {WAYS}{otherwise}"
         )
     system_prompt = config.system_prompt
@@ -119,7 +120,7 @@ def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Dat
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
             f"on it: {error_line(error)}"
         ) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import read_results, write_results
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import ProblemResult, Prompt
@@ -62,9 +63,9 @@ def _sglang_version(python: str | None) -> str:
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"rollout.python: {asked[0]} does not tell its version of sglang ({error})") from None
+        raise InputError(f"rollout.python: {asked[0]} does not tell its version of sglang ({error})") from None
     if done.returncode:
-        raise ValueError(f"rollout.python: {asked[0]} has no sglang ({done.stderr.strip().splitlines()[-1:]})")
+        raise InputError(f"rollout.python: {asked[0]} has no sglang ({done.stderr.strip().splitlines()[-1:]})")
     return done.stdout.strip()
 
 
@@ -107,7 +108,7 @@ def read_cached(file: Path, prompts: Sequence[Prompt], samples: int) -> list[Pro
     results = read_results(file)
     asked = [(prompt.prompt_id, samples) for prompt in prompts]
     if [(result.prompt_id, len(result.responses)) for result in results] != asked:
-        raise ValueError(f"{file}: does not have {samples} responses to each of the {len(prompts)} problems")
+        raise InputError(f"{file}: does not have {samples} responses to each of the {len(prompts)} problems")
     return results
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,11 @@ def load_problems(
     try:
         prompts = _first_problems(config, source)
     except ValueError as error:
-        raise ValueError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
+        raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
     tokenized = [dataclasses.replace(prompt, tokens=encode(prompt)) for prompt in prompts]
     for prompt in tokenized:
         if len(prompt.tokens) > max_length:
-            raise ValueError(
+            raise InputError(
                 f"eval.data: prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, above the limit of "
                 f"{max_length}; raise model.max_length or lower eval.max_new_tokens"
             )
@@ -49,5 +50,5 @@ def _first_problems(config: Config, source: str) -> list[Prompt]:
         return load_prompts(data)
     prompts = load_prompts(data.model_copy(update={"limit": UNLIMITED + 1}))
     if len(prompts) > UNLIMITED:
-        raise ValueError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
+        raise InputError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
     return prompts

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_bootstrap, pass_at_k
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import ProblemResult
@@ -29,13 +30,13 @@ def write_results(path: Path, results: Sequence[ProblemResult], shared: bool = F
 def read_results(path: Path) -> list[ProblemResult]:
     """Raises ValueError: no such file, or (path:line) a line that is not a result."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; it holds the responses of an evaluation")
+        raise InputError(f"{path}: no such file; it holds the responses of an evaluation")
     results = []
     for number, line in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
         try:
             results.append(ProblemResult.from_json(line.decode()))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+            raise InputError(f"{path}:{number}: {error}") from None
     return results
 
 
@@ -51,7 +52,7 @@ def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, f
     Raises ValueError without a problem or where a problem has fewer than k samples.
     """
     if not results:
-        raise ValueError("results: no problems were evaluated")
+        raise InputError("results: no problems were evaluated")
     passes = {f"eval/pass@{each}": bootstrap(problem_pass_at_k(results, each)) for each in k}
     return {
         "eval/problems": len(results),
@@ -125,9 +126,9 @@ def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
     for results, ids in zip(evaluations, by_id, strict=True):
         if len(ids) < len(results):
             ((most, _),) = Counter(r.prompt_id for r in results).most_common(1)
-            raise ValueError(f"problem {most!r} is more than once in an evaluation")
+            raise InputError(f"problem {most!r} is more than once in an evaluation")
         if differ := ids.keys() ^ by_id[0].keys():
-            raise ValueError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
+            raise InputError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
     return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime import plain_json
@@ -41,27 +42,27 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
     """
     file = Path(path) / "config.json"
     if not file.parent.is_dir():
-        raise ValueError(
+        raise InputError(
             f"{path}: no such folder; give a Hugging Face folder on this machine, or one that `convert hf2mcore` wrote"
         )
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
+        raise InputError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
     config = plain_json.read_object(file)
     kind = config.get("model_type")
     name = ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if name not in FAMILIES:
-        raise ValueError(
+        raise InputError(
             f"{file}: model_type {kind!r:.80} is not supported, and model.family does not change that; supported are "
             f"{', '.join([*FAMILIES, *ALIASES])}"
         )
     if family not in (None, name):
-        raise ValueError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")
+        raise InputError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")
     try:
         spec = FAMILIES[name](config)
     except ValueError as error:
-        raise ValueError(f"{file}: {on_one_line(str(error), 1000)}") from None
+        raise InputError(f"{file}: {on_one_line(str(error), 1000)}") from None
     if spec.num_layers * max(1, spec.num_experts) > MOST_MODULES:  # their names are made before any weight is read
-        raise ValueError(
+        raise InputError(
             f"{file}: {spec.num_layers} layers with {max(1, spec.num_experts)} MLPs each; at most {MOST_MODULES:,} in "
             "total are supported"
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dynamo_megatron.errors import InputError
+
 _DECODER = """
     attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
     max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor
@@ -58,11 +60,11 @@ def check_fields(config: Mapping[str, Any], implemented: Collection[str], archit
             continue
         if key == "architectures":
             if not isinstance(value, list) or any(name not in architectures for name in value):
-                raise ValueError(f"architectures: {value!r} is not supported, only {', '.join(architectures)}")
+                raise InputError(f"architectures: {value!r} is not supported, only {', '.join(architectures)}")
         elif key not in HARMLESS_AS:
-            raise ValueError(
+            raise InputError(
                 f"{key}: {value!r} is not supported: the field is neither implemented nor known to leave what the "
                 "model computes unchanged; remove it from config.json only if it has no effect on the logits"
             )
         elif value != HARMLESS_AS[key]:
-            raise ValueError(f"{key}: {value!r} is not supported, only {HARMLESS_AS[key]!r}")
+            raise InputError(f"{key}: {value!r} is not supported, only {HARMLESS_AS[key]!r}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -95,7 +96,7 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
         parts = spec.layer_names.get(_layer_key(layer[2])) if int(layer[1]) < spec.num_layers else None
         names = parts and tuple(f"model.layers.{layer[1]}.{part}" for part in parts)
     if not names:
-        raise ValueError(f"{name}: not a parameter of a {spec.family} model with {spec.num_layers} layers")
+        raise InputError(f"{name}: not a parameter of a {spec.family} model with {spec.num_layers} layers")
     return names
 
 

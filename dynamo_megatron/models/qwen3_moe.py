@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.qwen3 import QWEN3_LAYER
 from dynamo_megatron.models.spec import ModelSpec, decoder_spec
 from dynamo_megatron.models.values import flag, integer
@@ -29,18 +30,18 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Raises ValueError naming the field that cannot be mapped: anything but routed experts in every layer."""
     if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
-        raise ValueError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
+        raise InputError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
     if flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:  # in every layer
-        raise ValueError("sliding_window: attention other than full attention in every layer is not supported")
+        raise InputError("sliding_window: attention other than full attention in every layer is not supported")
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
     if integer(config, "num_local_experts", experts) != experts:
-        raise ValueError(f"num_experts: {experts} is not num_local_experts {config['num_local_experts']}")
+        raise InputError(f"num_experts: {experts} is not num_local_experts {config['num_local_experts']}")
     topk = integer(config, "num_experts_per_tok")
     if topk > experts:
-        raise ValueError(f"num_experts_per_tok: {topk} of {experts} experts")
+        raise InputError(f"num_experts_per_tok: {topk} of {experts} experts")
     if topk == 1 and flag(config, "norm_topk_prob"):
-        raise ValueError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
+        raise InputError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
     spec = decoder_spec(
         config,
         "qwen3_moe",

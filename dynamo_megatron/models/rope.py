@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.values import flag, integer, number
 
 if TYPE_CHECKING:
@@ -48,20 +49,20 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     theta = _theta(config, where, part)
     for holder in (config, part):
         if holder.get("partial_rotary_factor") not in (None, 1):
-            raise ValueError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
+            raise InputError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
     kind = part.get("rope_type", part.get("type", "default"))
     if part.get("type", kind) != kind:
-        raise ValueError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
+        raise InputError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
     if not isinstance(kind, str) or kind not in PARAMETERS:
-        raise ValueError(f"rope_type: {kind!r} is not supported; supported are {', '.join(PARAMETERS)}")
+        raise InputError(f"rope_type: {kind!r} is not supported; supported are {', '.join(PARAMETERS)}")
     for key in part:
         if key not in COMMON and key not in PARAMETERS[kind]:
-            raise ValueError(
+            raise InputError(
                 f"{key}: not a parameter of rope_type {kind!r} in {where}, which has "
                 f"{', '.join(PARAMETERS[kind]) or 'none besides rope_theta'}; remove it if it has no effect"
             )
         if part[key] is None and key not in NULLABLE:
-            raise ValueError(f"{key}: null in {where}; remove it or give a value")
+            raise InputError(f"{key}: null in {where}; remove it or give a value")
     return theta, _scaling(kind, part, max_positions)
 
 
@@ -69,9 +70,9 @@ def _parameter_set(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, part in given.items():
         if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ValueError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
+            raise InputError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise ValueError(
+        raise InputError(
             "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
             "read; keep rope_parameters alone and add rope_scaling's keys to it"
         )
@@ -81,9 +82,9 @@ def _parameter_set(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def _theta(config: Mapping[str, Any], where: str, part: Mapping[str, Any]) -> float:
     theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
     if theta <= 1:
-        raise ValueError(f"rope_theta: {theta!r} is not above 1")
+        raise InputError(f"rope_theta: {theta!r} is not above 1")
     if config.get("rope_theta") not in (None, theta):
-        raise ValueError(
+        raise InputError(
             f"rope_theta: {config['rope_theta']!r} contradicts the {theta!r} in {where}, which transformers reads; "
             "remove one of them"
         )
@@ -95,7 +96,7 @@ def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScal
         return ()
     found: dict[str, Any] = {"rope_type": kind, "factor": number(part, "factor")}
     if found["factor"] < 1:
-        raise ValueError(f"factor: {part['factor']!r} of rope_type {kind!r} is below 1")
+        raise InputError(f"factor: {part['factor']!r} of rope_type {kind!r} is below 1")
     if kind == "linear":
         return tuple(found.items())
     found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", max_positions)
@@ -103,7 +104,7 @@ def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScal
     found[low] = number(part, low, 1.0 if kind == "yarn" else None)
     found[high] = number(part, high, 32.0 if kind == "yarn" else None)
     if found[high] <= found[low]:
-        raise ValueError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
+        raise InputError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
     if kind == "yarn":
         found |= _yarn(part, found["factor"])
     return tuple(found.items())
@@ -153,7 +154,7 @@ def check_served_rope(spec: ModelSpec) -> None:
     attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
-        raise ValueError(
+        raise InputError(
             f"attention_factor: {given!r} in config.json's RoPE parameters, which SGLang ignores: the servers would "
             "sample from another model than the trained one; remove it to have the one that factor implies"
         )

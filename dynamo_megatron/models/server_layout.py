@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, huggingface_names, huggingface_shapes, parameter_names
 from dynamo_megatron.models.spec import ModelSpec
 
@@ -65,7 +66,7 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
     kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu)
     if heads % tp_size or not kv_fits or width % (tp_size * (CPU_WIDTH if on_cpu else 1)):
         multiple = f"a multiple of {CPU_WIDTH} times it" if on_cpu else "a multiple of it"
-        raise ValueError(
+        raise InputError(
             f"rollout.tp: {tp_size} server ranks cannot be proved to hold a model of {heads} attention and {groups} "
             f"key/value heads and an MLP width of {width}, which must be {multiple}; use another rollout.tp or set "
             "rollout.proof.full_every=null"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import DECODER, check_fields
 from dynamo_megatron.models.rope import RopeScaling, read_rope
 from dynamo_megatron.models.values import flag, integer, number
@@ -74,24 +75,24 @@ class ModelSpec:
             widths["MLP width"] = self.ffn_hidden_size
         for what, size in widths.items():
             if size % tp:
-                raise ValueError(
+                raise InputError(
                     f"parallel.tp: {tp} does not divide the {size} ({what}); "
                     f"use one of {_divisors(math.gcd(*widths.values()))}"
                 )
         if self.num_layers % pp:
-            raise ValueError(
+            raise InputError(
                 f"parallel.pp: {pp} does not divide the {self.num_layers} layers; "
                 f"use one of {_divisors(self.num_layers)}"
             )
         if self.num_layers // pp % vpp:
-            raise ValueError(
+            raise InputError(
                 f"parallel.vpp: {vpp} does not divide the {self.num_layers // pp} layers of a stage; "
                 f"use one of {_divisors(self.num_layers // pp)}"
             )
         if ep > 1 and not self.num_experts:
-            raise ValueError(f"parallel.ep: {ep}, but a {self.family} model has no experts; use 1")
+            raise InputError(f"parallel.ep: {ep}, but a {self.family} model has no experts; use 1")
         if self.num_experts % ep:
-            raise ValueError(
+            raise InputError(
                 f"parallel.ep: {ep} does not divide the {self.num_experts} experts; "
                 f"use one of {_divisors(self.num_experts)}"
             )
@@ -122,22 +123,22 @@ def decoder_spec(
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
-        raise ValueError("attention_bias: true is not supported")
+        raise InputError("attention_bias: true is not supported")
     heads = integer(config, "num_attention_heads")
     # missing, transformers takes 32 or 4 for a Qwen
     groups = integer(config, "num_key_value_heads", heads if family == "llama" else None)
     hidden = integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
     if heads % groups:
-        raise ValueError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
+        raise InputError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
     if config.get("head_dim") is None and head_dim is None and hidden % heads:
-        raise ValueError(
+        raise InputError(
             f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
+        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
     if config.get("quantization_config") is not None:
-        raise ValueError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
+        raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
     _refuse_sliding_window(config, layers)
     max_positions = integer(config, "max_position_embeddings")
     rope_theta, rope_scaling = read_rope(config, max_positions)
@@ -172,4 +173,4 @@ def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
         windowed = config.get("sliding_window") is not None
     if windowed:
         key = "layer_types" if types is not None else "sliding_window"
-        raise ValueError(f"{key}: attention other than full attention in every layer is not supported")
+        raise InputError(f"{key}: attention other than full attention in every layer is not supported")

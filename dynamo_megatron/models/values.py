@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dynamo_megatron.errors import InputError
+
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
     """A boolean of config.json, False where it is missing or null. Raises ValueError for anything else."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{key}: {value!r} is not true or false")
+        raise InputError(f"{key}: {value!r} is not true or false")
     return bool(value)
 
 
@@ -20,9 +22,9 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"{key}: missing")
+        raise InputError(f"{key}: missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: {value!r} is not a positive integer")
+        raise InputError(f"{key}: {value!r} is not a positive integer")
     return value
 
 
@@ -31,5 +33,5 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key}: {value!r} is not a positive number")
+        raise InputError(f"{key}: {value!r} is not a positive number")
     return float(value)

@@ -15,6 +15,7 @@ from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import RolloutBatch, Sequences
 
 
@@ -104,7 +105,7 @@ def _advantages(
     elif advantage.kind == "history":
         b = baseline
         if advantage.score_ratio != 1 and (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
-            raise ValueError(
+            raise InputError(
                 f"algorithm.advantage.score_ratio={advantage.score_ratio} needs rewards from 0 to 1, and "
                 f"{rollouts.name(int(bad[0]))} has {rewards[bad[0]]:g}; set it to 1"
             )

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.model import model_arguments, rotation, transformer_config
 from dynamo_megatron.runtime import plain_json
@@ -110,4 +111,4 @@ def check_config(source: Path, spec: ModelSpec) -> None:
     """Compares config.json, field by field, with what Megatron will build. Raises ValueError naming the fields."""
     config = plain_json.read_object(source / "config.json")
     if differ := config_differences(config, spec):
-        raise ValueError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")
+        raise InputError(f"{source / 'config.json'}: Megatron would build another model: {'; '.join(differ)}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
@@ -28,12 +29,12 @@ def data(subject: Subject) -> Iterator[Finding]:
     longest = max(lengths, key=lengths.__getitem__)
     long = sum(length > limit for length in lengths.values())
     if long == len(lengths):
-        raise ValueError(
+        raise InputError(
             f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
             f"tokens (the longest {lengths[longest]}); raise it, or lower rollout.max_new_tokens"
         )
     if long and config.data.on_long_prompt == "error":
-        raise ValueError(
+        raise InputError(
             f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
             "raise data.max_prompt_length or set data.on_long_prompt: skip"
         )
@@ -53,7 +54,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
         scores = _score(config, prompts)
     except RewardError as error:
         line = str(error).splitlines()[-1]
-        raise ValueError(f"{line}; reward.functions must give a finite number for any response: mend it") from None
+        raise InputError(f"{line}; reward.functions must give a finite number for any response: mend it") from None
     bad = False
     for prompt, (right, wrong) in zip(prompts, scores, strict=True):
         for what, score in ((f"its answer {str(prompt.answer)!r:.60}", right), (f"the answer {WRONG!r}", wrong)):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok
 from dynamo_megatron.preflight.subject import Subject
 
@@ -25,12 +26,12 @@ BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
 def devices(subject: Subject) -> Iterator[Finding]:
     """A rank's device computes and all ranks reach each other."""
     if not torch.cuda.is_available() and (sign := gpus_given()):
-        raise ValueError(
+        raise InputError(
             f"devices: {sign}, and torch {torch.__version__} sees no GPU; install its CUDA build, see that nvidia-smi "
             "works here and the container gets the GPUs, or set CUDA_VISIBLE_DEVICES= for a run on CPUs"
         )
     if torch.cuda.is_available() and torch.cuda.device_count() < subject.ranks_here:
-        raise ValueError(
+        raise InputError(
             f"devices: {subject.ranks_here} ranks on this node and {torch.cuda.device_count()} GPUs to be seen "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); ask for a GPU a rank"
         )

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Check, Finding, note, ok, run_checks, skipped
 from dynamo_megatron.preflight.machine_checks import server_versions, torch_of_both, trainer_faults, trainer_version
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, Package, faults, installed
@@ -55,9 +56,9 @@ def gpu() -> Iterator[Finding]:
         return
     yield ok(f"{'; '.join(driver.splitlines())}; torch {torch.__version__}, CUDA {torch.version.cuda}; {toolkit}")
     if torch.version.cuda is None:
-        raise ValueError(f"torch {torch.__version__} has no CUDA; install the CUDA build of the same version")
+        raise InputError(f"torch {torch.__version__} has no CUDA; install the CUDA build of the same version")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise InputError(
             f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and sees no GPU; the driver may be "
             "too old for it (nvidia-smi shows the newest CUDA it runs), or the container was started without GPUs"
         )

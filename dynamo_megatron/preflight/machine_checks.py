@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
@@ -63,7 +64,7 @@ def check_ports(config: Config) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise ValueError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
+                raise InputError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
 
 
 def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> dict[str, int]:
@@ -108,7 +109,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     free = stat.f_bavail * stat.f_frsize
     told = ", ".join(f"{what} {_size(size)}" for what, size in needed.items() if size)
     if sum(needed.values()) > free + there:
-        raise ValueError(
+        raise InputError(
             f"output_dir: {output} has {_size(free)} free, the run needs {_size(sum(needed.values()))} ({told}); "
             f"free some, name a folder on another disk, or {ways}"
         )
@@ -133,7 +134,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     try:
         speed = _write_speed(folder)
     except OSError as error:
-        raise ValueError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
+        raise InputError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
     config = subject.config
     seconds = formulas.checkpoint_bytes(subject.spec, config.model.dtype) / speed
     yield ok(f"{told}; this node writes {_size(speed)}/s, a checkpoint would take it {seconds:.1f} s")
@@ -181,7 +182,7 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     available = min(psutil.virtual_memory().available, _cgroup_room())
     told = ", ".join(f"{what} {_size(value)}" for what, value in host.parts.items())
     if host.peak > available:
-        raise ValueError(
+        raise InputError(
             f"host memory: {_size(available)} available on this node, the run needs about "
             f"{_size(host.peak)} at its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
             "checkpoint.async: false or rollout.offload: false"
@@ -282,7 +283,7 @@ def server_versions(python: str) -> dict[str, str | None]:
         why = f"no answer in {ASK_TIMEOUT:g} s"
     except (OSError, ValueError, IndexError) as error:
         why = str(error)
-    raise ValueError(
+    raise InputError(
         f"rollout.python: {python} does not tell its packages ({why}); name the python (3.11 or later) of an "
         "environment with SGLang"
     )

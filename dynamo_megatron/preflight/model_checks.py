@@ -13,6 +13,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import end_token_ids
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
 from dynamo_megatron.planning.formulas import model_elements
@@ -57,9 +58,9 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
             shards = [to_megatron(spec, name, list(tensors.values()), rank, tp) for rank in range(tp)]
             for n, back in to_huggingface(spec, name, shards).items():
                 if not is_finite(tensors[n]):
-                    raise ValueError(f"{folder.path}: tensor {n} holds NaN or infinity; download the model again")
+                    raise InputError(f"{folder.path}: tensor {n} holds NaN or infinity; download the model again")
                 if back.dtype != tensors[n].dtype or not torch.equal(back, tensors[n]):
-                    raise ValueError(
+                    raise InputError(
                         f"{folder.path}: tensor {n} does not survive the way to Megatron's shards and back under "
                         f"parallel.tp {tp}; report this model's config.json as an issue"
                     )
@@ -75,18 +76,18 @@ def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTra
     named = "".join(file.read_text(encoding="utf-8") for file in Path(path).glob("*token*.json"))
     highest = max(id for token, id in tokenizer.get_vocab().items() if token not in added or token in named)
     if highest >= spec.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"model.path: the tokenizer in {path} has ids up to {highest}, the embedding {spec.vocab_size} rows "
             "(config.json's vocab_size); it is another model's tokenizer: copy the model's own tokenizer files there"
         )
     for end in end_token_ids(path, tokenizer):
         if end >= spec.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"model.path: the end token {end} of {path} is beyond the embedding's {spec.vocab_size} rows; "
                 "correct eos_token_id in generation_config.json"
             )
         if tokenizer.convert_ids_to_tokens(end) is None:
-            raise ValueError(
+            raise InputError(
                 f"model.path: the end token {end} of {path} (eos_token_id) is unknown to the tokenizer, whose ids end "
                 f"at {highest}; it is another model's: copy the model's own tokenizer files there"
             )
@@ -108,7 +109,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     check_vocabulary(path, spec, tokenizer)
     size = len(tokenizer.get_vocab())
     if size < (1 - UNUSED_SHARE) * spec.vocab_size and spec.vocab_size - size > 128:
-        raise ValueError(
+        raise InputError(
             f"model.path: the tokenizer in {path} has {size:,} tokens, the embedding {spec.vocab_size:,} rows, far "
             "more than a padding; it is another model's tokenizer: copy the model's own tokenizer files there"
         )
@@ -116,7 +117,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     prompt = problem_text(subject.prompts[0]).strip()
     survives = {text: _decoded(tokenizer, text) for text in (SAMPLE, prompt)}
     if not any(back == text for text, back in survives.items()):
-        raise ValueError(
+        raise InputError(
             f"model.path: the tokenizer in {path} turns {SAMPLE!r} into {survives[SAMPLE]!r} and does not keep the "
             "first prompt either; its files belong to another tokenizer class: copy tokenizer.json and "
             "tokenizer_config.json from the model again"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import end_token_ids
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -38,7 +39,7 @@ def server(subject: Subject) -> Iterator[Finding]:
         said = asyncio.run(_try(config, subject, log))
     except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder stays: the message names the log in it.
-        raise ValueError(
+        raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.replay.recording import RecordedStep, Recording
 from dynamo_megatron.tracking.metrics import read_rows
 
@@ -47,7 +48,7 @@ def read_verl(folder: Path, threshold: float, reward_key: str | None) -> Recordi
         for number, row in enumerate(read_rows(path), 1):
             where = f"{path}:{number}"
             if "input" not in row:
-                raise ValueError(f"{where}: no 'input'; expected a line of verl's trainer.rollout_data_dir")
+                raise InputError(f"{where}: no 'input'; expected a line of verl's trainer.rollout_data_dir")
             samples.append(Sample(row["input"], row["input"], _reward(row, key, where)))
         steps[step] = path, samples
     return _recording(folder, "verl", steps, threshold)
@@ -62,11 +63,11 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
     for path in slime_files(folder):
         dump = _load(path)
         if not isinstance(dump, dict) or not {"rollout_id", "samples"} <= dump.keys():
-            raise ValueError(
+            raise InputError(
                 f"{path}: no 'rollout_id' and 'samples'; expected a file of slime's save-debug-rollout-data"
             )
         if dump["rollout_id"] in steps:
-            raise ValueError(f"{path}: rollout_id {dump['rollout_id']} is in another file, too; keep one of them")
+            raise InputError(f"{path}: rollout_id {dump['rollout_id']} is in another file, too; keep one of them")
         samples = []
         for number, sample in enumerate(dump["samples"]):
             where, prompt = f"{path}: sample {number}", sample.get("prompt")
@@ -80,18 +81,18 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
 
 def _load(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: not a file of torch.save, or cut short; remove it or copy it again")
+        raise InputError(f"{path}: not a file of torch.save, or cut short; remove it or copy it again")
     import torch  # seconds
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise ValueError(
+        raise InputError(
             f"{path}: holds more than plain data; if you trust it, load it with torch.load(..., weights_only=False) "
             "and save it again with only prompt, reward and group_index of its samples"
         ) from None
     except RuntimeError as error:
-        raise ValueError(f"{path}: an archive that torch.load refuses ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{path}: an archive that torch.load refuses ({str(error).splitlines()[0]})") from None
 
 
 def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float | None:
@@ -100,14 +101,14 @@ def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float 
         return None
     if isinstance(reward, dict):
         if key is None:
-            raise ValueError(f"{where}: its reward is {sorted(reward)}; name one of them with --reward-key")
+            raise InputError(f"{where}: its reward is {sorted(reward)}; name one of them with --reward-key")
         return _reward(reward, key, where)
     return _reward(sample, "reward", where)
 
 
 def _reward(row: dict[str, Any], key: str, where: str) -> float:
     if not isinstance(row.get(key), int | float):
-        raise ValueError(f"{where}: {key!r} is {row.get(key)!r}, not a number; name the reward with --reward-key")
+        raise InputError(f"{where}: {key!r} is {row.get(key)!r}, not a number; name the reward with --reward-key")
     return float(row[key])
 
 
@@ -116,7 +117,7 @@ def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sam
     recorded = []
     for step, (path, samples) in sorted(steps.items()):
         if not any(sample.reward is not None for sample in samples):
-            raise ValueError(f"{path}: no rollout with a reward in it; remove the file or name the reward's key")
+            raise InputError(f"{path}: no rollout with a reward in it; remove the file or name the reward's key")
         recorded.append(_step(step, samples, threshold, texts))
     return Recording(folder, trainer, recorded, _allocation(recorded), texts)
 

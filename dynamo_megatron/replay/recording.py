@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.run_record import read_config
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
@@ -77,7 +78,7 @@ def read_run(folder: Path) -> Recording:
     if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):
         notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
     if not by_step:
-        raise ValueError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
+        raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
     steps = [part for rows in by_step for part in _read_step(source, rows)]
     strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
@@ -92,7 +93,7 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
     step = rows[0]["step"]
     path = step_file(source, step)
     if not path.is_file():
-        raise ValueError(
+        raise InputError(
             f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl, and the run may "
             "have removed the oldest (rollout.keep_last)"
         )
@@ -105,7 +106,7 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
             drawn[prompt_id] += 1
             group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
             if len(group) < n:
-                raise ValueError(
+                raise InputError(
                     f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
                     "copy the whole folder of the run"
                 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.config.files import read_yaml
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import summary_k
 from dynamo_megatron.rollout.result import position_of
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -65,9 +66,9 @@ def read_run(folder: Path) -> RunRecord:
     config = read_config(folder)
     metrics = list(read_rows(folder / "metrics.jsonl", "step"))
     if not metrics:
-        raise ValueError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
+        raise InputError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
     if "reward/mean" not in metrics[-1]:
-        raise ValueError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
+        raise InputError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
     return RunRecord(
         folder,
         config,
@@ -80,11 +81,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A run's config.yaml. Raises ValueError where there is none, or it is not one."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
+        raise InputError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
     config = read_yaml(path, str(path))
     for section in ("model", "data", "rollout", "algorithm", "trainer"):
         if not isinstance(config.get(section), dict):
-            raise ValueError(f"{path}: not the config of a run: it has no section {section}; restore it from a copy")
+            raise InputError(f"{path}: not the config of a run: it has no section {section}; restore it from a copy")
     return config
 
 

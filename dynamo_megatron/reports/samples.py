@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.run_record import read_config
 from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.store import read_typed_lines, step_files
@@ -70,10 +71,10 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
     steps = step_files(source)
     files = list(steps.values())
     if not files:
-        raise ValueError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
+        raise InputError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
     if choice.step is not None:
         if choice.step not in steps:
-            raise ValueError(
+            raise InputError(
                 f"--step: {source} has no rollouts of step {choice.step}, only of {min(steps)} to {max(steps)}"
             )
         files = [steps[choice.step]]
@@ -86,10 +87,10 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
             if choice.prompt_id in (None, rollout.prompt_id):
                 found[rollout.rollout_id] = _Place(rollout.reward, rollout.step, rollout.rollout_id, file)
     if not prompts:
-        raise ValueError(f"{files[-1]}: no rollout is complete yet")
+        raise InputError(f"{files[-1]}: no rollout is complete yet")
     if not found:
         some = ", ".join([*map(repr, list(prompts)[:SHOWN_IDS]), *(["..."] if len(prompts) > SHOWN_IDS else [])])
-        raise ValueError(f"--prompt: no rollout of {choice.prompt_id!r} there; there are those of {some}")
+        raise InputError(f"--prompt: no rollout of {choice.prompt_id!r} there; there are those of {some}")
     return [found[name] for name in sorted(found)]
 
 
@@ -113,7 +114,7 @@ def _read(places: Sequence[_Place]) -> dict[str, Rollout]:
     files = dict.fromkeys(place.file for place in places)
     found = {r.rollout_id: r for file in files for r in read_typed_lines(file) if r.rollout_id in names}
     if gone := sorted(names - found.keys()):
-        raise ValueError(f"rollout {gone[0]} was discarded meanwhile by the run, which was resumed; try again")
+        raise InputError(f"rollout {gone[0]} was discarded meanwhile by the run, which was resumed; try again")
     return found
 
 
@@ -136,7 +137,7 @@ class _Texts:
         try:
             return load_tokenizer(self._path)
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 f"this run stored token ids without texts, and they cannot be decoded: {error}; run this where the "
                 "model's folder is"
             ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
 from dynamo_megatron.evaluation.results import (
     align,
@@ -42,7 +43,7 @@ def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
     from dynamo_megatron.reports.picture import draw_runs  # matplotlib takes a second to import
 
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("report: a run is named twice; name each run once")
+        raise InputError("report: a run is named twice; name each run once")
     runs = dict(zip(_names(folders), map(read_run, folders), strict=True))
     text = "\n\n".join([_heading(runs), _figures(runs), _passes(runs), _settings(runs)])
     picture = out / "comparison.png"

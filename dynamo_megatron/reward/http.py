@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import checked
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show_exception
@@ -65,12 +66,12 @@ class HttpReward:
         try:
             self._url = URL(self._name)
             if not self._url.host:
-                raise ValueError("it names no host")
+                raise InputError("it names no host")
             socket.create_connection((self._url.host, self._url.port), CONNECT_TIMEOUT).close()
         except ValueError as error:  # a host that cannot be one is an UnicodeError of the look-up
-            raise ValueError(f"reward.functions: {self._name}: not a URL: {error}") from None
+            raise InputError(f"reward.functions: {self._name}: not a URL: {error}") from None
         except OSError as error:
-            raise ValueError(f"reward.functions: {self._name}: cannot connect, is the service up? ({error})") from error
+            raise InputError(f"reward.functions: {self._name}: cannot connect, is the service up? ({error})") from error
         self._thread.start()
         if not self._ready.wait(CONNECT_TIMEOUT):
             raise RuntimeError(f"reward.functions: {self._name}: its thread did not start in {CONNECT_TIMEOUT:g} s")

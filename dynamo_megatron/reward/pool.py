@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import URLS
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
@@ -31,7 +32,7 @@ START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take l
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
 
 
-class RewardError(ValueError):
+class RewardError(InputError):
     """A reward function failed. The last line has the function, the prompt id, and the error's type and text; those
     before it the user's frames, the prompt and the response."""
 
@@ -62,7 +63,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         if len(set(config.functions)) < len(config.functions):
-            raise ValueError(f"reward.functions: a function is named twice in {config.functions}")
+            raise InputError(f"reward.functions: a function is named twice in {config.functions}")
         self._config = config
         self._local = [name for name in config.functions if not name.startswith(URLS)]
         self._services: list[HttpReward] = []
@@ -123,7 +124,7 @@ class RewardPool:
 
         variable = self._config.api_key_env
         if variable is not None and not os.environ.get(variable):
-            raise ValueError(f"reward.api_key_env: the environment variable {variable} is not set")
+            raise InputError(f"reward.api_key_env: the environment variable {variable} is not set")
         key = os.environ[variable] if variable is not None else ""
         for name in self._config.functions:
             if name not in self._local:
@@ -233,7 +234,7 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             raise RewardError(f"a reward worker ended while it started: {self._how_it_ended()}") from None
         if status == "failed":
-            raise ValueError(message[0])
+            raise InputError(message[0])
         self._ready = True
 
     def run(self, prompt: Prompt, response: str, deadline: float) -> tuple:

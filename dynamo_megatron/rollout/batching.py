@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
+from dynamo_megatron.errors import InputError
+
 LARGEST = 256  # requests in one: a server starts them together
 SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
 BYTES_A_TOKEN = 1024  # more in a reply: a logprob and an id take 50, a token's text in JSON at most some hundreds
@@ -175,7 +177,7 @@ async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
     async for chunk in reply.content.iter_any():
         raw += chunk
         if len(raw) > largest:
-            raise ValueError(f"a reply of more than {largest} bytes")
+            raise InputError(f"a reply of more than {largest} bytes")
     if reply.content_type != "application/json":
         return raw.decode(errors="replace")
     return from_json(raw)  # a quarter of json's time
@@ -195,4 +197,4 @@ async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[
                 yield from_json(event[6:])
         searched = max(0, len(read) - 1)
         if len(read) > largest:
-            raise ValueError(f"an event of more than {largest} bytes")
+            raise InputError(f"an event of more than {largest} bytes")

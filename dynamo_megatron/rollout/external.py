@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
@@ -24,7 +25,7 @@ class External:
         self._config, self._urls, self._listener = config, urls, listener
         variable = config.rollout.api_key_env
         if variable is not None and not os.environ.get(variable):
-            raise ValueError(f"rollout.api_key_env: the environment variable {variable} is not set")
+            raise InputError(f"rollout.api_key_env: the environment variable {variable} is not set")
         self._key = os.environ[variable] if variable is not None else ""
         self._condemned = {name: asyncio.Event() for name in urls}
         self._failures = dict.fromkeys(urls, 0)  # since it last took a push

@@ -19,6 +19,7 @@ from typing import Protocol
 import aiohttp
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.announcements import Announced
 from dynamo_megatron.rollout.client import ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
@@ -325,7 +326,7 @@ class Fleet:
 def server_names(servers: int, nodes: int, node: int) -> list[str]:
     """Of the servers on node `node`, an equal share. Raises ValueError where there is none."""
     if servers % nodes:
-        raise ValueError(f"rollout.servers: {servers} servers are not an equal share for each of {nodes} nodes")
+        raise InputError(f"rollout.servers: {servers} servers are not an equal share for each of {nodes} nodes")
     share = servers // nodes
     return [f"server-{i}" for i in range(node * share, (node + 1) * share)]
 

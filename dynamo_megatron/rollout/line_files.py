@@ -13,6 +13,8 @@ from pathlib import Path
 
 import zstandard
 
+from dynamo_megatron.errors import InputError
+
 LEVEL = 1  # level 3 compresses token ids and logprobs no better, and takes twice the time
 CHUNK, LONGEST_LINE = 1 << 20, 1 << 28  # bytes
 LONGEST_HEADER = 18  # bytes
@@ -43,7 +45,7 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
                     if len(rest) > LONGEST_LINE:  # a few bytes can stand for any number of zeros
                         raise zstandard.ZstdError(f"a line of more than {LONGEST_LINE} bytes")
             except zstandard.ZstdError as error:
-                raise ValueError(f"{path}: damaged between byte {start} and {end}: {error}") from None
+                raise InputError(f"{path}: damaged between byte {start} and {end}: {error}") from None
 
 
 def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:
@@ -60,7 +62,7 @@ def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:
         except zstandard.ZstdError as error:
             if len(head) < LONGEST_HEADER or not head.strip(b"\0"):
                 return
-            raise ValueError(f"{path}: damaged at byte {start}: {error}") from None
+            raise InputError(f"{path}: damaged at byte {start}: {error}") from None
         last = False
         while not last:
             header = int.from_bytes(os.pread(descriptor, BLOCK_HEADER, end), "little")

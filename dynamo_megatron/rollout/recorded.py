@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
@@ -40,7 +41,7 @@ class RecordedRollouts:
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
         if not (self._folder / "rollouts").is_dir():
-            raise ValueError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
+            raise InputError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
     def start(self) -> None:
         if self._evaluator is not None:
@@ -85,7 +86,7 @@ class RecordedRollouts:
         check_request(prompts, counts)
         path = step_file(self._folder, step)
         if not path.exists():
-            raise ValueError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
+            raise InputError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
         groups = read_groups(path)
         if first == 0:
             self._seen = defaultdict(int)
@@ -96,21 +97,21 @@ class RecordedRollouts:
             occurrence = seen[prompt.prompt_id]
             seen[prompt.prompt_id] += 1
             if occurrence >= len(recorded):
-                raise ValueError(
+                raise InputError(
                     f"{path}: prompt {prompt.prompt_id!r} has {len(recorded)} recorded groups, "
                     f"group {occurrence + 1} was asked for"
                 )
             group = recorded[occurrence]
             if len(group) < n:
-                raise ValueError(
+                raise InputError(
                     f"{path}: prompt {prompt.prompt_id!r} has {len(group)} recorded rollouts in group "
                     f"{group[0].group_id}, {n} were asked for"
                 )
             for index, rollout in enumerate(group[:n]):
                 if fault := self._fault(rollout):
-                    raise ValueError(f"{path}: {rollout.rollout_id}: {fault}")
+                    raise InputError(f"{path}: {rollout.rollout_id}: {fault}")
                 if rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens:
-                    raise ValueError(
+                    raise InputError(
                         f"{path}: rollout {rollout.rollout_id} was recorded for other tokens of prompt "
                         f"{prompt.prompt_id!r}; tokenizer, template or data have changed"
                     )

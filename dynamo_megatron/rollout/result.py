@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
@@ -208,7 +209,7 @@ def rollout_id(group: str, index: int) -> str:
 def check_request(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
     """Raises ValueError where counts and prompts do not fit or a prompt was not tokenized."""
     if len(prompts) != len(counts):
-        raise ValueError(f"counts: {len(counts)} for {len(prompts)} prompts")
+        raise InputError(f"counts: {len(counts)} for {len(prompts)} prompts")
     for prompt in prompts:
         if not prompt.tokens:
-            raise ValueError(f"prompt {prompt.prompt_id!r} has no tokens")
+            raise InputError(f"prompt {prompt.prompt_id!r} has no tokens")

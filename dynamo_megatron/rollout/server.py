@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.guard import SHARED_MEMORY
@@ -74,7 +75,7 @@ def listening_address(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError:
-        raise ValueError(
+        raise InputError(
             f"rollout.host: {host!r} is neither an address nor an interface of {socket.gethostname()} "
             f"({', '.join(sorted(interfaces))})"
         ) from None
@@ -87,7 +88,7 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
     if config.engine != "sglang" or config.placement != "colocated" or len(several) == 1:
         return
     if ipaddress.ip_address(listening_address(config.host)).is_loopback:
-        raise ValueError(
+        raise InputError(
             f"rollout.host: {config.host!r} is each host's own, and the ranks are on {len(several)} ({several[0]}, "
             f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
             "rollout.host=ib0"
@@ -126,7 +127,7 @@ class SGLangServer:
             try:
                 probe.bind((self._host, self._port))
             except OSError as error:
-                raise ValueError(
+                raise InputError(
                     f"rollout.port: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
                     "name another one, or leave the key out for a free one"
                 ) from None

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.validation import identity_fault, type_fault
@@ -42,7 +43,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     found = {}
     for number, rollout in enumerate(read_typed_lines(path), 1):
         if fault := identity_fault(rollout):
-            raise ValueError(f"{path}:{number}: {fault}")
+            raise InputError(f"{path}:{number}: {fault}")
         found[rollout.rollout_id] = rollout
     return list(found.values())
 
@@ -51,7 +52,7 @@ def read_typed_lines(path: Path) -> Iterator[Rollout]:
     """As `read_lines`, for who uses the fields as they are: raises ValueError also where one has a wrong type."""
     for number, rollout in enumerate(read_lines(path), 1):
         if fault := type_fault(rollout):
-            raise ValueError(f"{path}:{number}: {fault}")
+            raise InputError(f"{path}:{number}: {fault}")
         yield rollout
 
 
@@ -62,7 +63,7 @@ def read_lines(path: Path) -> Iterator[Rollout]:
         try:
             rollout = Rollout.from_json(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+            raise InputError(f"{path}:{number}: {error}") from None
         yield rollout
 
 
@@ -87,7 +88,7 @@ def check_rollouts(folder: Path, step: int) -> None:
                 for _ in read_lines(path) if later == step + 1 else _frames(path):
                     pass
             except ValueError as error:
-                raise ValueError(
+                raise InputError(
                     f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
                 ) from None
 

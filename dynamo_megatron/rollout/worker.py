@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.announcements import end_run
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -41,7 +42,7 @@ POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
 SILENCE = 120.0  # seconds without a beat until the child counts as hung
 CLOSE_GRACE = 20.0  # seconds: the reward workers' and the server's own grace, and some
-MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ValueError, RewardError, RolloutError, PushNeeded)}
+MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, PushNeeded)}
 
 
 class RolloutWorker:
@@ -49,7 +50,7 @@ class RolloutWorker:
 
     `on_poll` is called about every 0.2 s while a method waits; what it raises ends the wait, and the worker is then
     good for `close` only; `on_count(done, tokens)` hears how many responses are finished and how many tokens they have.
-    Every method raises RolloutError if the process died or fell silent; ValueError, RewardError
+    Every method raises RolloutError if the process died or fell silent; InputError, RewardError
     and RolloutError raised in it come back as they are.
     """
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.listening import address_of, serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
@@ -59,7 +60,7 @@ def connect_store(timeout: float) -> dist.TCPStore:
             )
         return serve_store(address, port, timeout)
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
             "host, and MASTER_PORT to a free port there"
         ) from None

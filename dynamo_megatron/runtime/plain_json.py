@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.errors import InputError
+
 DEEPEST = 100  # levels: what is done with a value later (hashing, copying, printing) recurses too
 MOST_DIGITS, MOST_BITS = 4300, 14284  # of a whole number: Python reads and prints no more digits
 LARGEST_FILE = 256 << 20  # bytes; the largest tokenizer.json are below 40 MiB
@@ -34,7 +36,7 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
     except ValueError:  # Python's limit on the digits of a number
         why = f"a number of more than {MOST_DIGITS:,} digits"
     if why is not None:
-        raise ValueError(f"{where}: {why}")
+        raise InputError(f"{where}: {why}")
     return value
 
 
@@ -47,7 +49,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """As `read`, of a file that holds an object."""
     value = read(file)
     if not isinstance(value, dict):
-        raise ValueError(f"{file}: not a JSON object")
+        raise InputError(f"{file}: not a JSON object")
     return value
 
 
@@ -58,12 +60,12 @@ def read_bytes(file: Path, limit: int) -> bytes:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError(f"{file}: not a regular file")
+                raise InputError(f"{file}: not a regular file")
             content = stream.read(limit + 1)
     except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
+        raise InputError(f"{file}: {error.strerror}") from None
     if len(content) > limit:
-        raise ValueError(f"{file}: more than {limit >> 20} MiB, too large for what it should be")
+        raise InputError(f"{file}: more than {limit >> 20} MiB, too large for what it should be")
     return content
 
 

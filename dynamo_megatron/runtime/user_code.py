@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line
 
 OURS = str(Path(__file__).parents[1])
@@ -21,7 +22,7 @@ NOT_THE_USERS = ("<frozen ", *(folder + os.sep for folder in (OURS, *sysconfig.g
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-class UserCodeError(ValueError):
+class UserCodeError(InputError):
     """What a function of the user's did wrong, one line that names it. `frames`: the user's own, as in a traceback."""
 
     def __init__(self, line: str, frames: str = ""):
@@ -80,10 +81,10 @@ def load_callable(spec: str, key: str) -> Callable:
         if file.endswith(".py"):
             folder, name_of = os.path.split(file.removesuffix(".py"))
             hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {name_of}:{name}"
-        raise ValueError(f"{key}: {spec!r} is not of the form module:function{hint}")
+        raise InputError(f"{key}: {spec!r} is not of the form module:function{hint}")
     module_name, _, name = spec.partition(":")
     if module_name.endswith(".py"):
-        raise ValueError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
+        raise InputError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
     # Appended, not put first: a folder next to the user's module must not replace an installed package of that name.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -93,14 +94,14 @@ def load_callable(spec: str, key: str) -> Callable:
     except Exception as error:  # the user's module may raise anything; the key that names it belongs to the message
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             where = f"{os.getcwd()} or the installed packages"
-            raise ValueError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error
+            raise InputError(f"{key}: cannot import {module_name!r} of {spec!r} from {where}: {error}") from error
         line, _ = failure(error)
-        raise ValueError(f"{key}: importing {module_name!r} of {spec!r} failed: {line}") from error
+        raise InputError(f"{key}: importing {module_name!r} of {spec!r} failed: {line}") from error
     if not hasattr(module, name):
-        raise ValueError(f"{key}: {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}")
+        raise InputError(f"{key}: {module_name!r} ({getattr(module, '__file__', None)}) has no {name!r}")
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"{key}: {spec!r} is of type {type(function).__name__} and cannot be called")
+        raise InputError(f"{key}: {spec!r} is of type {type(function).__name__} and cannot be called")
     return function
 
 

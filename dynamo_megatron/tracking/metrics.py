@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
@@ -115,18 +116,18 @@ def _object(line: bytes, keys: Sequence[str]) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({on_one_line(str(error), 200)})") from None
+        raise InputError(f"not JSON ({on_one_line(str(error), 200)})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not an object")
+        raise InputError(f"a {type(row).__name__}, not an object")
     if missing := [key for key in keys if key not in row]:
-        raise ValueError(f"no {missing[0]!r}")
+        raise InputError(f"no {missing[0]!r}")
     if "step" in keys and type(row["step"]) is not int:
-        raise ValueError("'step' is not a whole number")
+        raise InputError("'step' is not a whole number")
     return row
 
 
-def _broken(path: Path, number: int, why: ValueError) -> ValueError:
-    return ValueError(f"{path}:{number}: {why}; restore the file from a copy, or delete this line of it")
+def _broken(path: Path, number: int, why: ValueError) -> InputError:
+    return InputError(f"{path}:{number}: {why}; restore the file from a copy, or delete this line of it")
 
 
 def fit_fields(fields: Sequence[str], width: int | None) -> str:

@@ -77,21 +77,21 @@ def test_a_token_id_that_the_model_does_not_have_is_refused_on_every_rank(said, 
         assert rank[f"{what} None"] == "nothing"
         for change, expected in CHANGES.items():
             assert rank[f"{what} {change}"].startswith(
-                f"ValueError: {expected}is not in the model's vocabulary (0 to 103)"
+                f"InputError: {expected}is not in the model's vocabulary (0 to 103)"
             )
 
 
 def test_a_weight_that_is_not_finite_is_refused_by_name_on_every_rank(said, folders):
     for rank in said[0]:
         for name in ("inf", "nan"):
-            why = f"ValueError: {folders[name]}: tensor {DAMAGED} holds NaN or infinity"
+            why = f"InputError: {folders[name]}: tensor {DAMAGED} holds NaN or infinity"
             assert rank[name].startswith(why)
 
 
 def test_a_flipped_bit_of_a_converted_model_is_refused_on_every_rank(said, folders):
     for rank in said[0]:
         file = folders["flipped"] / "__0_0.distcp"
-        assert rank["flipped"].startswith(f"ValueError: {file}: its bytes are not those that were saved (XXH3 ")
+        assert rank["flipped"].startswith(f"InputError: {file}: its bytes are not those that were saved (XXH3 ")
 
 
 def test_a_damaged_reference_model_is_refused_before_anything_is_generated(said):

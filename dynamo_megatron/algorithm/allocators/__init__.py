@@ -10,6 +10,7 @@ from dynamo_megatron.algorithm.allocators.knapsack import Knapsack
 from dynamo_megatron.algorithm.allocators.neyman import Neyman
 from dynamo_megatron.algorithm.allocators.uniform import Uniform
 from dynamo_megatron.algorithm.allocators.waterfill import Waterfill
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
 
 BUILT_IN = {
@@ -29,7 +30,7 @@ def load_allocator(kind: str) -> type[Allocator]:
         return BUILT_IN[kind]
     found = load_callable(kind, "algorithm.allocation.kind")
     if not (isinstance(found, type) and issubclass(found, Allocator)):
-        raise ValueError(
+        raise InputError(
             f"algorithm.allocation.kind: {kind!r} is no allocator; "
             "derive the class from dynamo_megatron.algorithm.allocators.Allocator"
         )

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.server import shares_memory
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
@@ -49,7 +50,7 @@ def choose_transport(config: RolloutConfig, machine: Machine) -> str:
     }
     for applies, reason in refusals.get(name, []):
         if applies:
-            raise ValueError(f"rollout.sync.transport: {name} {reason}")
+            raise InputError(f"rollout.sync.transport: {name} {reason}")
     return name
 
 
@@ -88,7 +89,7 @@ def check_segments(key: str) -> None:
     memory saver (which servers inherit the variable for) can handle; `key` asks for one of these."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
-            raise ValueError(f"{key} cannot go with expandable segments; take expandable_segments out of {variable}")
+            raise InputError(f"{key} cannot go with expandable segments; take expandable_segments out of {variable}")
 
 
 def check_torch(config: RolloutConfig) -> None:
@@ -100,12 +101,12 @@ def check_torch(config: RolloutConfig) -> None:
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
+        raise InputError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
     theirs = done.stdout.strip()
     if done.returncode or not theirs:
-        raise ValueError(f"rollout.python: {config.python} has no torch ({done.stderr.strip().splitlines()[-1:]})")
+        raise InputError(f"rollout.python: {config.python} has no torch ({done.stderr.strip().splitlines()[-1:]})")
     if theirs != torch.__version__:
-        raise ValueError(
+        raise InputError(
             f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
             f"{theirs} in {config.python}; install one of them in both (docs/install.md), or give the servers GPUs of "
             "their own (rollout.placement: split)"
