@@ -2,11 +2,11 @@
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
-# make test       what CI runs
+# make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
-# make lint       ruff
+# make lint       ruff, and mypy over the pure packages
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
@@ -86,7 +86,7 @@ runs/class_task/warmup/hf: | $(INSTALLED)
 compare: runs/demo/warmup/hf
 	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml
 
-test: $(INSTALLED)
+test: lint
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@.venv/bin/python -P -m pytest -m "not full"
 
@@ -97,7 +97,7 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
 
 lint: $(INSTALLED)
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \

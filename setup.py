@@ -52,6 +52,7 @@ setup(
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "test": [
             "hypothesis",
+            "mypy",
             "pytest",
             "pytest-timeout",
             "ray>=2.60",

@@ -79,7 +79,7 @@ class Rollout:
     tokens: list[int]
     response_mask: list[int]
     engine_logprobs: list[float]
-    weight_versions: list[tuple[int, int, int]]
+    weight_versions: list[tuple[int, ...]]
     finish_reason: str
     reward: float
     success: bool
@@ -125,9 +125,11 @@ class ProblemResult:
     answer: Any = None
 
     def __post_init__(self) -> None:
+        lists: tuple[list, ...]
         lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
-        if len({len(entries) for entries in lists}) > 1:
-            raise InputError(f"problem {self.prompt_id!r}: its lists have {[*map(len, lists)]} entries; one a response")
+        counts = [len(entries) for entries in lists]
+        if len(set(counts)) > 1:
+            raise InputError(f"problem {self.prompt_id!r}: its lists have {counts} entries; one a response")
 
     @property
     def right(self) -> int:
@@ -237,17 +239,12 @@ class RolloutBatch(Sequences):
             return batches[0]
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
-        return cls(
-            **{
-                name: [x for b in batches for x in getattr(b, name)]
-                for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
-            },
-            **{
-                name: concatenate([getattr(b, name) for b in batches])
-                for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions")
-            },
-            offsets=np.concatenate([*offsets, starts[-1:]]),
-        )
+        fields: dict[str, Any] = {"offsets": np.concatenate([*offsets, starts[-1:]])}
+        for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers"):
+            fields[name] = [x for b in batches for x in getattr(b, name)]
+        for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions"):
+            fields[name] = concatenate([getattr(b, name) for b in batches])
+        return cls(**fields)
 
     def take(self, members: np.ndarray) -> RolloutBatch:
         """The rollouts `members`, int64, ascending; all of them: this batch itself."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
 from dynamo_megatron.config.method import GROUP_ADVANTAGES
@@ -159,7 +160,7 @@ def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
 
 
 @torch_function
-def entropy_advantages(advantages: Array, entropy: Array, alpha: float, kappa: float) -> Array:
+def entropy_advantages(advantages: Tensor, entropy: Tensor, alpha: float, kappa: float) -> Tensor:
     """A + min(alpha H, |A| / kappa) per token, no gradient: entropy-shaped advantages (arXiv 2506.14758, section 3).
 
     Arrays of one shape, entropy in nats. With kappa above 1 no advantage changes its sign; one of 0 stays 0.

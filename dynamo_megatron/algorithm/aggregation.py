@@ -29,7 +29,7 @@ def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, m
     if mode in ("constant_length", "prompt_mean") and not (max_length is not None and max_length >= 1):
         raise ValueError(f"max_length: {mode} divides by it; give the longest response in tokens, got {max_length}")
     index, groups = group_index(group_ids, len(length))
-    rollouts = np.float64(len(length))
+    rollouts, longest = np.float64(len(length)), np.float64(max_length or 0)
 
     if mode == "token_mean":
         divisor = np.full(len(length), length.sum())
@@ -38,9 +38,9 @@ def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, m
     elif mode == "sequence_sum":
         divisor = np.full(len(length), rollouts)
     elif mode == "constant_length":
-        divisor = np.full(len(length), rollouts * max_length)
+        divisor = np.full(len(length), rollouts * longest)
     elif mode == "prompt_mean":
-        divisor = groups * np.bincount(index, minlength=groups)[index] * np.float64(max_length)
+        divisor = groups * np.bincount(index, minlength=groups)[index] * longest
     else:
         divisor = groups * np.bincount(index, length, minlength=groups)[index]
     weights = np.where(length > 0, 1.0 / np.maximum(divisor, 1), 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
-from dynamo_megatron.algorithm.allocators.neyman import neyman
+from dynamo_megatron.algorithm.allocators.neyman import Neyman, neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.cost import expected_tokens
@@ -97,6 +97,7 @@ class RolloutAllocator:
             if tokens is None:
                 counts = self._allocator.counts(prompts, variance, budget, low, high)
             else:
+                assert isinstance(self._allocator, Neyman)  # the config refuses `cost: tokens` for others
                 counts = self._allocator.priced_counts(variance, tokens, budget * tokens.mean(), low, high)
             self._check_counts(ids, counts, low, high)
             self._check_budget(counts, tokens, budget, high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def like(result: np.ndarray, source: Any) -> Any:
     return torch.from_numpy(result)
 
 
-def torch_function(function: Callable) -> Callable:
+def torch_function(function: Callable) -> Callable[..., Any]:
     """Lets a function written in torch take numpy arrays too; then the tensors it returns become numpy arrays."""
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def torch_function(function: Callable) -> Callable:
     return wrapper
 
 
-def group_index(group_ids: Sequence[Hashable], rollouts: int) -> tuple[np.ndarray, int]:
+def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollouts: int) -> tuple[np.ndarray, int]:
     """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order.
 
     Raises ValueError naming `group_ids` unless there is one id a rollout.
@@ -63,7 +63,7 @@ def group_index(group_ids: Sequence[Hashable], rollouts: int) -> tuple[np.ndarra
     return np.array([numbers.setdefault(i, len(numbers)) for i in ids], np.int64), len(numbers)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Imports no torch, which takes seconds: where nobody has, there is no tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

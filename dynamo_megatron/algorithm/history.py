@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Observed:
         if any(len(x) != len(ids) for x in numbers.values()):
             given = ", ".join(f"{len(x)} {name}" for name, x in numbers.items())
             raise ValueError(f"prompt_ids: {len(ids)} ids and {given} at step {step}; give one of each a rollout")
-        expected = {
+        expected: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
             "rewards": (np.isfinite, "a finite number"),
             "successes": (lambda x: (x == 0) | (x == 1), "0 or 1"),
             "energy": (lambda x: np.isfinite(x) & (x >= -ROUNDING), "a finite number, 0 or above"),

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.config import PolicyLossConfig
 
 __all__ = [
@@ -44,9 +45,9 @@ class PolicyLossTerms(NamedTuple):
 
 @torch_function
 def clipped_policy_loss(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
@@ -78,7 +79,7 @@ def clipped_policy_loss(
 
 @torch_function
 def cispo_policy_loss(
-    logprobs: Array, log_ratios: Array, advantages: Array, *, clip_ratio_low: float, clip_ratio_high: float
+    logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> PolicyLoss:
     """CISPO's loss per token, -A sg(clip(r, 1 - low, 1 + high)) logprob, r = exp(log_ratios) (arXiv 2506.13585, Eq. 4).
 
@@ -93,11 +94,11 @@ def cispo_policy_loss(
 
 @torch_function
 def response_log_ratios(
-    log_ratios: Array,
-    lengths: Array,
+    log_ratios: Tensor,
+    lengths: Tensor,
     ratio: Literal["sequence", "sequence_mean"],
     add_up: Callable[[torch.Tensor], object] | None = None,
-) -> Array:
+) -> Tensor:
     """The log ratio of each token's response, float [n], no gradient: the sum over its tokens, or their mean.
 
     log_ratios: logprob - old logprob, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
@@ -117,7 +118,7 @@ def response_log_ratios(
 
 
 @torch_function
-def kl_estimate(logprobs: Array, ref_logprobs: Array, kind: Literal["k1", "k2", "k3", "abs"]) -> Array:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
     """Estimate of KL(policy || reference) per token in nats from sampled tokens (joschu.net/blog/kl-approx.html).
 
     With d = logprobs - ref_logprobs: `k1` d; `abs` |d|; `k2` d^2 / 2; `k3` exp(-d) + d - 1, bounded as published
@@ -165,10 +166,10 @@ def policy_loss_terms(
         loss, clipped, clipped_dual = clipped_policy_loss(
             drift, zero, advantages, **bounds, clip_ratio_c=config.clip_ratio_c
         )
-    if ref_logprobs is None and config.kl_coef:
-        raise ValueError("ref_logprobs: kl_coef is not 0, so the reference model's logprobs are needed")
     kl = None if ref_logprobs is None else kl_estimate(logprobs, ref_logprobs, config.kl_kind)
     if config.kl_coef:
+        if kl is None:
+            raise ValueError("ref_logprobs: kl_coef is not 0, so the reference model's logprobs are needed")
         loss = loss + config.kl_coef * kl
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy

@@ -6,8 +6,9 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.config import ModulationConfig
 
 __all__ = ["Modulated", "ModulationConfig", "ModulationRanges", "entropy_change", "modulate", "modulation_ranges"]
@@ -38,15 +39,15 @@ class Modulated(NamedTuple):
 
 @torch_function
 def entropy_change(
-    advantages: Array,
-    logprobs: Array,
-    entropy: Array,
-    old_logprobs: Array,
-    mask: Array,
+    advantages: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    expected_pi_lambda: Array | None = None,
-) -> Array:
+    expected_pi_lambda: Tensor | None = None,
+) -> Tensor:
     """Predicted size of the entropy change that a token's update makes, Xi = |I r A (pi Lambda - E[pi Lambda])|.
 
     pi = exp(logprobs), Lambda = logprobs + entropy, r = exp(logprobs - old_logprobs); I is 0 where the clip stops the
@@ -68,7 +69,7 @@ def entropy_change(
 
 @torch_function
 def modulation_ranges(
-    entropy: Array, entropy_change: Array, mask: Array, *, quantile: float | None = None
+    entropy: Tensor, entropy_change: Tensor, mask: Tensor, *, quantile: float | None = None
 ) -> ModulationRanges:
     """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats).
 
@@ -94,9 +95,9 @@ def modulation_ranges(
 @torch_function
 @torch.no_grad()
 def modulate(
-    advantages: Array,
-    entropy: Array,
-    entropy_change: Array,
+    advantages: Tensor,
+    entropy: Tensor,
+    entropy_change: Tensor,
     ranges: ModulationRanges,
     *,
     alpha: float,

@@ -7,8 +7,9 @@ sampled token, exp(d) corrects a token and exp(sum of d) a response; bounded, si
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO
 from dynamo_megatron.config import RolloutCorrectionConfig
 
@@ -16,7 +17,7 @@ MAX_EXPONENT = 700.0  # nats; float64 overflows beyond 709
 
 
 @torch_function
-def importance_ratios(log_ratio: Array, lengths: Array, level: str) -> Array:
+def importance_ratios(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
     """exp(d) of each token, or of its response's sum (`level: sequence`), [n] of log_ratio's dtype, at most e^20.
 
     log_ratio: d, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
@@ -28,7 +29,7 @@ def importance_ratios(log_ratio: Array, lengths: Array, level: str) -> Array:
 
 
 @torch_function
-def correction_weights(ratios: Array, config: RolloutCorrectionConfig) -> Array:
+def correction_weights(ratios: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """What the token weights are multiplied by, [n]: the ratios held to [low, high] (`truncate`) or 0 outside (`mask`).
 
     Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops what
@@ -40,7 +41,7 @@ def correction_weights(ratios: Array, config: RolloutCorrectionConfig) -> Array:
 
 
 @torch_function
-def mismatch(log_ratio: Array, lengths: Array, config: RolloutCorrectionConfig | None) -> dict[str, float]:
+def mismatch(log_ratio: Tensor, lengths: Tensor, config: RolloutCorrectionConfig | None) -> dict[str, float]:
     """`kl`, `ratio_max` and, with a config, `truncated` and `weight_mean` over the n tokens; 0 without a token.
 
     kl: estimate of KL(engine || policy) per token, nats, the plain mean of exp(d) - 1 - d in float64. ratio_max: the

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, torch_function
+from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.seeds import derived_seed
 
 # Rollouts of one prompt begin in the same state, so many entropies are equal but for rounding, which differs with the
@@ -21,7 +22,7 @@ ENTROPY_GRID = 2.0**-13
 
 
 @torch_function
-def top_entropy(entropy: Array, ratio: float) -> Array:
+def top_entropy(entropy: Tensor, ratio: float) -> Tensor:
     """The ceil(ratio n) tokens of the highest entropy, bool [n]: forking tokens (arXiv 2506.01939, Eq. 6).
 
     entropy: float [n], nats, compared after rounding to `ENTROPY_GRID`; equal ones go to the lower index.
@@ -31,7 +32,7 @@ def top_entropy(entropy: Array, ratio: float) -> Array:
 
 
 @torch_function
-def covariance(advantages: Array, logprobs: Array) -> Array:
+def covariance(advantages: Tensor, logprobs: Tensor) -> Tensor:
     """(A - mean A)(log pi - mean log pi), float64 [n], the means over the n tokens.
 
     The token-wise covariance of arXiv 2505.22617, section 4: where it is large, an update lowers the entropy most.
@@ -41,7 +42,7 @@ def covariance(advantages: Array, logprobs: Array) -> Array:
 
 
 @torch_function
-def clip_cov(covariance: Array, keys: Array, *, ratio: float, low: float, high: float) -> Array:
+def clip_cov(covariance: Tensor, keys: Tensor, *, ratio: float, low: float, high: float) -> Tensor:
     """max(1, floor(ratio n)) random tokens of those with low < covariance < high, bool [n].
 
     Random means those with the smallest `keys` (float [n], see `random_keys`); fewer where there are not so many.
@@ -53,7 +54,7 @@ def clip_cov(covariance: Array, keys: Array, *, ratio: float, low: float, high: 
 
 
 @torch_function
-def kl_cov(covariance: Array, *, ratio: float) -> Array:
+def kl_cov(covariance: Tensor, *, ratio: float) -> Tensor:
     """The max(1, floor(ratio n)) tokens of the largest covariance, bool [n]; equal ones go to the lower index.
 
     KL-Cov (arXiv 2505.22617, section 4) holds them to the old policy.

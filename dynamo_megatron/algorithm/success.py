@@ -122,8 +122,8 @@ def large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.nda
     """The indices of a stratum's prompts in each of the two, where the pool has enough."""
     peers_of = _members(pool.strata)
     for stratum, own in _members(prompts.strata).items():
-        peers = peers_of.get(stratum, ())
-        if len(peers) >= STRATUM_LEAST:
+        peers = peers_of.get(stratum)
+        if peers is not None and len(peers) >= STRATUM_LEAST:
             yield own, peers
 
 

@@ -37,6 +37,10 @@ class Outcome:
         return not self.finished and NOT_FINITE in self.said
 
 
+def finished(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.finished
+
+
 def outcome_file(run: Run) -> Path:
     return run.folder.with_name(f"{run.folder.name}.json")
 
@@ -120,13 +124,13 @@ def arrays(
         for r, of_rate in enumerate(runs):
             for s, run in enumerate(of_rate):
                 rows = curves[run]
-                if outcomes[run].finished and (len(rows) < 2 or not all(spec.metric in row for row in rows)):
+                if finished(outcomes[run]) and (len(rows) < 2 or not all(spec.metric in row for row in rows)):
                     raise InputError(
                         f"{run.folder}: finished without evaluations of {spec.metric} before and after; remove that "
                         f"folder and {outcome_file(run)}, and start again"
                     )
                 scores[r, s, : len(rows)] = [row.get(spec.metric, np.nan) for row in rows]
                 costs[r, s, : len(rows)] = np.reshape([[row[unit] for unit in UNITS] for row in rows], (-1, len(UNITS)))
-        failed = np.array([[not outcomes[run].finished for run in of_rate] for of_rate in runs])
+        failed = np.array([[not finished(outcomes[run]) for run in of_rate] for of_rate in runs])
         arms[name] = Arm(scores, costs, failed)
     return arms

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dynamo_megatron.comparison.curves import finished
 from dynamo_megatron.comparison.table import SHARE_NAMES, Measured
 from dynamo_megatron.reports.picture import COLOURS, GREY
 
@@ -53,10 +54,9 @@ def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
     for share, target in found["targets"].items():
         if target is not None:
             axes.axhline(100 * target, color=GREY, linestyle=":", linewidth=1)
-            where = {"xy": (1, 100 * target), "xycoords": ("axes fraction", "data"), "xytext": (-4, 3)}
-            axes.annotate(
-                f"{share} of {found['control']}'s gain", **where, textcoords="offset points", ha="right", fontsize=8
-            )
+            where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 3), "ha": "right"}
+            text = f"{share} of {found['control']}'s gain"
+            axes.annotate(text, (1, 100 * target), **where, textcoords="offset points", fontsize=8)
     count = len(measured.seeds)
     axes.set(
         title=f"Evaluation problems, {count} seed{'s' * (count > 1)}", xlabel="rollouts", ylabel=f"{found['metric']}, %"
@@ -74,8 +74,8 @@ def _ratios(axes: Axes, found: dict[str, Any], colours: dict[str, str]) -> None:
         for q, share in enumerate(MARKERS):
             ratio, y = found["arms"][name]["cost"][share]["rollouts"]["ratio"], row + 0.24 * (q - 0.5)
             if ratio["value"] is None:
-                beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-                axes.annotate(f"to {share}: never", (1, y), **beside)
+                beside: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"to {share}: never", (1, y), **beside, fontsize=8)
                 continue
             ends = (ratio[end] if ratio[end] is not None else np.inf for end in ("low", "value", "high"))
             low, value, high = np.clip([*ends], 1 / WIDEST, WIDEST)
@@ -105,7 +105,7 @@ def _finals(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
     """One point a seed."""
     for row, (name, colour) in enumerate(colours.items()):
         runs = measured.runs(name, measured.final_rate(name))
-        done = [measured.curves[run][-1][found["metric"]] for run in runs if measured.outcomes[run].finished]
+        done = [measured.curves[run][-1][found["metric"]] for run in runs if finished(measured.outcomes[run])]
         axes.plot([100 * score for score in done], [row] * len(done), "o", color=colour)
         if len(done) < len(runs):
             axes.annotate(f"{len(runs) - len(done)} failed", (0.5, row), xycoords=("axes fraction", "data"), fontsize=8)

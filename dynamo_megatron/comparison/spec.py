@@ -161,10 +161,9 @@ def planned_runs(spec: Spec) -> list[Run]:
 
 
 def _compose(spec: Spec, arm: str) -> Config:
-    files, keys = [], []
-    for word in (*spec.base, *spec.arms[arm]):
-        is_key = "=" in word and not Path(word).exists()
-        (keys if is_key else files).append(word)
+    words = (*spec.base, *spec.arms[arm])
+    keys = [word for word in words if "=" in word and not Path(word).exists()]
+    files = [word for word in words if word not in keys]
     try:
         config, _ = compose(files, [*keys, f"output_dir={spec.output_dir}"])
     except ConfigError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.comparison.curves import Outcome
+from dynamo_megatron.comparison.curves import Outcome, finished
 from dynamo_megatron.comparison.spec import Run, Spec
 from dynamo_megatron.comparison.statistics import SHARES, UNITS, Arm, Estimate, Findings, cost_to
 from dynamo_megatron.evaluation.results import markdown_row, summary_k
@@ -101,7 +101,7 @@ def _plain(estimate: Estimate) -> dict[str, float | None]:
 def _passes(measured: Measured, arm: str, rate: float) -> dict[str, float | None]:
     """Mean final pass@k over the seeds; null where a run has failed."""
     runs = measured.runs(arm, rate)
-    if not all(measured.outcomes[run].finished for run in runs):
+    if not all(finished(measured.outcomes[run]) for run in runs):
         return {}
     finals = [measured.curves[run][-1] for run in runs]
     return {f"pass@{k}": float(np.mean([f[f"eval/pass@{k}"] for f in finals])) for k in summary_k(finals[0])}

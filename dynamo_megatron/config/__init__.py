@@ -313,7 +313,7 @@ class Config(Section):
             kl_coef=a.kl.coef,
             kl_kind=a.kl.kind,
             entropy_coef=a.loss.entropy_coef,
-            kind=a.loss.kind if a.loss.function is None else "clip",
+            kind="cispo" if a.loss.kind == "cispo" else "clip",
         )
 
     def learning_rate(self, step: int) -> float:

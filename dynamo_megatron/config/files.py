@@ -302,12 +302,14 @@ def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], 
 
 def _key(loc: Sequence[str | int]) -> str:
     """Dotted, without what pydantic adds for a value of several types."""
-    kind, parts = Config, []
+    kind: Any = Config
+    parts = []
     for part in loc:
-        if isinstance(part, str) and part not in _fields(kind):
+        fields = _fields(kind)
+        if isinstance(part, str) and part not in fields:
             break
         parts.append(str(part))
-        kind = _fields(kind).get(part)
+        kind = fields[part] if isinstance(part, str) else None
     return ".".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -118,7 +118,10 @@ class ModulationConfig:
         return self
 
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean", "prompt_token_mean")
+Aggregation = Literal[
+    "token_mean", "sequence_mean", "sequence_sum", "constant_length", "prompt_mean", "prompt_token_mean"
+]
+AGGREGATIONS = get_args(Aggregation)
 
 
 class ClipCovConfig(Section):
@@ -158,7 +161,7 @@ class LossConfig(Section):
     clip_ratio_low: Annotated[float, Field(ge=0, le=1)] = 0.2  # 1: no lower clip
     clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
-    aggregation: Literal[AGGREGATIONS] = "prompt_mean"
+    aggregation: Aggregation = "prompt_mean"
     mini_batches: Positive = 1  # optimizer updates a step, cut on group boundaries
     entropy_coef: float = 0.0
     entropy_top_ratio: Annotated[float, Field(gt=0, le=1)] | None = None  # train this share, by entropy; None: all

@@ -19,7 +19,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_HEAD = "lm_head.weight"
-OUTSIDE_LAYERS = {
+OUTSIDE_LAYERS: dict[str, tuple[str, ...]] = {
     EMBEDDING: (HF_EMBEDDING,),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
     OUTPUT_LAYER: (HF_HEAD,),
@@ -89,12 +89,11 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
     """
     layer = LAYER.fullmatch(name)
     if layer is None:
-        names = OUTSIDE_LAYERS.get(name)
         tied = name == OUTPUT_LAYER and spec.tied
-        names = (HF_EMBEDDING,) if tied else names
+        names = (HF_EMBEDDING,) if tied else OUTSIDE_LAYERS.get(name, ())
     else:
-        parts = spec.layer_names.get(_layer_key(layer[2])) if int(layer[1]) < spec.num_layers else None
-        names = parts and tuple(f"model.layers.{layer[1]}.{part}" for part in parts)
+        parts = spec.layer_names.get(_layer_key(layer[2]), ()) if int(layer[1]) < spec.num_layers else ()
+        names = tuple(f"model.layers.{layer[1]}.{part}" for part in parts)
     if not names:
         raise InputError(f"{name}: not a parameter of a {spec.family} model with {spec.num_layers} layers")
     return names
@@ -104,8 +103,8 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face folder and its shape; a tied model's `lm_head.weight` is left out."""
     hidden, head = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * head, spec.num_query_groups * head
-    shapes = {HF_EMBEDDING: (spec.vocab_size, hidden)}
-    of_parameter = {
+    shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden)}
+    of_parameter: dict[str, tuple[tuple[int, ...], ...]] = {
         "self_attention.linear_qkv.weight": ((q, hidden), (kv, hidden), (kv, hidden)),
         "self_attention.linear_qkv.bias": ((q,), (kv,), (kv,)),
         "self_attention.linear_proj.weight": ((hidden, q),),

@@ -45,7 +45,8 @@ class ServerLayout:
 def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
     """Of a server of `tp_size` ranks that divide the model (`check_server_parallel`)."""
     shapes = huggingface_shapes(spec)
-    places, sizes = {}, {}
+    places: dict[str, tuple[str, int]] = {}
+    sizes: dict[str, int] = {}
     for name in parameter_names(spec):
         parts = huggingface_names(spec, name)
         fused = _fused_name(parts, expert_number(name) is not None)
