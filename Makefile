@@ -5,6 +5,7 @@
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
+# make test-shard one of SHARDS (8) parts of test-all, another one for every count of commits
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, and mypy over the pure packages
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
@@ -26,7 +27,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all test-durations lint gpu-check nemo peers clean
+.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers clean
 setup: $(INSTALLED)
 
 $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
@@ -95,6 +96,10 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
+
+SHARDS ?= 8
+test-shard: # a clone without its history counts one commit, and so runs one part for ever
+	@$(MAKE) --no-print-directory test-all SHARD=$$(($$(git rev-list --count HEAD) % $(SHARDS) + 1))/$(SHARDS)
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
