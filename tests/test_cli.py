@@ -251,6 +251,7 @@ def test_refused_by_rank_0(base, tiny_model, arguments, says):
     assert not (base / "run").exists()
 
 
+@pytest.mark.full
 def test_a_port_in_use(base):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -262,6 +263,7 @@ def test_a_port_in_use(base):
     assert not (base / "run").exists()
 
 
+@pytest.mark.full
 def test_a_start_that_is_refused_with_the_policy_leaves_no_folder(base, tiny_model):
     """The weights are read last of all."""
     model = base / "model"
@@ -306,6 +308,7 @@ def test_another_run_in_the_output_folder(base):
     assert {p.name for p in (base / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
 
 
+@pytest.mark.full
 def test_another_process_in_the_output_folder(base):
     (base / "run").mkdir()
     with open(base / "run" / ".lock", "w") as lock:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from dynamo_megatron.convert import compare_weights, mcore2hf
 
+pytestmark = pytest.mark.full
 STALLING = """
 import pathlib, time
 
@@ -97,7 +98,6 @@ def test_a_checkpoint_converts_to_what_was_exported(sft):
     assert AutoTokenizer.from_pretrained(output.parent / "converted").eos_token == "<|im_end|>"
 
 
-@pytest.mark.full
 def test_ranks_share_the_examples_and_not_the_result(sft):
     output, run = sft
     code, text = run("output_dir=alone", ranks=1)
@@ -105,7 +105,6 @@ def test_ranks_share_the_examples_and_not_the_result(sft):
     assert losses(output.parent / "alone") == pytest.approx(losses(output), abs=1e-5)
 
 
-@pytest.mark.full
 def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     output, run = sft
     keys = (
@@ -126,7 +125,6 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     assert len(losses(output.parent / "every")) == 4
 
 
-@pytest.mark.full
 def test_a_flipped_bit_in_the_newest_checkpoint_stops_the_resume_until_it_is_deleted(sft):
     output, run = sft
     keys = ("output_dir=flipped", "trainer.stop_when=null", "checkpoint.every=2")
@@ -146,7 +144,6 @@ def test_a_flipped_bit_in_the_newest_checkpoint_stops_the_resume_until_it_is_del
     assert code == 0 and "(step 2)" in text and len(losses(output.parent / "flipped")) == 6
 
 
-@pytest.mark.full
 def test_an_export_onto_a_full_disk_is_one_line(sft):
     """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
     output, _ = sft
@@ -160,7 +157,6 @@ def test_an_export_onto_a_full_disk_is_one_line(sft):
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path, ranks):
     (tmp_path / "stalling.py").write_text(STALLING)

@@ -44,6 +44,7 @@ def test_a_prompts_weights_have_mean_one_where_they_are_known(tool):
     assert plain.mean(0)[[0, -1]].max() < 0.8 < 1.2 < plain.mean(0)[5:8].min()
 
 
+@pytest.mark.full
 def test_only_weights_leave_the_direction_alone(quick):
     assert quick["uniform"].bias[1] == quick["priority, weights"].bias[1] == 0
     for name in ("uniform", "priority, weights"):
@@ -52,6 +53,7 @@ def test_only_weights_leave_the_direction_alone(quick):
     assert quick["thompson"].bias[1] > 30
 
 
+@pytest.mark.full
 def test_the_page_agrees_with_a_few_replicates(tool, quick):
     page = rows_of_page()
     assert list(page) == list(quick)

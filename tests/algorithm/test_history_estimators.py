@@ -17,6 +17,7 @@ def tool():
     sys.path[:] = before
 
 
+@pytest.mark.full
 def test_faults_are_seen_and_history_is_not_one(tool):
     right = "history, 1 each"
     faults = ["fault: statistics updated first, 1 each", "fault: own reward in the baseline, 1 each"]

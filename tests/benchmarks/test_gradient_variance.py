@@ -21,6 +21,7 @@ def found(tiny_model, run_script, tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.full
 def test_the_rollouts_gradients_make_the_updates(found):
     """Times advantage and weight they add up to the gradient of the trainer's own update."""
     assert found["sum of rollouts"] == pytest.approx(found["update"], rel=1e-4)

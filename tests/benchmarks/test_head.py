@@ -55,6 +55,7 @@ def check(result: dict, folder: Path, backends: list[str]) -> None:
     assert Image.open(folder / "head.png").size[0] > 1000
 
 
+@pytest.mark.full
 def test_the_command_runs_on_a_cpu(tmp_path):
     result = run(tmp_path, "--only", "tiny")
     assert result["tiny"] and len(result["cases"]) == 1

@@ -34,9 +34,9 @@ def rollout_lines(output: Path, step: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def steps(request) -> int:
-    """20 at full count, 6 in `make test`."""
-    return 6 if request.config.option.markexpr == "not full" else 20
+def steps() -> int:
+    """Of the run in `live`."""
+    return 20
 
 
 @pytest.fixture(scope="session")
@@ -70,26 +70,24 @@ def workspace(tiny_model, tmp_path_factory, steps) -> Path:
 
 
 @pytest.fixture(scope="session")
-def live(request, workspace) -> tuple[Path, dict]:
+def live(workspace) -> tuple[Path, dict]:
     """A live run with two servers: (output folder, what was seen of it).
 
-    One server is killed while it generates. At full count the run is, too, at 90 % of a step's rollouts, and started
-    again; `make test` has no time for that.
+    One server is killed while it generates. The run is, too, at 90 % of a step's rollouts, and started again.
     """
-    output, seen = workspace / "live", {}
+    output = workspace / "live"
     command = (workspace / "config.yaml", f"output_dir={output}", "rollout.servers=2")
     first = run = Run(workspace, *command)
     run.wait_until(lambda: len(rollout_lines(output, LOSE_STEP)) >= 2, f"rollouts of step {LOSE_STEP}")
-    seen["torch"] = run.importing("libtorch")
+    importing = run.importing("libtorch")
     for process in run.servers()["server-1"]:
         process.kill()
-    if request.config.option.markexpr != "not full":
-        run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
-        run.kill()
-        seen = {"left": run.left_behind(within=30), "finished": rollout_lines(output, KILL_STEP)[:22]}
-        run = Run(workspace, *command)
+    run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
+    run.kill()
+    left, finished = run.left_behind(within=30), rollout_lines(output, KILL_STEP)[:22]
+    run = Run(workspace, *command)
     assert run.wait() == 0, run.text[-3000:]
-    return output, seen | {"said": first.text, "ended": run.text}
+    return output, {"torch": importing, "left": left, "finished": finished, "said": first.text, "ended": run.text}
 
 
 @pytest.fixture(scope="session")

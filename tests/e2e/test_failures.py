@@ -9,6 +9,8 @@ import pytest
 
 from dynamo_megatron.checkpoint.folder import after_a_stop
 
+pytestmark = pytest.mark.full
+
 FAILS_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
@@ -40,7 +42,6 @@ def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace
     assert run.left_behind(within=10) == []
 
 
-@pytest.mark.full
 def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_path):
     run = start_run(workspace, *recorded, "trainer.steps=12")
     run.wait_until(lambda: len(step_lines(tmp_path / "run")) >= 2, "two steps")
@@ -51,7 +52,6 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     assert run.left_behind(within=10) == []
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_run, step_lines, tmp_path, background):
     output = tmp_path / "run"
@@ -66,7 +66,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_r
     assert [row["step"] for row in step_lines(output)] == list(range(1, done + 2))
 
 
-@pytest.mark.full
 def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path):
     run = start_run(workspace, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
     run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")
@@ -79,7 +78,6 @@ def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path)
     assert time.monotonic() - asked <= 10
 
 
-@pytest.mark.full
 def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_run, step_lines, tmp_path):
     (tmp_path / "own_reward.py").write_text((workspace / "own_reward.py").read_text())
     run = start_run(tmp_path, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
@@ -119,7 +117,6 @@ if "RANK" in os.environ:
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("limit", ["null", "1e-4"])
 def test_old_weights_under_a_new_version_show_in_the_gap(workspace, start_run, tmp_path, limit):
     """The agreement test can fail: after pushes of old weights policy and engine differ, and rollouts are rejected."""
@@ -159,7 +156,6 @@ if os.environ.get("RANK") == "0":
 """
 
 
-@pytest.mark.full
 def test_training_goes_on_where_one_of_two_servers_says_garbage(workspace, start_run, step_lines, tmp_path):
     """However large its share of the step: none of it is trained on, and the server is restarted."""
     (tmp_path / "sitecustomize.py").write_text(GARBAGE)

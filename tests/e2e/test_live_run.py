@@ -14,6 +14,8 @@ from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.store import read_lines, step_file
 from dynamo_megatron.types import RolloutBatch
 
+pytestmark = pytest.mark.full
+
 
 def read(output, name):
     return [json.loads(line) for line in (output / name).read_text().splitlines()]
@@ -79,7 +81,6 @@ def test_only_ranks_and_servers_import_torch(live):
         assert found and set(found) == {imports}, (part, seen["torch"])
 
 
-@pytest.mark.full
 def test_a_kill_regenerates_no_finished_rollout(live):
     output, seen = live
     assert seen["left"] == []
@@ -116,7 +117,6 @@ def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_mo
     )
 
 
-@pytest.mark.full
 def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, start_run, tmp_path):
     """Three problems in batches of four: one comes twice. The allocator is made to give these counts."""
     (tmp_path / "sitecustomize.py").write_text(

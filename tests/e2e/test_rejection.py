@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from dynamo_megatron.types import Rollout
 
+pytestmark = pytest.mark.full
+
 RESPONSE = 12  # tokens of every recorded response
 
 
@@ -46,7 +48,6 @@ def test_they_are_rejected_counted_and_explained(replay):
     assert "rollouts rejected (" in text and "of server-" in text
 
 
-@pytest.mark.full
 def test_training_is_as_if_they_had_not_come(replay):
     runs = [replay("as-garbled", garble), replay("as-left-out", left_out)]
     assert all(code == 0 for code, *_ in runs), [text[-2000:] for _, text, _ in runs]
@@ -62,7 +63,6 @@ def test_training_is_as_if_they_had_not_come(replay):
     assert weights[0].keys() == weights[1].keys() and all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
 
 
-@pytest.mark.full
 def test_too_many_end_the_run_with_one_line(replay):
     code, text, _ = replay("over", garble, "rollout.proof.max_rejected_share=0.01")
     assert code == 1

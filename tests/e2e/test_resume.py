@@ -13,6 +13,7 @@ from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.replay.what_if import first_difference, replay
 
+pytestmark = pytest.mark.full
 KILL_AFTER = 5  # steps
 
 
@@ -103,7 +104,6 @@ def evaluated(recorded, workspace, start_run):
     return workspace / "evaluated"
 
 
-@pytest.mark.full
 def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspace, command_line):
     """But for its pushes. Its own export is the best step's, which need not be the last."""
     last = workspace / "evaluated-last"
@@ -117,7 +117,6 @@ def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspa
     assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))
 
 
-@pytest.mark.full
 def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
     rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
     seen = set()
@@ -136,7 +135,6 @@ def test_pass_at_k_is_what_the_responses_say(evaluated, steps):
     assert len(seen) > 3
 
 
-@pytest.mark.full
 def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_model, command_line):
     """Greedy: the checkpoint through `eval` and the server, against transformers on the run's export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

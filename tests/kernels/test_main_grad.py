@@ -9,7 +9,7 @@ import ddp_worker
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("interpreter")]
 
 SIZE = 2
 

@@ -94,6 +94,7 @@ def processes_of(job: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.full
 def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows):
     job, output = launched("--time", "30", "trainer.steps=8")
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)

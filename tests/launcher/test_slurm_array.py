@@ -33,6 +33,7 @@ def job(cluster, tmp_path, monkeypatch):
     cluster.wait_until(lambda: not cluster.tool("squeue", "-h", "-j", number), f"the end of {number}", folder)
 
 
+@pytest.mark.full
 def test_a_task_that_is_asked_to_stop_goes_back_to_the_queue(cluster, job, tmp_path):
     folder = tmp_path / "a folder"
     cluster.wait_until((folder / "started-2").exists, "the second task", folder)

@@ -331,6 +331,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_a_rank_compares_the_config_too(converted, tmp_path):
     """As `train` does, whose ranks are the same."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 LAYOUTS = {"TP1": {}, "TP2": {"tp": 2}, "CP2": {"cp": 2}}
 SHORT = ("2 mini-batches", "KL added")  # of the pairs: those of layouts but TP1
 GRPO = {

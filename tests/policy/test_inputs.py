@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.convert import hf2mcore
 
+pytestmark = pytest.mark.full
+
 VOCAB = 104  # padded to 128 rows and more
 CHANGES = {  # (rollout, position, token id): what is said
     (0, 1, VOCAB): f"rollout g0-0 of prompt 'p0': token id {VOCAB} at position 1, in the prompt, ",

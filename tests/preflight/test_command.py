@@ -27,6 +27,7 @@ sys.exit(command.preflight(compose(["config.yaml"], [])[0], 2, with_server=False
 """
 
 
+@pytest.mark.full
 def test_a_failing_check_hides_no_other(base, command_line):
     (base / "model" / "tokenizer.json").unlink()
     (base / "problems.jsonl").write_text("no JSON\n")
@@ -42,6 +43,7 @@ def test_a_failing_check_hides_no_other(base, command_line):
     assert not (base / "run").exists()
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_launcher_meet_before_what_rank_0_has_to_itself(base):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

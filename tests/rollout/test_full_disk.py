@@ -30,6 +30,7 @@ def fill(folder) -> None:
                 pass
 
 
+@pytest.mark.full
 def test_the_line_that_says_so_is_not_lost_with_the_log_and_the_next_start_goes_on(
     tiny_model, tmp_path, small_disk, monkeypatch
 ):

@@ -20,6 +20,7 @@ def score(prompt, response):
 """
 
 
+@pytest.mark.full
 def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "failing_reward.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
@@ -60,6 +61,7 @@ def test_late_prompts_are_named_and_a_failure_ends_the_log_with_the_users_frames
     assert log.endswith(f"{said}\n") and "generator.py" not in log.rpartition("raised")[2], log
 
 
+@pytest.mark.full
 def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(tiny_model, tmp_path, monkeypatch):
     """Reward 0 for every rollout trains nothing; an evaluation of nothing else would be a false one."""
     (tmp_path / "gone_reward.py").write_text(REWARDS)

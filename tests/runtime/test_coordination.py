@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 RANK = """
 import os, signal, time
 import sys
@@ -34,6 +36,7 @@ for step in (6, 7):  # a new step has its own time
 """
 
 
+@pytest.mark.full
 def test_any_ranks_signal_stops_the_run_and_a_step_has_its_time(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -63,6 +63,7 @@ def ranks(tmp_path):
         rank.communicate()
 
 
+@pytest.mark.full
 def test_what_a_stranger_writes_into_the_store_is_ignored(ranks, tmp_path):
     (first, second), port = ranks
     assert [rank.stdout.readline() for rank in (first, second)] == ["up\n", "up\n"]

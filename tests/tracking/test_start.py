@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 
+import pytest
 import yaml
 
 SLOW_DATA = """
@@ -22,6 +23,7 @@ def rows():
 """
 
 
+@pytest.mark.full
 def test_a_slow_start_shows_its_phase_rows_and_seconds(tiny_model, tmp_path):
     (tmp_path / "slow_data.py").write_text(SLOW_DATA)
     config = {
