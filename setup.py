@@ -55,6 +55,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ray>=2.60",
             "ruff",
             "tensorboard",
