@@ -89,7 +89,7 @@ compare: runs/demo/warmup/hf
 
 test: lint
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
-	@.venv/bin/python -P -m pytest -m "not full" -n 2 --dist loadfile
+	@.venv/bin/python -P -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
