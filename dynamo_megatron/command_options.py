@@ -40,31 +40,59 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
     top.add_argument("--version", action=Version)
     commands = top.add_subparsers(dest="command", required=True)
+    for add in (
+        _add_training,
+        _add_configs,
+        _add_preflight,
+        _add_serve,
+        _add_eval,
+        _add_convert,
+        _add_inspect,
+        _add_launch,
+        _add_plan,
+        _add_report,
+        _add_samples,
+        _add_replay,
+        _add_compare,
+    ):  # in the order of `--help`
+        add(commands)
+    return top
 
-    def command(name: str, help: str, among: Any = commands) -> argparse.ArgumentParser:
-        made = among.add_parser(
-            name.split()[-1],
-            help=help,
-            description=help,
-            epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        made.set_defaults(subparser=made)
-        return made
 
+def _command(among: Any, name: str, help: str) -> argparse.ArgumentParser:
+    made = among.add_parser(
+        name.split()[-1],
+        help=help,
+        description=help,
+        epilog=f"example:\n  {EXAMPLES[name]}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.set_defaults(subparser=made)
+    return made
+
+
+def _add_training(commands: Any) -> None:
     for name, help in (
         ("train", "train a policy by reinforcement learning; the same command resumes a run that was stopped"),
         ("sft", "fine-tune on completions (data.answer_key), as a warm-up; the same command resumes"),
     ):
-        sub = command(name, help)
+        sub = _command(commands, name, help)
         sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         sub.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
         sub.add_argument(
             "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
         )
-    sub = command("configs", "list the configurations that are shipped: methods, models on hardware, the paper's sizes")
+
+
+def _add_configs(commands: Any) -> None:
+    sub = _command(
+        commands, "configs", "list the configurations that are shipped: methods, models on hardware, the paper's sizes"
+    )
     sub.add_argument("name", nargs="?", help="print this one, as a start of your own")
-    sub = command("preflight", "check a configuration, this node and the server before a job waits for them")
+
+
+def _add_preflight(commands: Any) -> None:
+    sub = _command(commands, "preflight", "check a configuration, this node and the server before a job waits for them")
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
     sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
@@ -73,11 +101,19 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
     )
-    sub = command("serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
+
+
+def _add_serve(commands: Any) -> None:
+    sub = _command(commands, "serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="the configs and keys that `train` gets")
     sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
     sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
-    sub = command("eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals")
+
+
+def _add_eval(commands: Any) -> None:
+    sub = _command(
+        commands, "eval", "sample answers to held-out problems (eval.*) and score them: pass@k with intervals"
+    )
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument(
         "--model",
@@ -85,13 +121,18 @@ def parser() -> argparse.ArgumentParser:
         "SGLang server (default: model.path)",
     )
     sub.add_argument("--out", type=Path, required=True, help="folder for the responses, the table and the logs")
+
+
+def _add_convert(commands: Any) -> None:
     convert = commands.add_parser("convert", help="a Hugging Face folder to a Megatron checkpoint, or back")
     directions = convert.add_subparsers(dest="direction", required=True)
-    sub = command("convert hf2mcore", "write a Hugging Face folder as a Megatron checkpoint for any layout", directions)
+    sub = _command(
+        directions, "convert hf2mcore", "write a Hugging Face folder as a Megatron checkpoint for any layout"
+    )
     sub.add_argument("source", metavar="HF", type=Path, help="a Hugging Face folder")
     sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
-    sub = command("convert mcore2hf", "write a Megatron checkpoint as a Hugging Face folder", directions)
+    sub = _command(directions, "convert mcore2hf", "write a Megatron checkpoint as a Hugging Face folder")
     sub.add_argument(
         "source",
         metavar="CHECKPOINT",
@@ -107,7 +148,12 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
     )
-    sub = command("inspect", "what is in a checkpoint or a model's folder, also one of others, or how two differ")
+
+
+def _add_inspect(commands: Any) -> None:
+    sub = _command(
+        commands, "inspect", "what is in a checkpoint or a model's folder, also one of others, or how two differ"
+    )
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "path",
@@ -117,6 +163,9 @@ def parser() -> argparse.ArgumentParser:
         "Hugging Face folder",
     )
     what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compares the tensors, one at a time")
+
+
+def _add_launch(commands: Any) -> None:
     launch = commands.add_parser("launch", help="start a training here, on a SLURM cluster or through nemo-run")
     launchers = launch.add_subparsers(dest="launcher", required=True)
     for name, help in (
@@ -125,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
         ("launch ray", "train with a Ray actor a rank, here or on a Ray cluster; docs/ray.md"),
         ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
     ):
-        sub = command(name, help, launchers)
+        sub = _command(launchers, name, help)
         sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         if name == "launch local":
             sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
@@ -139,7 +188,12 @@ def parser() -> argparse.ArgumentParser:
             continue
         JobOptions.add_arguments(sub)
         (add_slurm_arguments if name == "launch slurm" else add_nemo_arguments)(sub)
-    sub = command("plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict")
+
+
+def _add_plan(commands: Any) -> None:
+    sub = _command(
+        commands, "plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict"
+    )
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
     sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
@@ -148,10 +202,16 @@ def parser() -> argparse.ArgumentParser:
         "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
     )
     sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
-    sub = command("report", "what a run has done so far, or several runs side by side: tables and a picture")
+
+
+def _add_report(commands: Any) -> None:
+    sub = _command(commands, "report", "what a run has done so far, or several runs side by side: tables and a picture")
     sub.add_argument("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one")
     sub.add_argument("--out", type=Path, help="folder to write to (default: the first RUN)")
-    sub = command("samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
+
+
+def _add_samples(commands: Any) -> None:
+    sub = _command(commands, "samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
     sub.add_argument("run", type=Path, help="a run's output_dir, running or not")
     sub.add_argument("--step", type=_positive, help="of training (default: the newest; with --prompt all)")
     sub.add_argument("--prompt", metavar="ID", help="those of this problem alone, by its prompt_id")
@@ -161,7 +221,12 @@ def parser() -> argparse.ArgumentParser:
         "--limit", type=_positive, default=8, metavar="N", help="without --best and --worst: the first N (default 8)"
     )
     sub.add_argument("--json", action="store_true", help="an object a line")
-    sub = command("replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture")
+
+
+def _add_replay(commands: Any) -> None:
+    sub = _command(
+        commands, "replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture"
+    )
     sub.add_argument(
         "run",
         type=Path,
@@ -180,8 +245,13 @@ def parser() -> argparse.ArgumentParser:
         "--success-threshold", type=float, help="verl, slime: a rollout succeeds from this reward on (default: 1.0)"
     )
     sub.add_argument("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward")
-    sub = command(
-        "compare", "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/compare.md"
+
+
+def _add_compare(commands: Any) -> None:
+    sub = _command(
+        commands,
+        "compare",
+        "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/compare.md",
     )
     sub.add_argument("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir")
     how = sub.add_mutually_exclusive_group()
@@ -205,7 +275,6 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--dry-run", action="store_true", help="print the commands of the runs, or the script; start nothing"
     )
-    return top
 
 
 def _positive(text: str) -> int:

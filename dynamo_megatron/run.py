@@ -124,14 +124,8 @@ def run_rank(job: Job) -> int:
             job.prepare(spec)
         elif os.environ.get("LOCAL_RANK") == "0":
             job.prepare_node()
-        if config.trainer.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
-            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
-            torch.use_deterministic_algorithms(True)
         job.show("loading packages")
-        backend.enable_cpu()
-        backend.define_router_gemm()
-        backend.fix_torch_adam_checkpoints()
+        _set_up_backend(config.trainer.deterministic)
         # Megatron may only be imported once the backend is set up.
         from dynamo_megatron.policy.config_check import check_config
         from dynamo_megatron.policy.layout import join_ranks
@@ -179,6 +173,16 @@ def run_rank(job: Job) -> int:
         if refusal is not None and job.output is not None:
             job.output.discard(refusal)
         stop.ignore()
+
+
+def _set_up_backend(deterministic: bool) -> None:
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
+        torch.use_deterministic_algorithms(True)
+    backend.enable_cpu()
+    backend.define_router_gemm()
+    backend.fix_torch_adam_checkpoints()
 
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:

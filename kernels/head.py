@@ -217,26 +217,8 @@ def policy_loss(
         "old_kl_coef": old_kl_coef,
         "log_ratios": log_ratios,
     }
-    for name, value in per_token.items():
-        if value is None and name not in ("advantages", "token_weights"):
-            continue
-        if value.shape != labels.shape or not value.is_floating_point():
-            raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
-    if gradient not in ("eager", "recompute"):
-        raise ValueError(f"gradient: {gradient!r} is none of 'eager', 'recompute'")
-    if config.modulation is not None and log_ratios is not None:
-        raise ValueError("log_ratios: modulation is defined by the ratios of tokens; give None or no modulation")
-    if config.modulation is not None and ranges is None and gradient == "eager":
-        raise ValueError("gradient: 'eager' needs ranges; without them (micro-batch scope) use 'recompute'")
+    _check_arguments(per_token, labels, config, ranges, cu_seqlens, gradient)
     sequence_mean = config.modulation is not None and config.modulation.expectation == "sequence_mean"
-    if sequence_mean:
-        if cu_seqlens is None:
-            raise ValueError("cu_seqlens: needed for expectation 'sequence_mean'")
-        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-            raise ValueError(f"cu_seqlens: needs integers [S+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(labels) or (cu_seqlens.diff() < 0).any():
-            raise ValueError(f"cu_seqlens: needs to rise from 0 to the {len(labels)} tokens, got {cu_seqlens.tolist()}")
-
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
     eager = gradient == "eager" and any(wanted)
     with torch.no_grad():
@@ -258,3 +240,32 @@ def policy_loss(
     metrics = {"tokens": torch.tensor(float(len(head.rows)), device=hidden.device)}
     metrics |= dict(zip(METRICS, terms.sums.detach().float(), strict=True))
     return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(terms.advantages), metrics)
+
+
+def _check_arguments(
+    per_token: dict[str, Tensor | None],
+    labels: Tensor,
+    config: PolicyLossConfig,
+    ranges: ModulationRanges | None,
+    cu_seqlens: Tensor | None,
+    gradient: str,
+) -> None:
+    """Raises ValueError naming the argument of `policy_loss`."""
+    for name, value in per_token.items():
+        if value is None and name not in ("advantages", "token_weights"):
+            continue
+        if value.shape != labels.shape or not value.is_floating_point():
+            raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
+    if gradient not in ("eager", "recompute"):
+        raise ValueError(f"gradient: {gradient!r} is none of 'eager', 'recompute'")
+    if config.modulation is not None and per_token["log_ratios"] is not None:
+        raise ValueError("log_ratios: modulation is defined by the ratios of tokens; give None or no modulation")
+    if config.modulation is not None and ranges is None and gradient == "eager":
+        raise ValueError("gradient: 'eager' needs ranges; without them (micro-batch scope) use 'recompute'")
+    if config.modulation is not None and config.modulation.expectation == "sequence_mean":
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens: needed for expectation 'sequence_mean'")
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
+            raise ValueError(f"cu_seqlens: needs integers [S+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(labels) or (cu_seqlens.diff() < 0).any():
+            raise ValueError(f"cu_seqlens: needs to rise from 0 to the {len(labels)} tokens, got {cu_seqlens.tolist()}")

@@ -52,27 +52,9 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     if received:
         print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
         return 130 if signal.SIGINT in received else 75
-    threads = max(1, (os.cpu_count() or 1) // ranks)
     port = free_port()
     for rank in range(ranks):
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
-                env=environment,
-                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
-                process_group=0,
-            )
-        )
+        processes.append(_start(arguments, rank, ranks, port))
     deadline = first_bad = None
     insisted: list[subprocess.Popen] = []
     while any(p.poll() is None for p in processes):
@@ -94,13 +76,40 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     _end_orphans()
     for number, handler in before.items():
         signal.signal(number, handler)
-    codes = [p.returncode for p in processes]
+    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir)
+
+
+def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen:
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
+        env=environment,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+        process_group=0,
+    )
+
+
+def _exit_code(
+    codes: Sequence[int], first_bad: tuple[int, int] | None, received: Sequence[int], output_dir: Path
+) -> int:
+    """Of all ranks, which have ended with `codes`; says on stderr what no rank could. `first_bad`: (code, rank) of the
+    first that failed; `received`: the signals that came, in order."""
     if signal.SIGINT in received:
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
     if received and -code in (*received, signal.SIGTERM):  # before the rank had anything to save
         if codes[0] < 0:  # else it has said so itself
-            print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
+            print(stopped_early(received[0], output_dir), file=sys.stderr, flush=True)
         return 75
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)

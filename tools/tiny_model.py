@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = ["Ġ", *map(chr, range(33, 127)), "Ċ"]  # the byte-level alphabet's printable ASCII, space and newline
@@ -52,19 +52,6 @@ def make_tiny_model(
     if vocab < len(tokens):
         raise ValueError(f"vocab: {vocab} rows for a tokenizer of {len(tokens)} tokens")
     ids = {token: i for i, token in enumerate(tokens)}
-    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
-    # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
-    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
     mixture = {
         "num_experts": experts,
         "num_experts_per_tok": experts_per_token,
@@ -90,6 +77,30 @@ def make_tiny_model(
         eos_token_id=ids["<|im_end|>"],
         pad_token_id=ids["<|pad|>"],
     )
+    _random_model(config, seed).to(getattr(torch, dtype)).save_pretrained(out)
+    _tokenizer(ids).save_pretrained(out)
+    return Path(out)
+
+
+def _tokenizer(ids: dict[str, int]) -> PreTrainedTokenizerFast:
+    """One token a character, with the chat template."""
+    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -97,9 +108,7 @@ def make_tiny_model(
             # transformers starts norms at 1 and biases at 0: all alike, so that a swapped pair would not show
             if parameter.dim() == 1:
                 torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
-    model.to(getattr(torch, dtype)).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return Path(out)
+    return model
 
 
 def main() -> None:

@@ -83,52 +83,18 @@ def step_metrics(
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
     """
     rollouts, result, counts = batch.rollouts, record.result, record.counts
-    sampled = result.batch
+    sampled, algorithm = result.batch, config.algorithm
     differs = informative(sampled.rewards, sampled.group_ids)
     differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
-    gap = np.abs(stats.logprobs.numpy() - rollouts.engine_logprobs)
-    tokens = len(gap)
-    total = {
-        name: sum(u.get(name, 0.0) for u in updates)
-        for name in ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
-    }
-    algorithm, lengths = config.algorithm, rollouts.response_lengths
-    built_in = SHARES if algorithm.loss.function is None else {}  # what a function of the user's clips is not counted
-    shares = {f"policy/{name}_share": total[count] / max(1, tokens) for name, count in built_in.items()}
-    apart = mismatch(stats.logprobs.numpy() - rollouts.engine_logprobs, lengths, algorithm.rollout_correction)
-    options = {}
-    if algorithm.loss.selects:
-        options["policy/selected_share"] = total["selected"] / max(1, tokens)
-    if (buffer := algorithm.advantage.overlong_buffer) is not None:
-        most = algorithm.advantage.overlong_penalty
-        penalties = overlong_penalty(sampled.response_lengths, config.rollout.max_new_tokens, buffer, most)
-        options["reward/overlong_penalty"] = _mean(penalties)
-    if algorithm.dynamic_sampling is not None:
-        options["rollout/refill_rounds"] = len(record.allocations) - 1
-        options["rollout/missing_groups"] = config.data.batch_prompts - differing
-    if record.score_ratio is not None:
-        options["advantage/score_ratio"] = record.score_ratio
-    if algorithm.kl.coef:
-        options["policy/kl"] = total["kl"] / max(1, tokens)
+    difference = stats.logprobs.numpy() - rollouts.engine_logprobs
+    gap = np.abs(difference)
+    apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
     made = [u for u in updates if not u["skipped"]]
     grad_norm = sum(u["grad_norm"] for u in made) / max(1, len(made))
-    requested = max(1, result.counts["requested"])
-    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
-    elapsed = clock.total
+    times = _times(pushed, clock)
     return {
         "step": record.step,
-        "reward/mean": _mean(sampled.rewards),
-        "reward/success": _mean(sampled.successes),
-        "reward/timeouts": result.counts["reward_timeouts"] / requested,
-        "reward/errors": result.counts["reward_errors"] / requested,
-        "rollout/requested": result.counts["requested"],
-        "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
-        "rollout/response_length_mean": _mean(sampled.response_lengths),
-        "rollout/truncated": result.counts["truncated"] / requested,
-        "rollout/aborted": result.counts["aborted"] / requested,
-        "rollout/failed": result.counts["failed"] / requested,
-        "rollout/rejected": result.counts["rejected"] / requested,
-        "rollout/reused": result.counts["reused"] / requested,
+        **_sampled(result),
         "rollout/zero_variance_groups": 1 - differing / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()),
         "rollout/weight_version_max": int(sampled.weight_versions.max()),
@@ -141,20 +107,77 @@ def step_metrics(
         "allocation/history_share": record.history_share,
         **record.drawing,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
-        "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
-        **shares,
+        "policy/entropy": float(stats.entropy.double().mean()) if len(gap) else 0.0,
+        **_shares(updates, len(gap), config),
         "policy/grad_norm": grad_norm,
         **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),
-        "policy/tokens": tokens,
+        "policy/tokens": len(gap),
         "reshard/bytes": pushed.bytes,
         "reshard/floor_bytes": pushed.floor_bytes,
+        **times,
+        "throughput/tokens_per_second": len(sampled.tokens)
+        / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
+        **_of_options(record, differing, config),
+    }
+
+
+def _sampled(result: RolloutResult) -> dict[str, float]:
+    """What was sampled, with shares of the rollouts that were requested."""
+    sampled, counts = result.batch, result.counts
+    requested = max(1, counts["requested"])
+    return {
+        "reward/mean": _mean(sampled.rewards),
+        "reward/success": _mean(sampled.successes),
+        "reward/timeouts": counts["reward_timeouts"] / requested,
+        "reward/errors": counts["reward_errors"] / requested,
+        "rollout/requested": counts["requested"],
+        "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
+        "rollout/response_length_mean": _mean(sampled.response_lengths),
+        **{
+            f"rollout/{name}": counts[name] / requested
+            for name in ("truncated", "aborted", "failed", "rejected", "reused")
+        },
+    }
+
+
+def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config) -> dict[str, float]:
+    """Means over the tokens of the updates' sums, of those that the method has."""
+    loss = config.algorithm.loss
+    of = {f"{name}_share": counted for name, counted in SHARES.items()}
+    if loss.function is not None:
+        of = {}  # what a function of the user's clips is not counted
+    if loss.selects:
+        of["selected_share"] = "selected"
+    if config.algorithm.kl.coef:
+        of["kl"] = "kl"
+    return {f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()}
+
+
+def _times(pushed: PushReport, clock: Clock) -> dict[str, float]:
+    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
+    elapsed = clock.total
+    return {
         "time/step": elapsed,
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/other": elapsed - sum(seconds.values()),
         "time/reshard_pause": pushed.pause_seconds,
         "time/reshard_proof": pushed.proof_seconds,
-        "throughput/tokens_per_second": len(sampled.tokens) / (elapsed - seconds["save"] - seconds["evaluate"]),
-        **options,
     }
+
+
+def _of_options(record: StepRecord, differing: int, config: Config) -> dict[str, float]:
+    """What an option that is on brings; `differing`: groups whose rewards differ."""
+    algorithm, options = config.algorithm, {}
+    if (buffer := algorithm.advantage.overlong_buffer) is not None:
+        most = algorithm.advantage.overlong_penalty
+        lengths = record.result.batch.response_lengths
+        penalties = overlong_penalty(lengths, config.rollout.max_new_tokens, buffer, most)
+        options["reward/overlong_penalty"] = _mean(penalties)
+    if algorithm.dynamic_sampling is not None:
+        options["rollout/refill_rounds"] = len(record.allocations) - 1
+        options["rollout/missing_groups"] = config.data.batch_prompts - differing
+    if record.score_ratio is not None:
+        options["advantage/score_ratio"] = record.score_ratio
+    return options
