@@ -126,7 +126,7 @@ def one_round(way: str, layout: Any, connection: Connection | None) -> tuple[flo
     import torch.distributed as dist
 
     from dynamo_megatron.policy.batch import MicroBatch
-    from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
+    from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
     from dynamo_megatron.runtime.array_sharing import share
 
     batch, start, received = None, time.monotonic(), 0.0
@@ -142,8 +142,8 @@ def one_round(way: str, layout: Any, connection: Connection | None) -> tuple[flo
     shared = time.monotonic()
     batch.check_tokens(VOCABULARY)
     lengths = (np.diff(batch.offsets) - 1).tolist()
-    plan = plan_micro_batches(lengths, layout.dp.size(), MICRO_BATCH_TOKENS, cost=SequenceCost(1.0, 0.0))
-    MicroBatch.pack(batch, plan[layout.dp.rank()][0], multiple=1, device=layout.device)
+    assigned = assign_micro_batches(lengths, layout.dp.size(), MICRO_BATCH_TOKENS, cost=SequenceCost(1.0, 0.0))
+    MicroBatch.pack(batch, assigned[layout.dp.rank()][0], multiple=1, device=layout.device)
     return start, received, shared, time.monotonic()
 
 

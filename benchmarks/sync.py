@@ -86,7 +86,7 @@ def run_rank(job_file: Path) -> None:
         rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
         policy.config = config.model_copy(update={"rollout": rollout})
         pusher = WeightPusher(policy, fleet, coordinator)
-        source = torch.zeros(pusher.plan.nbytes, dtype=torch.uint8, device=layout.device)
+        source = torch.zeros(pusher.schedule.nbytes, dtype=torch.uint8, device=layout.device)
         target = torch.empty_like(source)
         reports, copies = [], []
         for push in range(-1, job["pushes"]):  # the first makes the links and is not counted
@@ -109,7 +109,7 @@ def run_rank(job_file: Path) -> None:
                     "layout": job["layout"],
                     "transport": case["transport"],
                     "server tp": endpoint.tp,
-                    "bytes of the model": pusher.plan.nbytes,
+                    "bytes of the model": pusher.schedule.nbytes,
                     "bytes sent": reports[-1].bytes,
                     "floor bytes": reports[-1].floor_bytes,
                     "bytes to floor": reports[-1].bytes / reports[-1].floor_bytes,

@@ -21,7 +21,7 @@ from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.policy.plan import SequenceCost
+from dynamo_megatron.policy.micro_batches import SequenceCost
 
 WIDTH = {"bfloat16": 2, "float32": 4}  # bytes an element
 GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
@@ -299,7 +299,8 @@ def kv_bytes_a_token(spec: ModelSpec, tp: int, dtype: str) -> float:
 
 def forward_flops(spec: ModelSpec, lengths: Sequence[tuple[float, float]]) -> float:
     """FLOPs of one forward pass over (how many, length) sequences: 2 a parameter and token in matrix products, and
-    causal attention's two products over half the square. [N] appendix, [K] section 2.1; policy/plan.py's SequenceCost.
+    causal attention's two products over half the square. [N] appendix, [K] section 2.1; `SequenceCost` of
+    policy/micro_batches.py.
     """
     cost = SequenceCost.of_model(spec)
     return 2 * sum(count * cost(length) for count, length in lengths)

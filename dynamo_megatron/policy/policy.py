@@ -39,8 +39,8 @@ from dynamo_megatron.policy.head_loss import (
     raise_non_finite,
 )
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
-from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -125,7 +125,7 @@ class Policy:
         """This rank's micro-batches of the sequences `members`."""
         lengths = np.diff(source.offsets)[members] - 1
         layout, parallel = self.layout, self.config.parallel
-        plan = plan_micro_batches(
+        assigned = assign_micro_batches(
             lengths.tolist(),
             layout.dp.size(),
             self.config.trainer.micro_batch_tokens,
@@ -141,7 +141,7 @@ class Policy:
                 cp_rank=layout.cp.rank(),
                 cp_size=layout.cp.size(),
             )
-            for micro in plan[layout.dp.rank()]
+            for micro in assigned[layout.dp.rank()]
         ]
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:

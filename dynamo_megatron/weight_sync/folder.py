@@ -24,7 +24,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
 )
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.weight_sync.gather import BucketSource
-from dynamo_megatron.weight_sync.plan import Plan, make_plan
+from dynamo_megatron.weight_sync.schedule import SendSchedule, make_schedule
 
 FILE_BYTES = 1 << 30  # of a file, more where one parameter is larger: host memory stays bounded
 
@@ -56,19 +56,21 @@ def write_huggingface(policy: Policy, folder: Path) -> int:
     """
     layout, config = policy.layout, policy.config
     itemsize = getattr(torch, config.model.dtype).itemsize
-    plan = make_plan(policy.spec, config.parallel, layout.world_size, bucket_bytes=FILE_BYTES, itemsize=itemsize)
-    source = BucketSource(policy, plan)
+    schedule = make_schedule(
+        policy.spec, config.parallel, layout.world_size, bucket_bytes=FILE_BYTES, itemsize=itemsize
+    )
+    source = BucketSource(policy, schedule)
     if layout.rank == 0:
         empty_folder(folder)
     dist.barrier(group=layout.host)
-    for number in range(len(plan.rounds)):
+    for number in range(len(schedule.rounds)):
         tensors = source.gather(number)
         if tensors is not None:
-            write_bucket(folder, plan.bucket_of(layout.rank, number).number, tensors)
+            write_bucket(folder, schedule.bucket_of(layout.rank, number).number, tensors)
     if layout.rank == 0:
-        write_companions(policy, folder, plan)
+        write_companions(policy, folder, schedule)
     dist.barrier(group=layout.host)
-    return plan.nbytes
+    return schedule.nbytes
 
 
 def empty_folder(folder: Path) -> None:
@@ -85,10 +87,10 @@ def write_bucket(folder: Path, number: int, tensors: Mapping[str, torch.Tensor])
     file.chmod(0o644)  # safetensors ignores the umask; the server may be another user's
 
 
-def write_companions(policy: Policy, folder: Path, plan: Plan) -> None:
+def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> None:
     """The index and what is not weights: from the model's folder, but config.json's dtype, which is the policy's."""
-    weight_map = {name: _file(bucket.number) for bucket in plan.buckets for name in bucket.names}
-    index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
+    weight_map = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
+    index = {"metadata": {"total_size": schedule.nbytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for file in companion_files(Path(policy.config.model.path)):
         shutil.copy(file, folder / file.name)

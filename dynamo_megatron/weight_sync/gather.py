@@ -1,4 +1,4 @@
-"""A bucket of the plan from the ranks that hold it: whole Hugging Face tensors on its sender."""
+"""A bucket of the schedule from the ranks that hold it: whole Hugging Face tensors on its sender."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, is_sharded, to_huggingface
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.weight_sync.plan import Bucket, Plan
+from dynamo_megatron.weight_sync.schedule import Bucket, SendSchedule
 
 
 class BucketSource:
     """This rank's part in gathering. All ranks call `gather` for every round, in order."""
 
-    def __init__(self, policy: Policy, plan: Plan):
+    def __init__(self, policy: Policy, schedule: SendSchedule):
         layout, spec = policy.layout, policy.spec
-        self._spec, self._plan, self._layout = spec, plan, layout
-        stage, within = divmod(layout.rank, plan.stage_ranks)
+        self._spec, self._schedule, self._layout = spec, schedule, layout
+        stage, within = divmod(layout.rank, schedule.stage_ranks)
         assert (stage, within % layout.tp.size()) == (layout.pp.rank(), layout.tp.rank()), "not Megatron's rank order"
         assert within % layout.ep.size() == layout.ep.rank(), "not Megatron's rank order"
         self._joins = layout.dp_cp.rank() == 0  # one replica of a stage gathers
@@ -36,8 +36,8 @@ class BucketSource:
 
         Tensors may share memory with the parameters.
         """
-        bucket = self._plan.bucket_of(self._layout.rank, number)
-        together = self._plan.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
+        bucket = self._schedule.bucket_of(self._layout.rank, number)
+        together = self._schedule.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
         shards: dict[str, list[torch.Tensor]] = {}
         if together is not None and self._layout.tp.size() > 1:
             shards = self._collect(together)
@@ -46,7 +46,7 @@ class BucketSource:
         tensors: dict[str, torch.Tensor] = {}
         for name in bucket.parameters:
             tensors |= to_huggingface(self._spec, name, shards.get(name) or [self._parameter(name)])
-        assert tuple(tensors) == bucket.names, "not the plan's tensors"
+        assert tuple(tensors) == bucket.names, "not the schedule's tensors"
         return tensors
 
     def _collect(self, bucket: Bucket) -> dict[str, list[torch.Tensor]]:

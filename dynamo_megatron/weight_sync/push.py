@@ -1,8 +1,8 @@
 """The push: the policy's weights to every server, proved, with the pause measured.
 
-Rank 0 takes the servers out of the rotation; the plan's senders send their buckets, every server hearing one sender at
-a time; rank 0 closes the update, compares the servers' checksums with the weights sent and hands the outcomes back. A
-server that fails on the way is left out of the rest: its outcome is a message.
+Rank 0 takes the servers out of the rotation; the schedule's senders send their buckets, every server hearing one sender
+at a time; rank 0 closes the update, compares the servers' checksums with the weights sent and hands the outcomes back.
+A server that fails on the way is left out of the rest: its outcome is a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.gather import BucketSource
-from dynamo_megatron.weight_sync.plan import Bucket, floor_bytes, make_plan
 from dynamo_megatron.weight_sync.proof import (
     Expected,
     ExpectedChecksums,
@@ -35,6 +34,7 @@ from dynamo_megatron.weight_sync.proof import (
     proved_layers,
     server_device,
 )
+from dynamo_megatron.weight_sync.schedule import Bucket, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import Machine, choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
 from dynamo_megatron.weight_sync.transports.disk import DiskTransport
@@ -73,10 +73,10 @@ class WeightPusher:
         self._layout, self._config = policy.layout, policy.config.rollout
         self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
         sync, ranks = self._config.sync, self._layout.world_size
-        self.plan = make_plan(
+        self.schedule = make_schedule(
             policy.spec, policy.config.parallel, ranks, bucket_bytes=sync.bucket_bytes, itemsize=self._itemsize
         )
-        self._source = BucketSource(policy, self.plan)
+        self._source = BucketSource(policy, self.schedule)
         hosts = len(set(self._layout.gather(socket.gethostname())))
         self._transport = self._make(choose_transport(self._config, Machine(torch.cuda.is_available(), hosts)))
         self._connected: set[Endpoint] = set()
@@ -106,7 +106,7 @@ class WeightPusher:
             for tp in {e.tp for e in endpoints if layers is not None}
         }
         self._open(under_way, on_poll)
-        for number, buckets in enumerate(self.plan.rounds):
+        for number, buckets in enumerate(self.schedule.rounds):
             self._round(number, buckets, under_way, expected, on_poll)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in sorted(expected.items())}
@@ -165,7 +165,7 @@ class WeightPusher:
         new = [e for e in under_way.healthy if e not in self._connected]
         if not new:
             return
-        for sender in sorted({bucket.sender for bucket in self.plan.buckets}):
+        for sender in sorted({bucket.sender for bucket in self.schedule.buckets}):
             if self._layout.rank == sender:
                 for endpoint in new:
                     self._on_servers(under_way, self._transport.connect, on_poll, [endpoint])
@@ -182,7 +182,7 @@ class WeightPusher:
     ) -> None:
         """Every sender's bucket to every server. In one turn a server hears one sender, and senders different ones."""
         tensors = self._source.gather(number)
-        own = self.plan.bucket_of(self._layout.rank, number)
+        own = self.schedule.bucket_of(self._layout.rank, number)
         if tensors is not None:
             under_way.sent += self._transport.stage(own.number, tensors)
             for checksums in expected.values():
@@ -235,7 +235,7 @@ class WeightPusher:
         if name == "tensor":
             return TensorTransport()
         if name == "disk":
-            return DiskTransport(self._policy, self.plan, Path(self._policy.config.output_dir) / "push")
+            return DiskTransport(self._policy, self.schedule, Path(self._policy.config.output_dir) / "push")
         if name == "ipc":
             return IpcTransport(self._layout)
         return GroupTransport(name, self._layout.device if name == "nccl" else torch.device("cpu"))

@@ -156,7 +156,7 @@ class Ranks:
         if self.rank:
             return
         seen = {"layout": self.case["name"], "transport": transport, "version": push, **vars(report)}
-        seen |= {"outcomes": self.fleet.outcomes, "buckets": sum(1 for _ in pusher.plan.buckets), "servers": {}}
+        seen |= {"outcomes": self.fleet.outcomes, "buckets": sum(1 for _ in pusher.schedule.buckets), "servers": {}}
         self.reference.load(weights)
         for endpoint in endpoints:
             if self.fleet.outcomes[endpoint.name] is None:

@@ -10,7 +10,7 @@ import torch
 
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import close_session, open_session, set_version
-from dynamo_megatron.weight_sync.plan import Bucket
+from dynamo_megatron.weight_sync.schedule import Bucket
 
 
 class Transport(Protocol):

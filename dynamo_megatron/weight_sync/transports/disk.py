@@ -11,18 +11,18 @@ from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import call, check_version
 from dynamo_megatron.weight_sync.folder import empty_folder, write_bucket, write_companions
-from dynamo_megatron.weight_sync.plan import Bucket, Plan
+from dynamo_megatron.weight_sync.schedule import Bucket, SendSchedule
 from dynamo_megatron.weight_sync.transports.base import Transport
 
 
 class DiskTransport(Transport):
-    def __init__(self, policy: Policy, plan: Plan, folder: Path):
-        self._policy, self._plan, self._folder = policy, plan, folder.absolute()
+    def __init__(self, policy: Policy, schedule: SendSchedule, folder: Path):
+        self._policy, self._schedule, self._folder = policy, schedule, folder.absolute()
         self._timeout = policy.config.rollout.start_timeout  # a load takes what the start's did
 
     def prepare(self) -> None:
         empty_folder(self._folder)
-        write_companions(self._policy, self._folder, self._plan)
+        write_companions(self._policy, self._folder, self._schedule)
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         write_bucket(self._folder, number, tensors)

@@ -1,4 +1,4 @@
-"""The invariants of micro-batch planning and of packing, over random lengths."""
+"""The invariants of the assignment to micro-batches and of packing, over random lengths."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy.batch import MicroBatch, context_positions
-from dynamo_megatron.policy.plan import SequenceCost, plan_micro_batches
+from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.types import Sequences
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -18,11 +18,11 @@ COST = SequenceCost(linear=1000.0, quadratic=10.0)
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 700), st.integers(1, 4))
 def test_every_sequence_has_one_place_and_every_rank_as_many_micro_batches(lengths, dp_size, budget, multiple):
-    plan = plan_micro_batches(lengths, dp_size, budget, cost=COST, multiple=multiple)
-    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
-    assert len(plan) == dp_size and len({len(rank) for rank in plan}) == 1
-    assert len(plan[0]) % multiple == 0 and bool(plan[0]) == bool(lengths)
-    for micro in (micro for rank in plan for micro in rank):
+    assigned = assign_micro_batches(lengths, dp_size, budget, cost=COST, multiple=multiple)
+    assert sorted(i for rank in assigned for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len(assigned) == dp_size and len({len(rank) for rank in assigned}) == 1
+    assert len(assigned[0]) % multiple == 0 and bool(assigned[0]) == bool(lengths)
+    for micro in (micro for rank in assigned for micro in rank):
         assert micro == sorted(micro)
         assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
 
@@ -33,8 +33,8 @@ def test_the_order_of_the_sequences_does_not_matter(lengths, dp_size, budget, ra
     shuffled = random.sample(lengths, len(lengths))
 
     def packed(of):
-        plan = plan_micro_batches(of, dp_size, budget, cost=COST)
-        return sorted(sorted(of[i] for i in micro) for rank in plan for micro in rank)
+        assigned = assign_micro_batches(of, dp_size, budget, cost=COST)
+        return sorted(sorted(of[i] for i in micro) for rank in assigned for micro in rank)
 
     assert packed(lengths) == packed(shuffled)
 
@@ -42,8 +42,8 @@ def test_the_order_of_the_sequences_does_not_matter(lengths, dp_size, budget, ra
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 6))
 def test_cost_is_balanced_within_the_costliest_sequence(lengths, dp_size):
-    plan = plan_micro_batches(lengths, dp_size, sum(lengths), cost=COST)
-    costs = [[sum(COST(lengths[i]) for i in micro) for micro in rank] for rank in plan]
+    assigned = assign_micro_batches(lengths, dp_size, sum(lengths), cost=COST)
+    costs = [[sum(COST(lengths[i]) for i in micro) for micro in rank] for rank in assigned]
     worst = max(COST(length) for length in lengths)
     of_micro_batches = [c for rank in costs for c in rank]
     assert max(of_micro_batches) - min(of_micro_batches) <= worst * (1 + 1e-9)
@@ -53,13 +53,13 @@ def test_cost_is_balanced_within_the_costliest_sequence(lengths, dp_size):
 
 def test_attention_counts_not_only_length():
     lengths = [1000] + [100] * 10  # as many tokens in the one as in the ten
-    plan = plan_micro_batches(lengths, 2, 2000, cost=SequenceCost(linear=1.0, quadratic=0.1))
-    assert sorted(len(rank[0]) for rank in plan) == [1, 10]
+    assigned = assign_micro_batches(lengths, 2, 2000, cost=SequenceCost(linear=1.0, quadratic=0.1))
+    assert sorted(len(rank[0]) for rank in assigned) == [1, 10]
 
 
 def test_nearly_as_few_micro_batches_as_the_budget_allows():
     lengths = np.random.default_rng(0).integers(50, 2000, 2000).tolist()
-    count = len(plan_micro_batches(lengths, 8, 16384, cost=COST)[0])
+    count = len(assign_micro_batches(lengths, 8, 16384, cost=COST)[0])
     assert count <= 1.1 * sum(lengths) / (8 * 16384) + 1
 
 

@@ -32,7 +32,7 @@ from dynamo_megatron.models.server_layout import server_shard
 class Bucket:
     """What one rank sends in one go."""
 
-    number: int  # in the whole plan
+    number: int  # in the whole schedule
     sender: int  # a global rank
     parameters: tuple[str, ...]  # Megatron's, global
     names: tuple[str, ...]  # the Hugging Face tensors they become, in order
@@ -40,7 +40,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SendSchedule:
     rounds: tuple[tuple[Bucket, ...], ...]
     stage_ranks: int  # ranks of a pipeline stage
 
@@ -65,8 +65,10 @@ class Plan:
         return None
 
 
-def make_plan(spec: ModelSpec, parallel: ParallelConfig, ranks: int, *, bucket_bytes: int, itemsize: int) -> Plan:
-    """The plan for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
+def make_schedule(
+    spec: ModelSpec, parallel: ParallelConfig, ranks: int, *, bucket_bytes: int, itemsize: int
+) -> SendSchedule:
+    """The schedule for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
 
     `itemsize`: bytes of a value. A parameter larger than `bucket_bytes` is a bucket of its own.
     """
@@ -81,16 +83,16 @@ def make_plan(spec: ModelSpec, parallel: ParallelConfig, ranks: int, *, bucket_b
             own = [p for p in parameters if expert_number(p) in spec.experts_of(ep, parallel.ep)]
             queues.setdefault(first + ep, []).extend(_cut(own, sizes, bucket_bytes))
     rounds, number = [], 0
-    for turn in range(max(map(len, queues.values()))):
+    for position in range(max(map(len, queues.values()))):
         buckets = []
         for sender in sorted(queues):
-            if turn < len(queues[sender]):
-                parameters = queues[sender][turn]
+            if position < len(queues[sender]):
+                parameters = queues[sender][position]
                 names = tuple(name for p in parameters for name in huggingface_names(spec, p))
                 buckets.append(Bucket(number, sender, parameters, names, sum(sizes[p] for p in parameters)))
                 number += 1
         rounds.append(tuple(buckets))
-    return Plan(tuple(rounds), stage_ranks)
+    return SendSchedule(tuple(rounds), stage_ranks)
 
 
 def _parameter_bytes(spec: ModelSpec, itemsize: int) -> dict[str, int]:

@@ -11,7 +11,8 @@ Invariants:
 - every rank has the same number of micro-batches, a multiple of `multiple`, some of them perhaps empty (the pipeline
   and the collectives still run them); none at all if there is no sequence;
 - within a micro-batch sequences are in ascending order;
-- the plan is a function of the lengths alone: it does not depend on the tokens, the step or the rank that makes it.
+- the assignment is a function of the lengths alone: it does not depend on the tokens, the step or the rank that
+  computes it.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class SequenceCost:
         return self.linear * length + self.quadratic * length * length
 
 
-def plan_micro_batches(
+def assign_micro_batches(
     lengths: Sequence[int], dp_size: int, budget: int, *, cost: SequenceCost, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """`plan[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens.
+    """`assigned[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens.
 
     `multiple`: of what the number of micro-batches of a rank must be one; the interleaved pipeline schedule of
     Megatron-core needs the number of stages.
@@ -63,14 +64,14 @@ def plan_micro_batches(
     while (bins := _spread(order, lengths, costs, count, budget)) is None:
         count += step
     bins.sort(key=lambda b: (-sum(costs[i] for i in b), b))
-    plan: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    assigned: list[list[list[int]]] = [[] for _ in range(dp_size)]
     loads = [0.0] * dp_size
     for start in range(0, count, dp_size):
         ranks = sorted(range(dp_size), key=lambda r: (loads[r], r))
         for rank, members in zip(ranks, bins[start : start + dp_size], strict=True):
-            plan[rank].append(members)
+            assigned[rank].append(members)
             loads[rank] += sum(costs[i] for i in members)
-    return plan
+    return assigned
 
 
 def _spread(

@@ -1,4 +1,4 @@
-"""The plan on all layouts, without processes."""
+"""The schedule on all layouts, without processes."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_names, huggingface_shapes, is_expert
-from dynamo_megatron.weight_sync.plan import floor_bytes, make_plan
+from dynamo_megatron.weight_sync.schedule import floor_bytes, make_schedule
 
 LAYOUTS = [
     {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp}
@@ -19,7 +19,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def specs(make_tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plans")
+    folder = tmp_path_factory.mktemp("schedules")
     kinds = {
         "qwen2": {},
         "llama": {"tied": True},
@@ -32,24 +32,24 @@ def specs(make_tiny_model, tmp_path_factory):
     }
 
 
-def plan_of(spec, layout, bucket_bytes=30000):
+def schedule_of(spec, layout, bucket_bytes=30000):
     dp = layout.get("dp", 1)
     parallel = ParallelConfig(**{k: v for k, v in layout.items() if k != "dp"})
-    return make_plan(spec, parallel, parallel.model_ranks * dp, bucket_bytes=bucket_bytes, itemsize=4)
+    return make_schedule(spec, parallel, parallel.model_ranks * dp, bucket_bytes=bucket_bytes, itemsize=4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items() if v > 1) or "one")
 def test_every_tensor_is_sent_once_by_a_rank_that_holds_it(specs, family, layout):
     spec = specs[family]
-    plan = plan_of(spec, layout)
+    schedule = schedule_of(spec, layout)
     shapes = huggingface_shapes(spec)
-    sent = [name for bucket in plan.buckets for name in bucket.names]
+    sent = [name for bucket in schedule.buckets for name in bucket.names]
     assert sorted(sent) == sorted(shapes)
-    assert plan.nbytes == sum(4 * math.prod(shape) for shape in shapes.values())
+    assert schedule.nbytes == sum(4 * math.prod(shape) for shape in shapes.values())
     stage_ranks = layout["tp"] * layout["cp"] * layout["dp"]
     depth = spec.num_layers // (layout["pp"] * layout["vpp"])
-    for bucket in plan.buckets:
+    for bucket in schedule.buckets:
         stage, within = divmod(bucket.sender, stage_ranks)
         assert within == 0
         for parameter in bucket.parameters:
@@ -64,24 +64,24 @@ def test_buckets_are_bounded_and_keep_fused_parameters_whole(specs):
     spec = specs["qwen2"]
     shapes = huggingface_shapes(spec)
     for limit in (1, 5000, 30000, 1 << 30):
-        plan = plan_of(spec, {"tp": 2, "pp": 2}, limit)
-        for bucket in plan.buckets:
+        schedule = schedule_of(spec, {"tp": 2, "pp": 2}, limit)
+        for bucket in schedule.buckets:
             assert bucket.nbytes == sum(4 * math.prod(shapes[name]) for name in bucket.names)
             assert bucket.nbytes <= limit or len(bucket.parameters) == 1
             whole = [name for p in bucket.parameters for name in huggingface_names(spec, p)]
             assert list(bucket.names) == whole
-    assert len(plan.rounds) == 1  # a stage is one bucket
-    assert len(plan.rounds[0]) == 2
+    assert len(schedule.rounds) == 1  # a stage is one bucket
+    assert len(schedule.rounds[0]) == 2
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2, "dp": 2}, {"ep": 4, "tp": 2, "dp": 2}, {"ep": 2, "tp": 2, "pp": 2}])
 def test_experts_are_sent_by_their_own_ranks(specs, layout):
     spec = specs["qwen3_moe"]
-    plan = plan_of(spec, layout)
+    schedule = schedule_of(spec, layout)
     stage_ranks = layout.get("tp", 1) * layout.get("dp", 1)
-    sent = [name for bucket in plan.buckets for name in bucket.names]
+    sent = [name for bucket in schedule.buckets for name in bucket.names]
     assert sorted(sent) == sorted(huggingface_shapes(spec))
-    for bucket in plan.buckets:
+    for bucket in schedule.buckets:
         expert = [is_expert(p) for p in bucket.parameters]
         assert all(expert) or not any(expert)
         if any(expert):
@@ -89,12 +89,12 @@ def test_experts_are_sent_by_their_own_ranks(specs, layout):
             assert {int(p.split(".")[6]) for p in bucket.parameters} <= set(own)
         else:
             assert bucket.sender % stage_ranks == 0
-    for number, buckets in enumerate(plan.rounds):
+    for number, buckets in enumerate(schedule.rounds):
         senders = [bucket.sender for bucket in buckets]
         assert len(set(senders)) == len(senders)
         for bucket in buckets:
-            assert plan.bucket_of(bucket.sender, number) is bucket
-            dense = plan.dense_bucket(bucket.sender // stage_ranks, number)
+            assert schedule.bucket_of(bucket.sender, number) is bucket
+            dense = schedule.dense_bucket(bucket.sender // stage_ranks, number)
             assert (dense is bucket) == (not is_expert(bucket.parameters[0]))
 
 
