@@ -238,6 +238,7 @@ class WeightPusher:
             return DiskTransport(self._policy, self.schedule, Path(self._policy.config.output_dir) / "push")
         if name == "ipc":
             return IpcTransport(self._layout)
+        assert name in ("nccl", "gloo"), name
         return GroupTransport(name, self._layout.device if name == "nccl" else torch.device("cpu"))
 
 
