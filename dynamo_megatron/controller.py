@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocation import Allocation, RolloutAllocator
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
+from dynamo_megatron.algorithm.sequential import NextRound, Rule
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, position_of
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.rounds import Round, Selection, joined, outcomes
 from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
-
-
-class Selection(NamedTuple):
-    """The rollouts that a step trains on."""
-
-    rows: np.ndarray  # int64 [K], ascending: which of all that its rounds sampled
-    baseline: Baseline | None  # of the prompt of each, from before it was sampled; None: the method uses none
-    weights: np.ndarray | None  # float64 [K], of the prompt of each (`data.selection.weights`); None: 1
 
 
 class StepEnd(NamedTuple):
@@ -42,24 +37,6 @@ class StepEnd(NamedTuple):
     evaluate: bool
     is_best: bool  # of all evaluated so far
     stop_reason: str | None  # None: the run goes on
-
-
-@dataclass
-class Round:
-    """Some of a step's prompts, and their rollouts. A step is one round, or under dynamic sampling several."""
-
-    prompts: list[Prompt]
-    allocation: Allocation
-    baseline: Baseline | None  # of each prompt, for `algorithm.advantage.kind: history`
-    first: int  # position of the first prompt in the step
-    result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
-    sampled: int = 0  # trainable rollouts, before `reject`
-    kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
-
-    @property
-    def dispatch(self) -> np.ndarray:
-        """int64, for each rollout in `result`: which of `prompts` it is of."""
-        return np.asarray([position_of(g) - self.first for g in self.result.batch.group_ids], np.int64)
 
 
 class Controller:
@@ -98,21 +75,29 @@ class Controller:
     # -- sampling --------------------------------------------------------------------------------------------------
     def draw(self, step: int, rounds: Sequence[Round]) -> list[Prompt]:
         """Prompts of the data, by default the next ones (`data.selection`): a batch, or after the step's first round as
-        many as it still misses groups."""
+        many as it still misses groups. With `algorithm.sequential` those of the first round that get further ones."""
         self._journal.progress.phase("read data")
+        if further := self._further(step, rounds):
+            return [rounds[0].prompts[i] for i in further.prompts]
         return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop)
 
-    def allocate(self, step: int, prompts: list[Prompt], first: int) -> Round:
-        """How many rollouts each of `prompts` gets. Their share of the step's budget is divided by the history that
-        `observe` has collected of each; a prompt without history counts as the average prompt. `first`: position of the
-        first one in the step."""
+    def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
+        """How many rollouts each of `prompts` gets in the round after `rounds`. Their share of the step's budget is
+        divided by the history that `observe` has collected of each; a prompt without history counts as the average
+        prompt. `algorithm.sequential` has rounds of other sizes, each divided evenly."""
         advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
         budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
+        first = sum(len(r.prompts) for r in rounds)
+        origin = first + np.arange(len(prompts))
+        if further := self._further(step, rounds):
+            budget, origin = further.budget, further.prompts
+        elif rule := self.config.algorithm.sequential:
+            budget = rule.round_n * len(prompts)
         allocation, baseline = self._allocator.decide(ids, budget, step=step), None
         if advantage.kind == "history":
             ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
             baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)
-        return Round(prompts, allocation, baseline, first)
+        return Round(prompts, allocation, baseline, first, origin)
 
     def generate(self, step: int, now: Round) -> RolloutBatch:
         """Scored rollouts of the round's prompts, all on disk, perhaps none. Raises PushNeeded: then it may be called
@@ -176,13 +161,15 @@ class Controller:
 
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out and replaced by
         those of further prompts, in at most `rounds` further rounds. A batch of only such groups stays as it is.
+        `algorithm.sequential` leaves out what its rule does (algorithm/sequential.py).
         Raises RolloutError where not one rollout can be trained on.
         """
         sampling, last = self.config.algorithm.dynamic_sampling, rounds[-1].result.counts
         in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
-        if sampling and len(rounds) <= sampling.rounds and in_time and self._missing(rounds):
+        refill = sampling and len(rounds) <= sampling.rounds and self._missing(rounds)
+        if in_time and (refill or self._further(step, rounds)):
             return None
-        sampled = RolloutResult.join([r.result for r in rounds])
+        sampled = joined(rounds, self._merges)
         for note in sampled.notes:
             self._journal.say(note)
         if not sampled.batch.rollout_ids:
@@ -192,14 +179,51 @@ class Controller:
         sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
         starts = np.cumsum([0, *(r.sampled for r in rounds)])
         kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
-        differs = informative(sampled.batch.rewards, sampled.batch.group_ids)
-        chosen = np.flatnonzero(differs) if sampling and differs.any() else np.arange(len(kept))
-        baseline = weights = None
-        if rounds[0].baseline is not None:
-            baseline = Baseline.join([r.baseline.of(r.dispatch) for r in rounds]).of(chosen)
+        chosen, factors, group_ids = np.arange(len(kept)), None, None
+        if self._rule is not None:
+            chosen, factors = self._rule.trained(outcomes(rounds))
+            if self._merges and len(rounds) > 1:
+                group_ids = [sampled.batch.group_ids[i] for i in chosen]
+        elif sampling and (differs := informative(sampled.batch.rewards, sampled.batch.group_ids)).any():
+            chosen = np.flatnonzero(differs)
+        weights = factors
         if self.config.data.selection.weights:
-            weights = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
-        return Selection(kept[chosen], baseline, weights)
+            own = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
+            weights = own if factors is None else own * factors
+        return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
+
+    def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
+        """Of the rollouts `chosen`, of all that the rounds have. Where rounds are merged it is that of the first: later
+        ones know rewards of the same groups already."""
+        if not self._merges:
+            known = [r.baseline.of(r.dispatch) for r in rounds if r.baseline is not None]
+            return Baseline.join(known).of(chosen) if known else None
+        known, seen = rounds[0].baseline, outcomes(rounds)
+        if self.config.algorithm.sequential.kind == "reinforce_ada":
+            left = np.setdiff1d(np.arange(len(seen.prompt)), chosen)
+            rewards, prompts = np.concatenate([r.result.batch.rewards for r in rounds]), len(seen.asked)
+            counts = np.bincount(seen.prompt[left], minlength=prompts)
+            known = known or Baseline(np.zeros(prompts), np.zeros(prompts))
+            known = known.with_rollouts(np.bincount(seen.prompt[left], rewards[left], prompts), counts)
+        return None if known is None else known.of(seen.prompt[chosen])
+
+    @cached_property
+    def _rule(self) -> Rule | None:
+        """Of `algorithm.sequential`."""
+        config = self.config
+        return config.algorithm.sequential and Rule(config.algorithm.sequential, *config.rollout_bounds)
+
+    @property
+    def _merges(self) -> bool:
+        """The rollouts of a prompt in all rounds are one group."""
+        return self._rule is not None and self._rule.merges
+
+    def _further(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
+        """The round that `algorithm.sequential` asks for after `rounds`, if any."""
+        if self._rule is None or not rounds:
+            return None
+        seed = derived_seed(self.config.seed, "sequential", str(step))
+        return self._rule.next_round(outcomes(rounds), np.random.default_rng(seed).random(len(rounds[0].prompts)))
 
     def _missing(self, rounds: Sequence[Round]) -> int:
         """How many groups with different rewards the batch still lacks."""
@@ -212,7 +236,7 @@ class Controller:
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
         """What the step sampled."""
-        sampled = RolloutResult.join([r.result for r in rounds])
+        sampled = joined(rounds, self._merges)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations = [r.allocation for r in rounds]
         return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio)

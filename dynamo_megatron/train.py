@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamo_megatron.controller import Controller, Round, Selection
+from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
+from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
@@ -111,13 +112,13 @@ class RLTrainer(Trainer):
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
         equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
-        of one round; `Controller.generate` gives them its group_id.
+        of one round; `Controller.generate` gives them its group_id. With `algorithm.sequential` further rounds sample
+        prompts of the first one again, and the rollouts of a prompt are one group (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
         def draw_and_allocate() -> None:  # rank 0
-            prompts = controller.draw(step, rounds)
-            rounds.append(controller.allocate(step, prompts, first=sum(len(r.prompts) for r in rounds)))
+            rounds.append(controller.allocate(step, controller.draw(step, rounds), rounds))
 
         def generate() -> RolloutBatch:  # rank 0
             return controller.generate(step, rounds[-1])
@@ -136,7 +137,7 @@ class RLTrainer(Trainer):
             selection = self.on_rank_0(f"the rollouts of step {step}", select)
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
-        rollouts = RolloutBatch.join(batches).take(selection.rows)
+        rollouts = selection.of(RolloutBatch.join(batches))
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
             mini_batches, stats = self.pack_and_measure(rollouts)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)

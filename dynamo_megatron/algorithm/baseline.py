@@ -31,6 +31,12 @@ class Baseline:
     def of(self, indices: np.ndarray) -> Baseline:
         return replace(self, mean=self.mean[indices], strength=self.strength[indices])
 
+    def with_rollouts(self, rewards: np.ndarray, counts: np.ndarray) -> Baseline:
+        """With further rollouts of each: the sum of their rewards, float64 [N], and their number, int64 [N]."""
+        strength = self.strength + counts
+        total = self.mean * self.strength + rewards
+        return replace(self, mean=np.divide(total, strength, out=0 * total, where=strength > 0), strength=strength)
+
     @classmethod
     def join(cls, baselines: Sequence[Baseline]) -> Baseline:
         """Of all of them in order, with score ratio and variance of the first."""

@@ -28,6 +28,11 @@ def premise_warnings(config: Config) -> list[str]:
             "algorithm.dynamic_sampling leaves out groups of equal rewards, from which "
             f"advantage.kind={advantage.kind} learns as from any other; set algorithm.dynamic_sampling=null"
         )
+    if (rule := algorithm.sequential) is not None and not rule.explore:
+        warnings.append(
+            f"algorithm.sequential.kind={rule.kind} goes by the step's own outcomes, which biases the gradient "
+            "(docs/estimators.md); set algorithm.sequential=null, or kind=pilot with explore above 0"
+        )
     warnings += _history_warnings(config)
     if kind == "uniform":
         return warnings

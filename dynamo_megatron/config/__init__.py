@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig
+from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
 from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -108,11 +108,19 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     allocation: AllocationConfig = AllocationConfig()
     dynamic_sampling: DynamicSamplingConfig | None = None
+    sequential: SequentialConfig | None = None
     advantage: AdvantageConfig = AdvantageConfig()
     modulation: ModulationConfig | None = ModulationConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig | None = None
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Advantages are made with more than the rewards of the rollouts that are trained on (`Baseline`)."""
+        return self.advantage.kind == "history" or (
+            self.sequential is not None and self.sequential.kind == "reinforce_ada"
+        )
 
     @model_validator(mode="after")
     def _loss_fits(self) -> AlgorithmConfig:
@@ -235,11 +243,11 @@ class Config(Section):
     @property
     def rollout_budget(self) -> int:
         """Rollouts a step."""
-        return self._rollouts[0]
+        return self.rollout_bounds[0]
 
     @property
-    def _rollouts(self) -> tuple[int, int, int]:
-        """Of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict each other."""
+    def rollout_bounds(self) -> tuple[int, int, int]:
+        """Rollouts of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict."""
         allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
         return allocation.fit(prompts, 8 * prompts if allocation.budget is None else allocation.budget)
 
@@ -259,6 +267,28 @@ class Config(Section):
             if asked and (high == 1 or (uniform and budget <= prompts)):
                 yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
+    def _sequential_faults(self, budget: int, low: int, high: int) -> Iterator[str]:
+        algorithm, rule = self.algorithm, self.algorithm.sequential
+        if rule is None:
+            return
+        for fault in rule.faults(budget, self.data.batch_prompts, low, high):
+            yield f"algorithm.sequential.{fault}"
+        if algorithm.dynamic_sampling is not None:
+            yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
+        if (kind := algorithm.allocation.kind) != "uniform":
+            yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
+        what = "explore" if rule.explore else rule.kind
+        advantage = algorithm.advantage
+        if what != "pilot" and advantage.kind not in ("rloo", "history"):
+            yield (
+                f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
+                f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
+            )
+        if what == "reinforce_ada" and advantage.overlong_buffer is not None:
+            yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
+        if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
+            yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
+
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         if faults := list(self._contradictions()):
@@ -268,7 +298,8 @@ class Config(Section):
     def _contradictions(self) -> Iterator[str]:
         prompts = self.data.batch_prompts
         try:
-            yield from self._groups_of_one(*self._rollouts)
+            yield from self._groups_of_one(*self.rollout_bounds)
+            yield from self._sequential_faults(*self.rollout_bounds)
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
         if self.algorithm.loss.mini_batches > prompts:

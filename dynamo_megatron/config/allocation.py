@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -66,3 +67,47 @@ class DynamicSamplingConfig(Section):
     """Groups of equal rewards are replaced by those of further prompts (DAPO, arXiv 2503.14476)."""
 
     rounds: Positive = 4  # of replacement a step, at most
+
+
+class SequentialConfig(Section):
+    """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
+
+    # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
+    # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
+    kind: Literal["pilot", "reinforce_ada"] = "pilot"
+    round_n: Positive = 8  # rollouts of a prompt in the first round; reinforce_ada: in every round
+    lower: Annotated[float, Field(ge=0, le=1)] = 0.125  # pilot: least share of right rollouts for a second round
+    upper: Annotated[float, Field(ge=0, le=1)] = 0.25  # pilot: least share of wrong ones
+    # pilot: chance of a second round for a prompt without these; above 0: both rounds are groups of their own, with
+    # weights that make the gradient unbiased
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.0
+    exit: Literal["balanced", "positive"] = "balanced"  # reinforce_ada: keep / 2 right and wrong ones, or 1 right one
+    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
+
+    @model_validator(mode="after")
+    def _used(self) -> SequentialConfig:
+        other = ("exit", "keep") if self.kind == "pilot" else ("lower", "upper", "explore")
+        self.unused(other, f"no option of kind {self.kind}")
+        if self.lower + self.upper > 1:
+            raise ValueError(f"lower: {self.lower:g} right and upper: {self.upper:g} wrong are more than 1; lower one")
+        return self
+
+    def faults(self, budget: int, prompts: int, low: int, high: int) -> Iterator[str]:
+        """Why rounds do not fit a step of `budget` rollouts, `low` to `high` of each of `prompts`, one line each."""
+        n = self.round_n
+        if not low <= n <= high:
+            yield f"round_n: {n} is outside allocation.rollout_n_min and rollout_n_max, {low} to {high}"
+        elif self.kind == "reinforce_ada":
+            if high % n:
+                yield f"round_n: {n} does not divide allocation.rollout_n_max, {high}, the most that a prompt gets"
+            if self.keep > n:
+                yield f"keep: {self.keep} rollouts of a prompt, and a first round has {n}; raise round_n or lower keep"
+        elif high - n < low:
+            yield f"round_n: {n} leaves no second round of allocation.rollout_n_min {low} below rollout_n_max {high}"
+        else:
+            least = prompts * (n + low) if self.explore else prompts * n + low
+            if budget < least:
+                yield (
+                    f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
+                    f"budget of {budget}; give allocation.budget {least} or more"
+                )

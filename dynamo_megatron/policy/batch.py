@@ -38,8 +38,8 @@ class TrainBatch:
         prompt_weights: np.ndarray | None = None,
     ) -> TrainBatch:
         """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
-        `baseline`: of each rollout's prompt, for `algorithm.advantage.kind: history`. `prompt_weights`: float64 [S], of
-        each rollout's prompt, which multiplies its token weights; None: 1.
+        `baseline`: what is known of each rollout's prompt besides its group (`Selection.baseline`). `prompt_weights`:
+        float64 [S], of each rollout's prompt, which multiplies its token weights; None: 1.
 
         Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
         """
@@ -102,7 +102,7 @@ def _advantages(
         advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
     elif advantage.kind == "otb":
         advantages = rewards  # less a baseline of each token, which the statistics give (shape_tokens)
-    elif advantage.kind == "history":
+    elif config.algorithm.needs_baseline:
         b = baseline
         if advantage.score_ratio != 1 and (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
             raise InputError(

@@ -13,6 +13,7 @@ from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, ver
 from dynamo_megatron.replay.objectives import OBJECTIVES
 from dynamo_megatron.replay.outcomes import Outcomes, outcomes
 from dynamo_megatron.replay.recording import Recording, read_run
+from dynamo_megatron.replay.rounds import DRAWS
 from dynamo_megatron.reports.report import rate_classes
 
 
@@ -60,7 +61,7 @@ def _read(folder: Path, threshold: float | None, reward_key: str | None) -> Reco
 
 
 def _text(result: Outcomes) -> str:
-    return "\n\n".join([_heading(result), _measures(result), _objectives(result), _classes(result)])
+    return "\n\n".join([_heading(result), _measures(result), _objectives(result), _classes(result), _rounds(result)])
 
 
 def _heading(result: Outcomes) -> str:
@@ -133,6 +134,23 @@ def _classes(result: Outcomes) -> str:
     return "## Mean rollouts of a visit\n\n" + "\n".join(lines)
 
 
+def _rounds(result: Outcomes) -> str:
+    head = ["rule", "rollouts", "trained on, %", "groups whose rewards differ, for 100 rollouts"]
+    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    for name, r in result.rounds.items():
+        trained, groups = 100 * r["trained"] / r["rollouts"], 100 * r["groups"] / r["rollouts"]
+        lines.append(markdown_row([name, f"{r['rollouts']:.0f}", f"{trained:.0f}", f"{groups:.2f}"]))
+    return (
+        "## Rules that look at a step's outcomes\n\n"
+        + "\n".join(lines)
+        + f"\n\nTheir outcomes are drawn with p, {DRAWS} times: the record has a fixed number of rollouts of a visit, "
+        "and these rules ask for more where they like. pilot has the step's budget, half of it in the first round; "
+        "reinforce_ada rounds of 8, at most 4, whatever the budget. Groups are of what is trained on, expected ones "
+        "for the allocators. Their number says nothing about the gradient's variance, nor about the bias that these "
+        "rules have and allocators do not; and no record says what a prompt that is put off would give later."
+    )
+
+
 def _number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else f"{value:{form}}"
 
@@ -170,6 +188,7 @@ def _plain(result: Outcomes) -> dict[str, Any]:
             }
             for name, counts in result.counts.items()
         },
+        "rounds": result.rounds,
         "steps": step_numbers.tolist(),
         "prompts": prompts,
     }

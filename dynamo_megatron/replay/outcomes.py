@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.config import AllocationConfig
-from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay import rounds, what_if
 from dynamo_megatron.replay.allocators import base_allocator, parse_allocator
 from dynamo_megatron.replay.objectives import Objectives
 from dynamo_megatron.replay.recording import Recording
@@ -45,6 +45,12 @@ class Outcomes:
     def degenerate_share(self) -> float:
         """Of the groups that were sampled."""
         return what_if.degenerate_share(self.recording.steps)
+
+    @cached_property
+    def rounds(self) -> dict[str, dict[str, float]]:
+        """Of what was asked for, and of rules that look at a step's outcomes: as `replay.rounds` has it."""
+        before = {name: rounds.one_round(self.rates, counts) for name, counts in self.counts.items()}
+        return before | rounds.rounds(self.recording.steps, self.rates)
 
     @cached_property
     def measures(self) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step sampled, in one round or, under dynamic sampling, in several."""
+    """What a step sampled, in one round or, under dynamic sampling and `sequential`, in several."""
 
     step: int
     allocations: list[Allocation]  # one a round
@@ -77,7 +77,8 @@ def step_metrics(
     `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
     what was trained on. An option brings its own: `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
-    the batch, for want of rounds).
+    the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
+    `allocation/n_min` and `n_max` are of a prompt in a round.
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
@@ -119,7 +120,7 @@ def step_metrics(
         **times,
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
-        **_of_options(record, differing, config),
+        **_of_options(record, differing, len(rollouts.rollout_ids), config),
     }
 
 
@@ -167,8 +168,8 @@ def _times(pushed: PushReport, clock: Clock) -> dict[str, float]:
     }
 
 
-def _of_options(record: StepRecord, differing: int, config: Config) -> dict[str, float]:
-    """What an option that is on brings; `differing`: groups whose rewards differ."""
+def _of_options(record: StepRecord, differing: int, trained: int, config: Config) -> dict[str, float]:
+    """What an option that is on brings. `differing`: groups whose rewards differ; `trained`: rollouts trained on."""
     algorithm, options = config.algorithm, {}
     if (buffer := algorithm.advantage.overlong_buffer) is not None:
         most = algorithm.advantage.overlong_penalty
@@ -178,6 +179,9 @@ def _of_options(record: StepRecord, differing: int, config: Config) -> dict[str,
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(record.allocations) - 1
         options["rollout/missing_groups"] = config.data.batch_prompts - differing
+    if algorithm.sequential is not None:
+        options["sequential/rounds"] = len(record.allocations)
+        options["sequential/trained_share"] = trained / max(1, record.result.counts["requested"])
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
     return options

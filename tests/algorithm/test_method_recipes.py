@@ -24,6 +24,7 @@ output_dir: out
 algorithm:
   allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, prior_by: level, variance_floor: 0.9}
   dynamic_sampling: {rounds: 3}
+  sequential: null
   advantage:
     kind: dr_grpo
     singleton: raw
@@ -58,7 +59,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
         "clip_ratio_c": c,
     }
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
-    section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "modulation": None}
+    section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "sequential": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
     section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
     section["advantage"]["normalise"] = "none"
@@ -72,6 +73,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
 DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
 DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
 LEARNS = {"half_life": 8.0, "static": False}
+ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
 SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
 RECIPES = {
     # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
@@ -122,6 +124,23 @@ RECIPES = {
         advantage__normalise="batch",
         allocation={"kind": "uniform", "half_life": 5.2, "static": False, "prior_by": None},
     ),
+    # databricks/pilot-commit: train_scripts/pc_qwen3-4b_p16c48.sh (verl's script with clip_ratio_c 10)
+    "pilot": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        c=10.0,
+        sequential=ROUNDS | {"kind": "pilot", "round_n": 16},
+        allocation={"kind": "uniform", "budget": 384 * 16 + 128 * 48, "rollout_n_min": 2, "rollout_n_max": 16 + 48},
+    ),
+    # RLHFlow/Reinforce-Ada: scripts/run_reinforce_ada.sh, with round_repeat 8 and max_rounds 4 of its ppo_trainer.yaml
+    "reinforce_ada": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        "rloo",
+        c=10.0,
+        sequential=ROUNDS | {"kind": "reinforce_ada"},
+        allocation={"kind": "uniform", "rollout_n_min": 2, "rollout_n_max": 4 * 8},
+    ),
     # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
     "dynamo": recipe(
         (0.2, 0.2),
@@ -138,6 +157,9 @@ RECIPES = {
         allocation={"kind": "waterfill", "power": "sigma2", "static": False, **SIZES},
     ),
 }
+
+
+SEQUENTIAL = ("pilot", "reinforce_ada")  # their rounds need sizes of their own
 
 
 def own_keys(name: str) -> dict:
@@ -162,6 +184,8 @@ def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
     sizes = ["model.path=model", "data.source=train.jsonl"]
     if name == "dynamo_published" and base in ("smollm2", "demo", "mine"):
         sizes += ["data.batch_prompts=512", "algorithm.allocation.budget=8192"]
+    if name in SEQUENTIAL and base == "paper after":
+        sizes += [f"algorithm.allocation.{key}={value}" for key, value in RECIPES[name]["allocation"].items()]
     orders = {
         "paper": [PAPER, method],
         "smollm2": [SMOLLM2, method],
@@ -177,7 +201,7 @@ def test_a_method_after_another_is_itself(name):
     for before in METHODS:
         files = [CONFIGS / "methods" / f"{before}.yaml", CONFIGS / "methods" / f"{name}.yaml"]
         sizes = ["data.batch_prompts=512"]
-        if before == "spo" and name not in ("spo", "dynamo_published"):  # it has one rollout a prompt
+        if before == "spo" and name not in ("spo", "dynamo_published", *SEQUENTIAL):  # it has one rollout a prompt
             sizes += ["algorithm.allocation.rollout_n_min=2", "algorithm.allocation.rollout_n_max=24"]
         check(name, files, "model.path=model", "data.source=train.jsonl", *sizes)
 

@@ -10,6 +10,7 @@ METHODS = ROOT / "configs" / "methods"
 ALL = sorted(path.stem for path in METHODS.glob("*.yaml"))
 DEMO = str(ROOT / "configs" / "demo" / "rl.yaml")
 
+ROUNDS = {"lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
 # What a method sets otherwise than GRPO. `dynamo*`: the whole algorithm section is its own.
 DIFFERENCES = {
     "clip_higher": {"loss.clip_ratio_high": 0.28},
@@ -57,6 +58,24 @@ DIFFERENCES = {
         "advantage.kind": "history",
         "advantage.score_ratio": "auto",
         "loss.aggregation": "prompt_mean",
+    },
+    "pilot": {
+        "allocation.budget": 12288,
+        "allocation.rollout_n_max": 64,
+        **{f"sequential.{key}": value for key, value in ROUNDS.items()},
+        "sequential.kind": "pilot",
+        "sequential.round_n": 16,
+        "loss.clip_ratio_high": 0.28,
+        "loss.clip_ratio_c": 10.0,
+    },
+    "reinforce_ada": {
+        "allocation.rollout_n_max": 32,
+        **{f"sequential.{key}": value for key, value in ROUNDS.items()},
+        "sequential.kind": "reinforce_ada",
+        "sequential.round_n": 8,
+        "advantage.kind": "rloo",
+        "loss.clip_ratio_high": 0.28,
+        "loss.clip_ratio_c": 10.0,
     },
     "spo": {
         "allocation.rollout_n_min": 1,
@@ -126,6 +145,8 @@ def test_every_method_composes_over_the_demo(name):
     sizes = []
     if name == "dynamo_published":  # it brings the paper's batch
         sizes = ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
+    if name == "pilot":
+        sizes = ["data.batch_prompts=16", "algorithm.allocation.budget=512"]
     config, origins = compose([DEMO, str(METHODS / f"{name}.yaml")], sizes)
     one_each = config.data.batch_prompts if name == "spo" else 256
     assert config.rollout_budget == (512 if sizes else one_each)

@@ -56,6 +56,14 @@ def test_allocation_against_advantage_and_aggregation(kind):
     assert len(warnings({"kind": kind}, "grpo", "token_mean")) == 2
 
 
+def test_rounds_that_look_at_their_outcomes():
+    uniform = {"kind": "uniform"}
+    for kind in ("pilot", "reinforce_ada"):
+        rule = {"kind": kind, "round_n": 4}
+        assert warnings(uniform, sequential=rule) == [f"sequential.kind={kind}"]
+    assert warnings(uniform, sequential={"kind": "pilot", "round_n": 4, "explore": 0.25}) == []
+
+
 def test_small_groups():
     assert warnings({"rollout_n_min": 2}, "dr_grpo") == ["advantage.kind=dr_grpo"]
     assert warnings({"rollout_n_min": 8}, "dr_grpo") == []

@@ -1,5 +1,6 @@
 """Every config of configs/methods/ trains the demo's model from one warm start and one recording."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -17,16 +18,21 @@ from dynamo_megatron.types import Rollout
 ROOT = Path(__file__).parents[2]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
+SEQUENTIAL = {
+    "pilot": ("algorithm.sequential.round_n=4", "algorithm.allocation.rollout_n_max=12"),
+    "reinforce_ada": (),
+}
+ROUNDS = 4, 8  # groups of a problem, and rollouts of each, for these
 
 
-def record(folder: Path, model: Path, problems: list[dict]) -> None:
-    """A group for every problem in every step: a third always right, a third never, the others by turns."""
-    tokenizer, generator = load_tokenizer(model), np.random.default_rng(0)
+def record(folder: Path, model: Path, problems: list[dict], groups: int, size: int) -> None:
+    """Groups for every problem in every step: a third always right, a third never, the others by turns."""
+    tokenizer, generator, places = load_tokenizer(model), np.random.default_rng(0), itertools.count(1000)
     store = RolloutStore(folder)
     for step in range(1, STEPS + 1):
-        for i, problem in enumerate(problems):
-            group, prompt = group_id(step, 1000 + i), tokenizer.encode(problem["problem"])
-            for k in range(GROUP):
+        for i, problem in [*enumerate(problems)] * groups:
+            group, prompt = group_id(step, next(places)), tokenizer.encode(problem["problem"])
+            for k in range(size):
                 right = i % 4 == 0 or bool(i % 2 and generator.random() < 0.5)
                 text = problem["answer"] if right else str(generator.integers(200, 1000))
                 response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -61,12 +67,14 @@ def warm(tmp_path_factory, command_line) -> Path:
     problems = [json.loads(line) for line in (task / "pool.jsonl").read_text().splitlines()[:PROMPTS]]
     problems = [{"id": f"p{i}", **problem} for i, problem in enumerate(problems)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
-    record(folder / "recording", folder / "warmup" / "hf", problems)
+    record(folder / "recording", folder / "warmup" / "hf", problems, 1, GROUP)
+    record(folder / "rounds", folder / "warmup" / "hf", problems, *ROUNDS)
     return folder
 
 
 def train(warm: Path, command_line, method: str, output: Path, *more: str) -> list[dict]:
     """The metrics of a run of `method` from the warm start and the recording."""
+    recording = "rounds" if method in SEQUENTIAL else "recording"
     keys = (
         f"model.path={warm}/warmup/hf",
         f"data.source={warm}/problems.jsonl",
@@ -74,12 +82,13 @@ def train(warm: Path, command_line, method: str, output: Path, *more: str) -> li
         "algorithm.allocation.budget=64",
         "algorithm.loss.mini_batches=2",
         "rollout.engine=recorded",
-        f"rollout.recorded={warm}/recording",
+        f"rollout.recorded={warm}/{recording}",
         "rollout.proof.max_mean_gap=null",  # the recording's engine logprobs are made up
         f"trainer.steps={STEPS}",
         "eval.every=null",
         "checkpoint.export_hf=never",
         f"output_dir={output}",
+        *SEQUENTIAL.get(method, ()),
         *more,
     )
     configs = (ROOT / "configs" / "demo" / "rl.yaml", ROOT / "configs" / "methods" / f"{method}.yaml")
@@ -97,6 +106,8 @@ def test_it_trains(warm, command_line, method):
     assert all(math.isfinite(value) for row in rows for value in row.values())
     if method in ("dapo", "fork_tokens"):
         assert all(row["rollout/refill_rounds"] > 0 for row in rows)
+    if method in SEQUENTIAL:
+        assert all(row["sequential/rounds"] > 1 and row["sequential/trained_share"] < 1 for row in rows)
 
 
 @pytest.mark.full

@@ -374,6 +374,18 @@ def test_spo_normalises_what_history_leaves_over_the_step(rollouts, stats, grpo)
     expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
 
 
+def test_pilot_is_grpo_with_clip_higher_and_a_dual_clip(rollouts, stats, grpo):
+    got = run("pilot", rollouts, stats)
+    expect(got, grpo.advantages, grpo.weights, *clipped(grpo.advantages, ratio(stats), high=0.28, c=10.0))
+
+
+def test_reinforce_ada_compares_with_the_rollouts_that_are_left_out_too(rollouts, stats, grpo):
+    """These are what the baseline knows besides the group."""
+    got = run("reinforce_ada", rollouts, stats)
+    per_token = rollouts.per_token(against_history(rollouts))
+    expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
+
+
 def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
     got = run("history", rollouts, stats)
     sizes = np.array([SIZES[group] for group in rollouts.group_ids])

@@ -87,9 +87,19 @@ CASES = {
     "otb": verl("vanilla", "otb"),
     "history": verl("vanilla", None, "token-sum"),
     "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
+    "pilot": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
+    "reinforce_ada": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
 }
 GIVEN = {
-    "advantages": ("entropy_advantages", "w_reinforce", "dynamo", "dynamo_published", "history", "spo"),
+    "advantages": (
+        "entropy_advantages",
+        "w_reinforce",
+        "dynamo",
+        "dynamo_published",
+        "history",
+        "spo",
+        "reinforce_ada",
+    ),
     "weights": ("dynamo", "history"),
 }
 

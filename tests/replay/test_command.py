@@ -47,7 +47,14 @@ def test_a_run(run, capsys):
     assert list(rows) == ["as recorded (neyman)", "uniform", *others, "oracle"]
     assert all(row[0] == "768" for row in rows.values())
     assert rows["uniform"][1] == "1.000" and rows["uniform"][-1] == "-" and rows["oracle"][2] == "1.000"
-    (even,) = (x for x in text.split("## What each of them")[1].splitlines() if x.startswith("| uniform |"))
+    objectives, rules = text.split("## What each of them")[1].split("## Rules that look")
+    (even,) = (x for x in objectives.splitlines() if x.startswith("| uniform |"))
+    by_rule = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in rules.splitlines() if " | " in line}
+    assert [name for name in by_rule if "pilot" in name or "reinforce" in name] == [
+        "| pilot", "| reinforce_ada", "| reinforce_ada, positive"
+    ]  # fmt: skip
+    assert by_rule["| uniform"][:2] == ["768", "100"] and float(by_rule["| pilot"][0]) <= 768
+    assert float(by_rule["| reinforce_ada"][1]) < 60, "at most 4 of 8 rollouts are trained on"
     assert even.count("1.000") == 6
     assert float(rows["oracle"][1]) < float(rows["as recorded (neyman)"][1]) < 1
     with Image.open(run / "replay.png") as picture:

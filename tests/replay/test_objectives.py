@@ -55,6 +55,6 @@ def test_a_run_whose_energies_or_prices_are_not_recorded_is_not_checked(allocati
     assert main(["replay", str(tmp_path / "run"), "--allocator", "gvm"]) == 0
     text = capsys.readouterr().out
     assert "REPRODUCED" not in text and "own allocator" not in text and "| as recorded (neyman) |" in text
-    section = text.split("## What each of them optimises")[1]
+    section = text.split("## What each of them optimises")[1].split("\n## ")[0]
     assert "| uniform |" not in section and "Energies are from the server's logprobs" in section
     assert len([line for line in section.splitlines() if line.startswith("| gvm |")]) == 1

@@ -1,0 +1,148 @@
+"""Rules that look at a step's own outcomes: after each round of it they say which prompts get further rollouts.
+
+An `Allocator` decides before a step's rollouts are sampled, so that a prompt's count says nothing about their rewards.
+Here it does, which biases the gradient (docs/estimators.md), but for `pilot` with `explore`. Pure functions of what
+the step has sampled so far: a step that is sampled again, or resumed in its middle, takes the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamo_megatron.algorithm.allocators.uniform import spread
+from dynamo_megatron.config.allocation import SequentialConfig
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The S rollouts that a step has so far of its N prompts. A prompt drawn twice is two."""
+
+    asked: np.ndarray  # int64 [N]: rollouts asked for, those that did not come included
+    rounds: int  # sampled so far
+    prompt: np.ndarray  # int64 [S]: of each rollout
+    round: np.ndarray  # int64 [S]: from 0
+    success: np.ndarray  # bool [S]
+
+    def tally(self, chosen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(right, wrong), int64 [N] each: rollouts of each prompt, of all or of `chosen`, bool [S]."""
+        counted = np.ones(len(self.prompt), bool) if chosen is None else chosen
+        right, wrong = (
+            np.bincount(self.prompt[counted & kind], minlength=len(self.asked))
+            for kind in (self.success, ~self.success)
+        )
+        return right, wrong
+
+
+class NextRound(NamedTuple):
+    prompts: np.ndarray  # int64 [M], ascending: those of the step that get further rollouts
+    budget: int  # of all of them, spread evenly
+
+
+class Trained(NamedTuple):
+    rows: np.ndarray  # int64 [K], ascending: the rollouts that are trained on
+    weights: np.ndarray | None  # float64 [K], that multiply their prompts'; None: 1
+
+
+class Rule:
+    """`budget`, `low`, `high`: rollouts of a step, and the fewest and the most of a prompt. `chance`: float64 [N] in
+    [0, 1), drawn before the step for each of its prompts."""
+
+    def __init__(self, config: SequentialConfig, budget: int, low: int, high: int) -> None:
+        self.config, self.budget, self.low, self.high = config, budget, low, high
+
+    @property
+    def merges(self) -> bool:
+        """A prompt's rollouts of all rounds are one group; else those of each round are."""
+        return not self.config.explore
+
+    def next_round(self, seen: Outcomes, chance: np.ndarray) -> NextRound | None:
+        """After the last of `seen.rounds`, at least one; None: the step has what it needs."""
+        prompts, budget = (self._committed if self.config.kind == "pilot" else self._unfinished)(seen, chance)
+        return NextRound(prompts, budget) if budget else None
+
+    def trained(self, seen: Outcomes) -> Trained:
+        """Of a step whose last round is over. At least one prompt stays where one has a rollout."""
+        if self.config.kind == "reinforce_ada":
+            return Trained(np.flatnonzero(self._kept(seen)), None)
+        if not self.config.explore:
+            committed = seen.asked > self.config.round_n
+            rows = np.flatnonzero(committed[seen.prompt])
+            return Trained(rows if len(rows) else np.arange(len(seen.prompt)), None)
+        return Trained(np.arange(len(seen.prompt)), self._unbiased_weights(seen))
+
+    # -- pilot: Pilot-Commit (arXiv 2605.26606; code databricks/pilot-commit, recipe/pc) -------------------------------
+    def _passed(self, seen: Outcomes) -> np.ndarray:
+        """Whether a prompt's first round has a success rate from `lower` to 1 - `upper`, bool [N]."""
+        right, wrong = seen.tally(seen.round == 0)
+        came = np.maximum(right + wrong, 1)
+        return (right + wrong > 0) & (right / came >= self.config.lower) & (wrong / came >= self.config.upper)
+
+    def _committed(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
+        """The rest of the budget goes to the prompts that pass, `low` to `high` less the first round's for each: the
+        first ones in the order of the batch, if it is not enough for all."""
+        if seen.rounds > 1:
+            return np.zeros(0, np.int64), 0
+        rest = self.budget - int(seen.asked.sum())
+        chosen = np.flatnonzero(self._passed(seen) | (chance < self.config.explore))[: rest // self.low]
+        return chosen, min(rest, len(chosen) * (self.high - self.config.round_n))
+
+    def _unbiased_weights(self, seen: Outcomes) -> np.ndarray:
+        """With which the mean over the step's groups, those of both rounds, has the mean over its prompts of g_i as its
+        expectation: share * first round's + (1 - share) * second round's / (chance of a second one). Each is an
+        unbiased estimate of g_i whatever came before it, and `share` is the same for all prompts."""
+        first = seen.round == 0
+        prompts = len(np.unique(seen.prompt[first]))
+        groups = prompts + len(np.unique(seen.prompt[~first]))
+        share = self.config.round_n * len(seen.asked) / self.budget
+        chance = np.where(self._passed(seen), 1.0, self.config.explore)
+        return np.where(first, share, (1 - share) / chance[seen.prompt]) * groups / prompts
+
+    # -- reinforce_ada: Reinforce-Ada (arXiv 2510.04996; code RLHFlow/Reinforce-Ada) -----------------------------------
+    def _unfinished(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
+        """`round_n` more for each prompt without the signal of `exit`, up to `high` of it; the budget is not asked."""
+        right, wrong = seen.tally()
+        if self.config.exit == "balanced":
+            half = self.config.keep // 2
+            done = (right >= half) & (wrong >= self.config.keep - half)
+        else:
+            done = right > 0
+        active = np.flatnonzero(~done & (seen.asked < self.high))
+        return active, len(active) * self.config.round_n
+
+    def _kept(self, seen: Outcomes) -> np.ndarray:
+        """bool [S]: `keep` of each prompt, half of them right where there are so many of both, the first ones."""
+        right, wrong = seen.tally()
+        half = np.minimum(self.config.keep // 2, right)
+        wrong_kept = np.minimum(self.config.keep - half, wrong)
+        right_kept = np.minimum(self.config.keep - wrong_kept, right)
+        kept = np.zeros(len(seen.prompt), bool)
+        for kind, most in ((seen.success, right_kept), (~seen.success, wrong_kept)):
+            rows = np.flatnonzero(kind)
+            rows = rows[np.argsort(seen.prompt[rows], kind="stable")]
+            prompt = seen.prompt[rows]
+            place = np.arange(len(rows)) - np.searchsorted(prompt, prompt)  # among those of its prompt and kind
+            kept[rows[place < most[prompt]]] = True
+        return kept
+
+
+def simulated(rule: Rule, prompts: int, chance: np.ndarray, draw: Callable[[np.ndarray], np.ndarray]) -> Outcomes:
+    """A step of `prompts` prompts whose rollouts `draw` samples: prompt of each, int64 [M] -> success, bool [M].
+
+    `chance`: as `Rule.next_round` takes it.
+    """
+    asked, counts = np.zeros(prompts, np.int64), np.full(prompts, rule.config.round_n)
+    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    while True:
+        prompt = np.repeat(np.arange(prompts), counts)
+        rounds.append((prompt, np.full(len(prompt), len(rounds)), draw(prompt)))
+        asked += counts
+        seen = Outcomes(asked, len(rounds), *(np.concatenate(parts) for parts in zip(*rounds, strict=True)))
+        further = rule.next_round(seen, chance)
+        if further is None:
+            return seen
+        counts = np.zeros(prompts, np.int64)
+        counts[further.prompts] = spread(len(further.prompts), further.budget)

@@ -1,0 +1,215 @@
+"""Steps whose rounds look at their own outcomes: sampled, recorded, replayed, killed and resumed."""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from zlib import crc32
+
+import numpy as np
+import pytest
+import yaml
+from aiohttp import web
+from stand_ins import VOCABULARY, Server, external, listening, reply
+from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample
+
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.data.templates import decoder_of, load_tokenizer
+from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay.allocators import base_allocator
+from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.rollout.generator import Generator
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.result import position_of
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+
+PILOT = {"kind": "pilot", "round_n": 4, "lower": 0.25}
+ADA = {"kind": "reinforce_ada", "round_n": 4}
+PLAIN = Policy(lambda rollouts: rollouts.engine_logprobs)
+
+
+def algorithm(sequential: dict, advantage: str = "rloo") -> dict:
+    allocation = {"kind": "uniform", "budget": 40, "rollout_n_max": 12}
+    return {"allocation": allocation, "sequential": sequential, "advantage": {"kind": advantage}}
+
+
+def kinds(prompt_ids) -> set[int]:
+    """0: always solved, 1: never, 2: every other time."""
+    return {int(p[1:]) % 3 for p in prompt_ids}
+
+
+def test_a_pilots_budget_goes_to_the_prompts_that_are_sometimes_solved(tmp_path):
+    """Each of these gets up to 8 more of the 24 that are left, and all of its rollouts are one group."""
+    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), algorithm(PILOT))
+    for step in (1, 2, 3):
+        batch, record = batch_of(live, step)
+        first, second = (a.counts.tolist() for a in record.allocations)
+        mixed = [p for p in record.allocations[0].prompt_ids if kinds([p]) == {2}]
+        more = min(8, 24 // len(mixed))
+        assert first == [4] * BATCH and record.allocations[1].prompt_ids == mixed and second == [more] * len(mixed)
+        assert record.result.counts["requested"] == 16 + more * len(mixed)
+        rollouts, n = batch.rollouts, 4 + more
+        assert Counter(rollouts.prompt_ids) == dict.fromkeys(mixed, n)
+        assert len(set(rollouts.group_ids)) == len(mixed)
+        advantage = n / 2 / (n - 1)
+        np.testing.assert_allclose(batch.advantages, np.where(rollouts.successes, advantage, -advantage), rtol=1e-12)
+        np.testing.assert_allclose(batch.weights, 1 / (len(mixed) * n * 4), rtol=1e-12)  # prompt_mean, 4 new tokens
+        assert [row.get("round", 0) for row in record.allocation_rows()] == [0] * BATCH + [1] * len(mixed)
+
+
+def test_reinforce_ada_samples_until_it_has_both_or_the_most(tmp_path):
+    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), algorithm(ADA))
+    batch, record = batch_of(live, 1)
+    ids = record.allocations[0].prompt_ids
+    unfinished = [p for p in ids if kinds([p]) != {2}]
+    assert [a.prompt_ids for a in record.allocations] == [ids, unfinished, unfinished]
+    assert record.result.counts["requested"] == 16 + 8 * len(unfinished)
+    assert Counter(batch.rollouts.prompt_ids) == dict.fromkeys(ids, 4)
+    mixed = np.array([kinds([p]) == {2} for p in batch.rollouts.prompt_ids])
+    assert mixed.any() and not batch.advantages[~mixed].any()
+    np.testing.assert_allclose(np.abs(batch.advantages[mixed]), 2 / 3, rtol=1e-12)
+
+
+def test_what_is_left_out_is_in_the_baseline(tmp_path):
+    """Every fourth is right: 3 of 12, of which 2 and 2 wrong ones are kept."""
+
+    class Seldom(Answering):
+        def generate(self, step, prompts, counts, on_poll, on_count, first):
+            result = super().generate(step, prompts, counts, on_poll, on_count, first)
+            result.batch.rewards[:] = result.batch.successes[:] = np.arange(len(result.batch.rewards)) % 4 == 3
+            return result
+
+    live = make_controller(tmp_path, 30, Seldom(RolloutStore(tmp_path)), algorithm(ADA))
+    batch, record = batch_of(live, 1)
+    assert len(record.allocations) == 2, "two rounds have two right ones of each"
+    np.testing.assert_allclose(batch.advantages, np.where(batch.rollouts.successes, 6 / 7, -2 / 7), rtol=1e-12)
+
+
+def test_explored_rounds_are_groups_of_their_own_with_known_weights(tmp_path):
+    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), algorithm(PILOT | {"explore": 0.5}))
+    explored = 0
+    for step in range(1, 7):
+        batch, record = batch_of(live, step)
+        second = record.allocations[1]
+        groups = BATCH + len(second.prompt_ids)
+        assert len(set(batch.rollouts.group_ids)) == groups and len(batch.weights) == record.counts.sum()
+        sizes = Counter(batch.rollouts.group_ids)
+        for prompt, group, weight in zip(
+            batch.rollouts.prompt_ids, batch.rollouts.group_ids, batch.weights, strict=True
+        ):
+            factor = 0.4 if position_of(group) < BATCH else 0.6 if kinds([prompt]) == {2} else 1.2
+            assert weight == pytest.approx(factor / (BATCH * sizes[group] * 4))
+        explored += len([p for p in second.prompt_ids if kinds([p]) != {2}])
+    assert 3 <= explored <= 14, "half of about 16"
+
+
+@pytest.mark.parametrize("sequential", [PILOT, ADA, PILOT | {"explore": 0.5}])
+def test_a_recorded_run_repeats_its_rounds(tmp_path, sequential):
+    method = algorithm(sequential)
+    live = make_controller(tmp_path, 5, Answering(RolloutStore(tmp_path)), method)  # every prompt comes again
+    recorded = RecordedRollouts(tmp_path, vocab_size=1000, max_new_tokens=100)
+    replayed = make_controller(tmp_path, 5, recorded, method)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(live.config)))
+    for step in (1, 2, 3):
+        (batch, record), (again, _) = batch_of(live, step), batch_of(replayed, step)
+        assert again.rollouts.rollout_ids == batch.rollouts.rollout_ids
+        assert again.rollouts.group_ids == batch.rollouts.group_ids
+        for name in ("advantages", "weights", "mini_batch"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+        with (tmp_path / "allocation.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in record.allocation_rows())
+    record = read_run(tmp_path)
+    assert record.step_numbers.tolist() == [1, 2, 3] and len(record.steps) > 3
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
+
+
+def test_a_prompts_history_is_from_before_the_step(tmp_path):
+    """Rounds that are one group have the first one's baseline; those that are not know the first round."""
+    for sequential in (PILOT, PILOT | {"explore": 1.0}):
+        live = make_controller(
+            tmp_path, 300, Answering(RolloutStore(tmp_path)), algorithm(sequential, advantage="history")
+        )
+        sampled = sample(live, 1, PLAIN)
+        known, first = sampled.selection.baseline, len(sampled.rounds[0].result.batch.rollout_ids)
+        later = sampled.selection.rows >= first
+        assert later.any() and not known.strength[~later].any(), "nothing was known of any prompt"
+        assert (known.strength[later] > 3).all() == ("explore" in sequential)
+        assert known.strength[later].any() == ("explore" in sequential)
+
+
+class Threaded:
+    """A Generator for the loop, which runs in a thread."""
+
+    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop):
+        self.generator, self.loop, self.reused, self.waiting = generator, loop, [], None
+
+    def generate(self, step, prompts, counts, on_poll, on_count, first):
+        work = self.generator.generate(step, prompts, counts, first)
+        self.waiting = asyncio.run_coroutine_threadsafe(work, self.loop)
+        result = self.waiting.result(timeout=60)
+        self.reused.append(result.reused)
+        return result
+
+
+@pytest.fixture
+def step(tiny_model, tmp_path, monkeypatch):
+    """step(output, sequential, lines) -> (TrainBatch, requests, reused a round) of a step by a Generator and a server
+    whose responses are functions of the request; None if it is killed once `lines` rollouts are on disk."""
+    (tmp_path / "length_rewards.py").write_text("def two(prompt, response):\n    return float(len(response) == 2)\n")
+    monkeypatch.chdir(tmp_path)
+
+    def answer(name, number):
+        place, index = (int(part) for part in name.split("-")[1:])
+        right = crc32(name.encode()) % 2 if place >= BATCH else (1, index % 2, 0, index % 2)[place]
+        return web.json_response(reply(f"{name};", 1 + right))
+
+    async def go(output, sequential, lines):
+        server = Server(answer)
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(listening(server))
+            config = external([url], output=output, max_new_tokens=4, concurrency=2)
+            reward = config.reward.model_copy(update={"functions": ["length_rewards:two"], "workers": 1})
+            model = config.model.model_copy(update={"path": str(tiny_model)})
+            config = config.model_copy(update={"reward": reward, "model": model})
+            decoder = decoder_of(load_tokenizer(str(tiny_model)))
+            generator = Generator(config, [], VOCABULARY, stack, decoder)
+            await generator.open()
+            await generator.end_push(0, dict.fromkeys(await generator.begin_push(0)))
+            rollout = Threaded(generator, asyncio.get_running_loop())
+            controller = make_controller(output, 30, rollout, algorithm(sequential))
+            sampling = asyncio.create_task(asyncio.to_thread(batch_of, controller, 1))
+            if lines is not None:
+                await asyncio.wait_for(written(output, lines), timeout=60)
+                rollout.waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await sampling
+                    pytest.fail("the step was over before it was killed")
+                return None
+            batch, _ = await sampling
+            return batch, server.asked, rollout.reused
+
+    async def written(output, lines):
+        path = step_file(output, 1)
+        while not path.exists() or len(read_rollouts(path)) < lines:
+            await asyncio.sleep(0.005)
+
+    return lambda output, sequential, lines=None: asyncio.run(go(output, sequential, lines))
+
+
+@pytest.mark.parametrize("sequential", [PILOT, ADA, PILOT | {"explore": 0.5}])
+def test_killed_in_the_second_round_and_resumed_is_the_straight_step(step, tmp_path, sequential):
+    """What was finished of both rounds is used again, and nothing of it is asked for twice."""
+    straight, asked, reused = step(tmp_path / "straight", sequential)
+    assert len(asked) > 16 + 6 and not any(reused)
+    assert step(tmp_path / "killed", sequential, 16 + 3) is None
+    there = {r.rollout_id for r in read_rollouts(step_file(tmp_path / "killed", 1))}
+    assert 19 <= len(there) < len(asked)
+    resumed, rest, reused = step(tmp_path / "killed", sequential)
+    assert reused[0] == 16 and sum(reused) == len(there) and not there & set(rest)
+    assert len(rest) == len(asked) - len(there)
+    for name in ("rollout_ids", "group_ids", "prompt_ids"):
+        assert getattr(resumed.rollouts, name) == getattr(straight.rollouts, name)
+    for name in ("advantages", "weights", "mini_batch"):
+        np.testing.assert_array_equal(getattr(resumed, name), getattr(straight, name))
+    np.testing.assert_array_equal(resumed.rollouts.tokens, straight.rollouts.tokens)
+    assert len(set(straight.rollouts.rewards)) == 2
