@@ -11,8 +11,10 @@ import numpy as np
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.baseline import Baseline
+from dynamo_megatron.algorithm.batch_shape import BatchShape
 from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.energy import rollout_energies
+from dynamo_megatron.algorithm.gradient_noise import Noise
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.algorithm.sequential import NextRound, Rule
@@ -41,7 +43,8 @@ class StepEnd(NamedTuple):
 
 class Controller:
     """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Across steps the
-    prompts' selection, the allocator's history and the journal keep state; within a step only its `Round`s do.
+    prompts' selection, the batch's shape, the allocator's history and the journal keep state; within a step only its
+    `Round`s do.
 
     Methods that wait raise StopRequested where the run is asked to stop.
     """
@@ -58,6 +61,7 @@ class Controller:
     ):
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
+        self.shape = BatchShape(config)
         self._journal, self._coordinator = journal, coordinator
 
     def print_notes(self) -> None:
@@ -86,7 +90,7 @@ class Controller:
         divided by the history that `observe` has collected of each; a prompt without history counts as the average
         prompt. `algorithm.sequential` has rounds of other sizes, each divided evenly."""
         advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
-        budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
+        budget = self.config.rollout_budget * len(prompts) // self.shape.prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
         if further := self._further(step, rounds):
@@ -231,7 +235,7 @@ class Controller:
         for batch in (r.result.batch for r in rounds):
             differs = informative(batch.rewards, batch.group_ids)
             there += len({batch.group_ids[s] for s in np.flatnonzero(differs)})
-        return self.config.data.batch_prompts - there
+        return self.shape.prompts - there
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
@@ -242,9 +246,14 @@ class Controller:
         return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
-        """Writes the step's metrics and allocation, and its line for the user."""
+        """Writes the step's metrics and allocation, and its line for the user. What it has measured of the gradient's
+        noise may change the shape of the next step."""
         line = step_line(metrics, self.config.trainer.steps, self._journal.width)
         self._journal.step(metrics, line, record.allocation_rows())
+        sampled = record.result.batch
+        lengths = (sampled.prompt_lengths.mean(), sampled.response_lengths.mean())
+        if (change := self.shape.observe(Noise.of(metrics), *lengths)) is not None:
+            self._journal.say(f"step {record.step}: {change}")
 
     def end_of(self, step: int) -> StepEnd:
         """What comes after `step`. An evaluation from before a kill counts, since the kill may have prevented its

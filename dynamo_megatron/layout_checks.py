@@ -57,6 +57,13 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    tied_apart = spec.tied and p.pp > 1
+    if (config.chooses_shape or config.data.shape.every is not None) and (spec.num_experts or tied_apart):
+        why = "a tied head in another pipeline stage than its embedding" if tied_apart else "experts"
+        raise ConfigError(
+            f"data.shape.every: with {why} no rank has the whole gradient of a sequence, of which the noise is "
+            "measured; set it to null, and data.batch_prompts to a number"
+        )
     if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
         raise ConfigError(
             "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"

@@ -133,21 +133,21 @@ class RLTrainer(Trainer):
             self.phases.begin("read data")
             self.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
-            mini_batches, stats = self.pack_and_measure(batches[-1])
+            mini_batches, stats = self.pack_and_measure(step, batches[-1])
             selection = self.on_rank_0(f"the rollouts of step {step}", select)
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = selection.of(RolloutBatch.join(batches))
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
-            mini_batches, stats = self.pack_and_measure(rollouts)
+            mini_batches, stats = self.pack_and_measure(step, rollouts)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
-    def pack_and_measure(self, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
+    def pack_and_measure(self, step: int, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,
         entropy) and the updates run over the same micro-batches: in the first update every ratio is exactly 1."""
         self.phases.begin("logprobs")
         rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
-        mini_batches = self.policy.pack(rollouts, rows)
+        mini_batches = self.policy.pack(rollouts, rows, self.config.measures_noise(step))
         return mini_batches, self.policy.token_stats(rollouts, mini_batches)
 
     def evaluate_if_due(self, step: int) -> str | None:

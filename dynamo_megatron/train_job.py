@@ -72,7 +72,8 @@ class TrainJob(Job):
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
-            "rollouts a step": f"{config.rollout_budget} for {config.data.batch_prompts} prompts, "
+            "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts"
+            f"{' at first' if config.chooses_shape else ''}, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
 
@@ -155,6 +156,8 @@ class TrainJob(Job):
             controller = Controller(
                 config, self._selection, self._allocator, rollout, self._evaluation, journal, coordinator
             )
+            if config.chooses_shape:
+                state["shape"] = controller.shape
         memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
         phases = Phases(journal.progress if leads else None, memory)
         pusher = WeightPusher(policy, rollout, coordinator)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
+from dynamo_megatron.config.contradictions import FEWEST_PROMPTS, sequential_faults, shape_faults
 from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -26,6 +27,8 @@ from dynamo_megatron.config.rollout import RolloutConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+
+SHAPE_EVERY = 4  # steps between measurements where data.batch_prompts is auto
 
 
 class ModelConfig(Section):
@@ -236,9 +239,34 @@ class Config(Section):
 
     @property
     def prompt_stream(self) -> DataConfig:
-        """`data` with the seed of its order."""
+        """`data` with the seed of its order and the prompts of the first step."""
         seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
-        return self.data.model_copy(update={"shuffle_seed": seed})
+        return self.data.model_copy(update={"shuffle_seed": seed, "batch_prompts": self.batch_prompts})
+
+    @property
+    def chooses_shape(self) -> bool:
+        return self.data.batch_prompts == "auto"
+
+    @property
+    def batch_prompts(self) -> int:
+        """Prompts a step; with `auto` of the first one: 8 rollouts each, within the bounds."""
+        if (asked := self.data.batch_prompts) != "auto":
+            return asked
+        fewest, most = self.prompt_bounds
+        return min(max((self.algorithm.allocation.budget or 8) // 8, fewest), most)
+
+    @property
+    def prompt_bounds(self) -> tuple[int, int]:
+        """The fewest and the most prompts of a step with `auto`: the allocation's bounds are kept, and mini-batches
+        have the prompts and rollouts for a measurement."""
+        allocation = self.algorithm.allocation
+        budget = allocation.budget or 8
+        fewest = max(-(-budget // allocation.rollout_n_max), FEWEST_PROMPTS * self.algorithm.loss.mini_batches)
+        return fewest, budget // max(2, allocation.rollout_n_min)
+
+    def measures_noise(self, step: int) -> bool:
+        every = self.data.shape.every or (SHAPE_EVERY if self.chooses_shape else None)
+        return every is not None and step % every == 0
 
     @property
     def rollout_budget(self) -> int:
@@ -248,12 +276,12 @@ class Config(Section):
     @property
     def rollout_bounds(self) -> tuple[int, int, int]:
         """Rollouts of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict."""
-        allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
+        allocation, prompts = self.algorithm.allocation, self.batch_prompts
         return allocation.fit(prompts, 8 * prompts if allocation.budget is None else allocation.budget)
 
     def _groups_of_one(self, budget: int, low: int, high: int) -> Iterator[str]:
         """`low`, `high`: rollouts of a prompt that the budget leaves."""
-        advantage, prompts = self.algorithm.advantage, self.data.batch_prompts
+        advantage, prompts = self.algorithm.advantage, self.batch_prompts
         uniform = self.algorithm.allocation.kind == "uniform"
         if low == 1 and advantage.needs_company and (not uniform or budget < 2 * prompts):
             yield (
@@ -267,28 +295,6 @@ class Config(Section):
             if asked and (high == 1 or (uniform and budget <= prompts)):
                 yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
-    def _sequential_faults(self, budget: int, low: int, high: int) -> Iterator[str]:
-        algorithm, rule = self.algorithm, self.algorithm.sequential
-        if rule is None:
-            return
-        for fault in rule.faults(budget, self.data.batch_prompts, low, high):
-            yield f"algorithm.sequential.{fault}"
-        if algorithm.dynamic_sampling is not None:
-            yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
-        if (kind := algorithm.allocation.kind) != "uniform":
-            yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
-        what = "explore" if rule.explore else rule.kind
-        advantage = algorithm.advantage
-        if what != "pilot" and advantage.kind not in ("rloo", "history"):
-            yield (
-                f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
-                f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
-            )
-        if what == "reinforce_ada" and advantage.overlong_buffer is not None:
-            yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
-        if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
-            yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
-
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         if faults := list(self._contradictions()):
@@ -296,10 +302,11 @@ class Config(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        prompts = self.data.batch_prompts
+        yield from shape_faults(self)
+        prompts = self.batch_prompts
         try:
             yield from self._groups_of_one(*self.rollout_bounds)
-            yield from self._sequential_faults(*self.rollout_bounds)
+            yield from sequential_faults(self, *self.rollout_bounds)
         except ValueError as error:
             yield f"algorithm.allocation.{error}"
         if self.algorithm.loss.mini_batches > prompts:

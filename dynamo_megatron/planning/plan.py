@@ -159,7 +159,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
     dp = cluster.gpus // p.model_ranks
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
-    updates = min(config.algorithm.loss.mini_batches, config.data.batch_prompts)
+    updates = min(config.algorithm.loss.mini_batches, config.batch_prompts)
     micro_batches = _micro_batches(config, dp, work.mean, updates)
     most = _micro_batches(config, dp, work.longest, updates)  # responses may grow: memory is for the longest
     servers = _servers(config, spec, cluster, work)
@@ -317,7 +317,7 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
 
     share = config.rollout_budget / servers.count
     running = max(1.0, servers.running)
-    prefill = formulas.forward_flops(spec, [(config.data.batch_prompts / servers.count, work.prompt)])
+    prefill = formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
     prefill /= servers.tp * gpu.flops
     together = share * work.response / running * decode(running, work.prompt + work.response / 2)
     alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)

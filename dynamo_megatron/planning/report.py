@@ -48,7 +48,7 @@ def _head(plan: Plan, origin: str) -> list[str]:
         f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
         f"layout: {layout(config, plan.dp)}; micro-batches of {config.trainer.micro_batch_tokens} tokens, "
         f"{plan.micro_batches} an update on each rank",
-        f"a step: {config.data.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
+        f"a step: {config.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
         f"{work.response:g} tokens on average, {config.algorithm.loss.mini_batches} updates",
     ]
 

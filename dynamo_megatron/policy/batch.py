@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from dynamo_megatron.algorithm.advantages import batch_normalised, group_advanta
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
+from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
@@ -222,3 +224,9 @@ class MiniBatch:
 
     members: np.ndarray  # int64, ascending: which of the step's sequences
     micro_batches: list[MicroBatch]
+    split: Split | None = None  # of the members, where the gradient's noise is measured
+    ends: tuple[int, ...] = ()  # of its parts but the last one, in micro-batches
+
+    @property
+    def parts(self) -> list[list[MicroBatch]]:
+        return [self.micro_batches[i:j] for i, j in pairwise((0, *self.ends, len(self.micro_batches)))]

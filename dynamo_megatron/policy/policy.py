@@ -1,8 +1,8 @@
 """The policy on every rank: token statistics and updates through Megatron's pipeline schedules.
 
 Gradient scaling: the loss of a micro-batch is `sum_t w_t loss_t` with weights normalised over the whole mini-batch, so
-micro-batches and data-parallel ranks simply add. `calculate_per_token_loss` with a token count of 0 makes Megatron
-add and scale nothing: the upstream gradient of every micro-batch is exactly 1.
+micro-batches and data-parallel ranks simply add. With `calculate_per_token_loss` and no token count Megatron adds and
+scales nothing: the upstream gradient of every micro-batch is exactly 1.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from dynamo_megatron.policy.head_loss import (
     raise_non_finite,
 )
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.packing import Packer
+from dynamo_megatron.policy.partial_norms import accumulated_square
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -53,6 +54,7 @@ class Policy:
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self.spec, self.config, self.layout = spec, config, layout
+        self._packer = Packer(spec, config, layout)
         self.chunks = build_chunks(spec, config, layout)
         megatron = self.chunks[0].config
         # In host memory: the reference's parameters, or the policy's while those of the reference are in their place.
@@ -71,7 +73,6 @@ class Policy:
             DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(self.chunks)
         ]
-        megatron.finalize_model_grads_func = finalize_model_grads
         o = config.optimizer
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -117,32 +118,9 @@ class Policy:
             "chunk_tokens": self.config.kernels.chunk_tokens,
         }
 
-    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
-        """This rank's part of each of `mini_batches` (indices of sequences, ascending)."""
-        return [MiniBatch(members, self._micro_batches(source, members)) for members in mini_batches]
-
-    def _micro_batches(self, source: Sequences, members: np.ndarray) -> list[MicroBatch]:
-        """This rank's micro-batches of the sequences `members`."""
-        lengths = np.diff(source.offsets)[members] - 1
-        layout, parallel = self.layout, self.config.parallel
-        assigned = assign_micro_batches(
-            lengths.tolist(),
-            layout.dp.size(),
-            self.config.trainer.micro_batch_tokens,
-            cost=SequenceCost.of_model(self.spec),
-            multiple=parallel.pp if parallel.vpp > 1 else 1,
-        )
-        return [
-            MicroBatch.pack(
-                source,
-                [int(members[i]) for i in micro],
-                multiple=layout.tp.size() if parallel.sequence_parallel else 1,
-                device=layout.device,
-                cp_rank=layout.cp.rank(),
-                cp_size=layout.cp.size(),
-            )
-            for micro in assigned[layout.dp.rank()]
-        ]
+    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray], measured: bool = False) -> list[MiniBatch]:
+        """As `Packer.pack`."""
+        return self._packer.pack(source, mini_batches, measured)
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
         """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""
@@ -226,7 +204,8 @@ class Policy:
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm.
+        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, and of a
+        measured mini-batch the gradient's noise.
 
         `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
@@ -357,12 +336,20 @@ class Policy:
 
         return cross_entropy
 
-    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> None:
-        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as `_run` takes it."""
+    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> list[float]:
+        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as `_run` takes it.
+
+        Returns the squared norms that `Split.noise` takes; of a mini-batch without a split none."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        squares = []
+        for part in mini_batch.parts:
+            self._run(part, on_hidden, forward_only=False)
+            if mini_batch.split is not None and len(squares) < 2:  # before the ranks' gradients are added
+                squares.append(accumulated_square(self.chunks, self.layout))
+        finalize_model_grads(self.ddp)
+        return squares
 
     def _optimize(
         self, source: Sequences, mini_batch: MiniBatch, head_loss: LossOfHidden, learning_rate: float
@@ -380,7 +367,7 @@ class Policy:
             finite.append(output.finite)
             return output.loss
 
-        self._backward(mini_batch, on_hidden)
+        squares = self._backward(mini_batch, on_hidden)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         totals = self.layout.world_sum(sums.cpu())
@@ -388,6 +375,8 @@ class Policy:
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             where = (source, mini_batch, self.layout)
             raise_non_finite(result, finite, self._parameters, *where, self.loss_function)
+        if mini_batch.split is not None:
+            result |= mini_batch.split.noise(squares, grad_norm**2).metrics()
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases

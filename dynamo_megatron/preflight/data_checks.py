@@ -42,8 +42,8 @@ def data(subject: Subject) -> Iterator[Finding]:
     yield ok(f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
     if long:
         yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
-    if len(prompts) < config.data.batch_prompts:
-        yield note(f"data.batch_prompts {config.data.batch_prompts}: a step has the same prompt more than once")
+    if len(prompts) < config.batch_prompts:
+        yield note(f"data.batch_prompts {config.batch_prompts}: a step has the same prompt more than once")
 
 
 def reward(subject: Subject) -> Iterator[Finding]:

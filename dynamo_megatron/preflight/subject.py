@@ -39,7 +39,7 @@ class Subject:
     def prompts(self) -> list[Prompt]:
         """Of a source that is read while the run goes on, those of a first step."""
         data = self.config.data
-        return load_prompts(data.model_copy(update={"limit": data.batch_prompts}) if data.streamed else data)
+        return load_prompts(data.model_copy(update={"limit": self.config.batch_prompts}) if data.streamed else data)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)

@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Recording:
     rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")
-    if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):
+    if by_step and not (whole and len(by_step[-1]) >= _prompts_of(folder, config, by_step[-1][0]["step"])):
         notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
     if not by_step:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
@@ -83,6 +83,14 @@ def read_run(folder: Path) -> Recording:
     steps = [part for rows in by_step for part in _read_step(source, rows)]
     strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
     return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes=notes, strata=strata)
+
+
+def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:
+    """That `step` has drawn at least."""
+    if (prompts := config["data"]["batch_prompts"]) != "auto":
+        return prompts
+    rows = read_rows(folder / "metrics.jsonl", "step", "allocation/prompts")
+    return next((row["allocation/prompts"] for row in rows if row["step"] == step), 0)
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:

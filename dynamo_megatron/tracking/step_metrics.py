@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.gradient_noise import PREFIX
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
@@ -78,7 +79,7 @@ def step_metrics(
     what was trained on. An option brings its own: `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-    `allocation/n_min` and `n_max` are of a prompt in a round.
+    `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`.
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
@@ -103,6 +104,7 @@ def step_metrics(
         "rollout/logprob_gap_mean": _mean(gap),
         **fleet_metrics(result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
+        "allocation/prompts": len(counts),
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
@@ -121,6 +123,7 @@ def step_metrics(
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), config),
+        **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
 
@@ -178,7 +181,7 @@ def _of_options(record: StepRecord, differing: int, trained: int, config: Config
         options["reward/overlong_penalty"] = _mean(penalties)
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(record.allocations) - 1
-        options["rollout/missing_groups"] = config.data.batch_prompts - differing
+        options["rollout/missing_groups"] = config.batch_prompts - differing
     if algorithm.sequential is not None:
         options["sequential/rounds"] = len(record.allocations)
         options["sequential/trained_share"] = trained / max(1, record.result.counts["requested"])

@@ -1,13 +1,15 @@
 """Against every draw of a case small enough to count out."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from gradient_designs import Design, Estimate, Pool, compare, designs, moments, signal_share
 
-from dynamo_megatron.algorithm.advantages import history_advantages
+from dynamo_megatron.algorithm.advantages import group_advantages, history_advantages
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.gradient_noise import nested_split
 
 HALF = np.sqrt(0.5)
 # Two kinds of prompt, each as likely: of every answer its probability, its reward, the gradient of its logprob (whose
@@ -92,14 +94,43 @@ def test_grpos_scale():
     assert estimate.scale(np.ones(3)) == pytest.approx(HALF, abs=1e-5)
 
 
-def pool_of(prompts, stored, seed=0):
-    """Prompts whose success rates are spread over (0, 1), and whose right and wrong rollouts differ in gradient."""
+def rollouts_of(prompts, stored, seed=0):
+    """(gradients, rewards, energy) of prompts whose success rates are spread over (0, 1), and whose right and wrong
+    rollouts differ in gradient."""
     rng = np.random.default_rng(seed)
     rate = rng.uniform(0.05, 0.95, prompts)
     rewards = (rng.random((prompts, stored)) < rate[:, None]).astype(float)
     direction = rng.normal(size=(prompts, 1, 6)) * (rewards - rate[:, None])[..., None]
     gradients = direction + 0.5 * rng.normal(size=(prompts, stored, 6))
-    return Pool.of(gradients, rewards, 1 + rng.random((prompts, stored)))
+    return gradients, rewards, 1 + rng.random((prompts, stored))
+
+
+def pool_of(prompts, stored):
+    return Pool.of(*rollouts_of(prompts, stored))
+
+
+def test_what_training_measures_is_what_the_stored_gradients_say():
+    """From three norms of each of many mini-batches, by one rank and by two."""
+    gradients, rewards, energy = rollouts_of(40, 24)
+    rng = np.random.default_rng(0)
+    orders = np.argsort(rng.random((16, *rewards.shape)), axis=2)
+    expected = signal_share(Pool.of(gradients, rewards, energy), orders, 8)
+    for ranks in (1, 2):
+        measured = np.zeros(3)
+        for _ in range(1500):
+            prompts = rng.choice(40, 8, replace=False).repeat(8)
+            rollouts = np.argsort(rng.random((8, 24)))[:, :8].ravel()
+            advantages = group_advantages(rewards[prompts, rollouts], prompts, "rloo")
+            split = nested_split(prompts, prompts, "prompt_mean", ranks, rng)
+            added = (split.weights * advantages)[:, None] * gradients[prompts, rollouts]
+            squares = [
+                sum((added[(split.rank == r) & (split.part <= last)].sum(0) ** 2).sum() for r in range(ranks))
+                for last in (0, 1)
+            ]
+            measured += dataclasses.astuple(split.noise(squares, (added.sum(0) ** 2).sum()))
+        signal, between, within = measured
+        found = {"|g|^2/s^2": (signal + between) / within, "between prompts": between / (between + within / 8)}
+        assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_against_mini_batches_drawn_one_by_one():

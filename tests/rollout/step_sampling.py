@@ -45,7 +45,8 @@ class Policy:
     def __init__(self, logprobs):
         self.logprobs, self.packed = logprobs, 0
 
-    def pack(self, rollouts, mini_batches):
+    def pack(self, rollouts, mini_batches, measured):
+        assert not measured
         self.packed += 1
         return list(mini_batches)
 

@@ -1,0 +1,80 @@
+"""What options of several sections contradict each other, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # its validator calls these functions
+    from dynamo_megatron.config import Config
+
+FEWEST_PROMPTS = 4  # of a mini-batch whose noise is measured: half of them are in the smaller sums
+
+
+def sequential_faults(config: Config, budget: int, low: int, high: int) -> Iterator[str]:
+    algorithm, rule = config.algorithm, config.algorithm.sequential
+    if rule is None:
+        return
+    for fault in rule.faults(budget, config.batch_prompts, low, high):
+        yield f"algorithm.sequential.{fault}"
+    if algorithm.dynamic_sampling is not None:
+        yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
+    if (kind := algorithm.allocation.kind) != "uniform":
+        yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
+    what = "explore" if rule.explore else rule.kind
+    advantage = algorithm.advantage
+    if what != "pilot" and advantage.kind not in ("rloo", "history"):
+        yield (
+            f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
+            f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
+        )
+    if what == "reinforce_ada" and advantage.overlong_buffer is not None:
+        yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
+    if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
+        yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
+
+
+def shape_faults(config: Config) -> Iterator[str]:
+    algorithm, shape = config.algorithm, config.data.shape
+    if shape.every is not None or config.chooses_shape:
+        modulation = algorithm.modulation
+        if algorithm.sequential is not None:
+            yield (
+                "data.shape.every: algorithm.sequential chooses by the step's own outcomes, and the noise is "
+                "measured of rollouts as they come; set it to null, and data.batch_prompts to a number"
+            )
+        if config.parallel.cp > 1:
+            yield (
+                f"data.shape.every: with cp {config.parallel.cp} no rank has the whole gradient of a sequence, "
+                "of which the noise is measured; use cp 1, or set it to null and data.batch_prompts to a number"
+            )
+        if modulation is not None and modulation.scope == "micro_batch":
+            yield (
+                "data.shape.every: with algorithm.modulation.scope micro_batch a rollout's gradient depends on its "
+                "micro-batch, and the parts of which the noise is measured have others; use mini_batch"
+            )
+    if not config.chooses_shape:
+        if shape.prompt_cost is not None:
+            yield "data.shape.prompt_cost: an option of data.batch_prompts auto; set it to null"
+        return
+    kind = algorithm.advantage.kind
+    if kind not in ("history", "reinforce"):
+        yield (
+            f"data.batch_prompts: auto needs a baseline that does not get worse with fewer rollouts, and that of "
+            f"advantage.kind {kind} comes from the group; give a number, or set algorithm.advantage.kind to history"
+        )
+    if algorithm.dynamic_sampling is not None:
+        yield (
+            "data.batch_prompts: auto measures what rollouts tell of all prompts, and algorithm.dynamic_sampling "
+            "leaves out groups by their rewards; give a number, or set algorithm.dynamic_sampling to null"
+        )
+    if algorithm.allocation.budget is None:
+        yield "data.batch_prompts: auto divides algorithm.allocation.budget among prompts; set it"
+        return
+    fewest, most = config.prompt_bounds
+    if fewest > most:
+        yield (
+            f"data.batch_prompts: auto has at least {fewest} prompts (algorithm.allocation.rollout_n_max, and "
+            f"{FEWEST_PROMPTS} a mini-batch) and at most {most} (2 rollouts or algorithm.allocation.rollout_n_min "
+            f"each); raise algorithm.allocation.budget, which is {algorithm.allocation.budget}"
+        )
