@@ -1,7 +1,7 @@
 """Checks of what the user plugs in, for the user's own tests. Each raises ValueError, one line, for a broken contract.
 
-`check_allocator` is about `algorithm.allocation.kind`; the others, a second at most, about `algorithm.advantage.kind`
-and `algorithm.loss.kind`. docs/your-own.md says what is asked of each.
+`check_allocator` is about `algorithm.allocation.kind`; the others, a second at most, about `algorithm.advantage.kind`,
+`algorithm.advantage.entropy_shaping` and `algorithm.loss.kind`. docs/your-own.md says what is asked of each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from dynamo_megatron.algorithm.allocators.contract import check_allocator
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.custom_loss import LossInputs, TokenLosses, custom_losses, load_loss
+from dynamo_megatron.algorithm.custom_shaping import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.runtime.user_code import UserFunction
 
-__all__ = ["check_advantage", "check_allocator", "check_loss"]
+__all__ = ["check_advantage", "check_allocator", "check_loss", "check_shaping"]
 
 GROUPS = ((1,), (4,), (2, 3), (1, 7, 1, 2), (8, 8, 8, 8))  # rollouts of each
 RESPONSES = ((1,), (9,), (3, 1, 12, 2), (30, 30, 30))  # tokens of each
@@ -47,6 +48,24 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
             same = np.allclose(advantages[order], moved, rtol=1e-9, atol=1e-9)
             case = f"groups of {', '.join(map(str, sizes))} rollouts with rewards of {kind}"
             function.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
+
+
+def check_shaping(function: Callable | str) -> None:
+    """Calls `function` ("module:function", or the function) with made-up tokens of one response and of several.
+
+    Advantages: of both signs, and all 0. Held: finite float64 [n]; the same values when called again; inputs that are
+    only read.
+    """
+    function = load_shaping(function) if isinstance(function, str) else _named(function)
+    rng = np.random.default_rng(0)
+    for lengths in RESPONSES:
+        response = np.repeat(np.arange(len(lengths)), lengths)
+        for size in (0.0, 1.0):
+            inputs = _token_inputs(response, size * rng.normal(size=len(lengths))[response], rng)
+            before = {name: t.clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+            custom_shaping(function, inputs)
+            for name, tensor in before.items():
+                function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}")
 
 
 def check_loss(
@@ -94,6 +113,18 @@ def _reordered(inputs: AdvantageInputs, order: np.ndarray) -> AdvantageInputs:
         np.asarray(group, np.int64),
         tuple(inputs.prompt_ids[i] for i in order),
         inputs.response_lengths[order],
+    )
+
+
+def _token_inputs(response: np.ndarray, advantages: np.ndarray, rng: np.random.Generator) -> TokenInputs:
+    logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
+    p = logprobs.exp()
+    entropy = -(p * logprobs).sum(1)
+    expected_pi_lambda = (p.square() * (logprobs + entropy[:, None])).sum(1)
+    statistics = (logprobs[:, 0], entropy, expected_pi_lambda, p.square().sum(1))
+    names = tuple(f"000001-{i:04}-000" for i in range(int(response[-1]) + 1))
+    return TokenInputs(
+        torch.from_numpy(advantages), *(x.float() for x in statistics), torch.from_numpy(response), names
     )
 
 

@@ -29,7 +29,7 @@ from dynamo_megatron.rollout.server import check_reachable, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
-from dynamo_megatron.testing import check_loss
+from dynamo_megatron.testing import check_loss, check_shaping
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.weight_sync.transports import check_transport
 
@@ -43,6 +43,8 @@ def check_functions(config: Config) -> None:
     algorithm = config.algorithm
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
+    if isinstance(algorithm.advantage.entropy_shaping, str):
+        check_shaping(algorithm.advantage.entropy_shaping)
     if algorithm.loss.function is not None:
         check_loss(
             algorithm.loss.function,

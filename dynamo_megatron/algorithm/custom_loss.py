@@ -51,7 +51,7 @@ def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
     with torch.enable_grad():
         with function.named():
             loss = function.function(inputs)
-        function.hold(_fits(loss, logprobs), f"returned {_described(loss)}, not a tensor of {_described(logprobs)}")
+        function.hold(_fits(loss, logprobs), f"returned {described(loss)}, not a tensor of {described(logprobs)}")
         function.hold(loss.requires_grad, "returned losses that have no gradient by inputs.logprobs")
         with function.named():
             summed = (inputs.weights * loss).sum()
@@ -69,7 +69,8 @@ def _fits(loss: Any, like: torch.Tensor) -> bool:
     )
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What messages call a value that a function of the user's returned."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"

@@ -14,11 +14,13 @@ import torch
 
 from dynamo_megatron.algorithm.advantages import entropy_advantages
 from dynamo_megatron.algorithm.arrays import group_index
+from dynamo_megatron.algorithm.custom_shaping import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.algorithm.energy import token_baselines, token_energies
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
 from dynamo_megatron.config import AlgorithmConfig
+from dynamo_megatron.config.method import EntropyShapingConfig
 from dynamo_megatron.types import RolloutBatch, TokenStats
 
 
@@ -71,7 +73,9 @@ def shape_tokens(
         of_tokens = token_baselines(advantages[members], group, energies, lengths, config.advantage.singleton)
         a = a - torch.from_numpy(of_tokens)
     if (shaping := config.advantage.entropy_shaping) is not None:
-        a = entropy_advantages(a, entropy, shaping.alpha, shaping.kappa)
+        names = tuple(rollouts.rollout_ids[s] for s in members)
+        owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
+        a = _shape(TokenInputs(a, logprobs, entropy, expected_pi_lambda, collision, owner, names), shaping)
     if (ratio := config.loss.entropy_top_ratio) is not None:
         selected = top_entropy(entropy, ratio)
         w = torch.where(selected, w * (w.sum() / w[selected].sum()), 0.0)
@@ -99,6 +103,13 @@ def shape_tokens(
         over_the_step(selected, torch.bool),
         _ranges(a.float(), logprobs, entropy, expected_pi_lambda, lengths, config),
     )
+
+
+def _shape(inputs: TokenInputs, shaping: EntropyShapingConfig | str) -> torch.Tensor:
+    """float64 [n]"""
+    if isinstance(shaping, str):
+        return custom_shaping(load_shaping(shaping), inputs)
+    return entropy_advantages(inputs.advantages, inputs.entropy, shaping.alpha, shaping.kappa)
 
 
 def _ranges(

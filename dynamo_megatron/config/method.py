@@ -57,12 +57,20 @@ class AdvantageConfig(Section):
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
-    entropy_shaping: EntropyShapingConfig | None = None
+    # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/your-own.md)
+    entropy_shaping: EntropyShapingConfig | str | None = None
 
     @field_validator("kind")
     @classmethod
     def _known(cls, value: str) -> str:
         return built_in_or_function(value, ADVANTAGES)
+
+    @field_validator("entropy_shaping")
+    @classmethod
+    def _function(cls, value: EntropyShapingConfig | str | None) -> EntropyShapingConfig | str | None:
+        if isinstance(value, str) and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is no module:function; name one, or give keys (alpha, kappa)")
+        return value
 
     @model_validator(mode="after")
     def _used(self) -> AdvantageConfig:
