@@ -48,18 +48,22 @@ SAME_WEIGHTS = 0.05  # nats, mean difference of the server's logprobs from the p
 BINS = 4  # of response lengths
 
 
-def stored_rollouts(run: Path, prompts: int | None, rollouts: int) -> RolloutBatch:
-    """Of the run's first step, `rollouts` of each prompt that has as many. Raises ValueError for one prompt or none."""
+def stored_rollouts(run: Path, prompts: int | None, rollouts: int, mixed: bool = False) -> RolloutBatch:
+    """Of the run's first step, the first `rollouts` of each prompt that has as many; `mixed`: and whose rewards are not
+    all the same. At most `prompts` of these, in the order of their ids. Raises ValueError for one prompt or none."""
     groups: dict[str, list] = {}
     for rollout in read_rollouts(step_file(run, 1)):
         if rollout.status not in NOT_TRAINED:
             groups.setdefault(rollout.prompt_id, []).append(rollout)
-    full = [group[:rollouts] for group in groups.values() if len(group) >= rollouts][:prompts]
-    if len(full) < 2:
-        raise ValueError(
-            f"{run}: {len(full)} prompts with {rollouts} rollouts in step 1; sample more, or ask for fewer"
-        )
-    return RolloutBatch.from_rollouts([r for group in full for r in group])
+    # By their names: the file has them as they finished, the shortest first.
+    ordered = (sorted(group, key=lambda rollout: rollout.rollout_id) for _, group in sorted(groups.items()))
+    full = [group[:rollouts] for group in ordered if len(group) >= rollouts]
+    if mixed:
+        full = [group for group in full if len({r.reward for r in group}) > 1]
+    if len(full[:prompts]) < 2:
+        what = f"{rollouts} rollouts{' of different rewards' if mixed else ''} in step 1"
+        raise ValueError(f"{run}: {len(full)} prompts with {what}; sample more, or ask for fewer")
+    return RolloutBatch.from_rollouts([r for group in full[:prompts] for r in group])
 
 
 def open_policy(run: Path) -> Any:
@@ -153,7 +157,7 @@ def energy_report(pool: Pool, lengths: np.ndarray) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    batch = stored_rollouts(options.run, options.prompts, options.rollouts)
+    batch = stored_rollouts(options.run, options.prompts, options.rollouts, options.mixed)
     policy = open_policy(options.run)
     parameters = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     sketch, shape = Sketch(parameters, options.sketch), (-1, options.rollouts)
@@ -167,6 +171,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "sketch": options.sketch,
         "sketch error": float(np.sqrt(np.mean(np.square(sketch.errors)))) if options.sketch else None,
         "prompts": len(pool.rewards),
+        "mixed": options.mixed,
         "rollouts of each": options.rollouts,
         "history": options.history,
         "orders": options.orders,
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run's output folder")
     parser.add_argument("--label", required=True)
     parser.add_argument("--prompts", type=int, help="at most; default: all that have the rollouts")
+    parser.add_argument("--mixed", action="store_true", help="only prompts whose rollouts have different rewards")
     parser.add_argument("--rollouts", type=int, default=32, help="of each prompt")
     parser.add_argument("--history", type=int, default=8, help="of these, seen before the step")
     parser.add_argument("--orders", type=int, default=64, help="random orders of each prompt's rollouts")

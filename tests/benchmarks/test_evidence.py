@@ -32,21 +32,50 @@ def test_every_interval_of_the_page_is_in_the_results():
     assert set(re.findall(r"\([-+\d.]+ to [-+\d.]+\)", PAGE)) <= known
 
 
-def test_the_page_of_gradient_variance_has_the_measured_variances():
-    page = (ROOT / "docs" / "gradient-variance.md").read_text(encoding="utf-8").split("## Measured")[1]
-    results = json.loads((ROOT / "benchmarks" / "results" / "gradient_variance.json").read_text(encoding="utf-8"))
+GRADIENTS = json.loads((ROOT / "benchmarks" / "results" / "gradient_variance.json").read_text(encoding="utf-8"))
+
+
+def measured() -> dict[str, str]:
+    """label -> its section of docs/gradient-variance.md."""
+    page = (ROOT / "docs" / "gradient-variance.md").read_text(encoding="utf-8")
+    sections = page.split("\n## Measured")[1:]
+    return {re.search(r'label\s+"([^"]+)"', section)[1].replace("\n", " "): section for section in sections}
+
+
+def rows(section: str, first: str) -> list[list[str]]:
+    """Of the table whose header begins with `first`."""
+    (table,) = (block for block in section.split("\n\n") if block.startswith(f"| {first} |"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+
+
+def test_the_page_of_gradient_variance_has_a_section_for_each_measurement():
+    assert measured().keys() == GRADIENTS.keys()
+
+
+@pytest.mark.parametrize("label", GRADIENTS)
+def test_the_page_of_gradient_variance_has_the_measured_variances(label):
     found = {
         (
             d["shape"],
             d["baseline"],
             d["allocator"],
         ): f"{d['variance']:.2f} ({d['interval'][0]:.2f} to {d['interval'][1]:.2f})"
-        for d in results["class task, warm start"]["designs"]
+        for d in GRADIENTS[label]["designs"]
     }
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
-    ]
-    assert len(rows) > 12
-    for shape, baseline, *cells in rows[2:]:
+    table = rows(measured()[label], "shape")
+    assert len(table) > 12
+    for shape, baseline, *cells in table:
         for allocator, cell in zip(("uniform", "neyman bernoulli", "neyman energy"), cells, strict=True):
             assert cell == found.get((shape, baseline, allocator), ""), (shape, baseline, allocator)
+
+
+@pytest.mark.parametrize("label", [label for label, section in measured().items() if "| tokens |" in section])
+def test_the_page_of_gradient_variance_has_the_measured_energies(label):
+    energy = GRADIENTS[label]["energy"]
+    wanted = []
+    for row in energy["wrong over right"]:
+        low, high = row["tokens"]
+        ratios = [f"{row[key]:.2f}" for key in ("S0/S1", "|g|^2 of wrong over right")]
+        wanted.append([f"{low} to {high}", str(row["right"]), str(row["wrong"]), *ratios])
+    assert rows(measured()[label], "tokens") == wanted
+    assert f"correlation of the logarithms {energy['log-correlation']:.2f}" in " ".join(measured()[label].split())

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import torch
 from gradient_designs import Pool
-from gradient_variance import Sketch, energy_report
+from gradient_variance import Sketch, energy_report, stored_rollouts
+
+from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Rollout
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,35 @@ def test_a_sketch_keeps_inner_products():
 
     products = (sketched(first) * sketched(second)).sum(1)
     assert products.mean() == pytest.approx((first * second).sum(1).mean(), rel=0.2)
+
+
+def stored(folder: Path, rewards: dict[str, str]) -> Path:
+    """A run whose prompts have these rewards, the last rollout of each stored first."""
+    store, most = RolloutStore(folder), max(map(len, rewards.values()))
+    for j in reversed(range(most)):
+        for i, (name, values) in enumerate(rewards.items()):
+            if j < len(values):
+                ids = (f"000001-{i:04}-{j:03}", f"000001-{i:04}", name, 1)
+                right = values[j] == "1"
+                store.append(Rollout(*ids, [1, 2], [0, 1], [-1.0], [(0, 0, 1)], "stop", float(right), right, {}))
+    store.close()
+    return folder
+
+
+def test_the_rollouts_of_a_run(tmp_path):
+    """Prompts and their rollouts by name; of those with three rollouts, `mixed` leaves those that have both rewards
+    among them."""
+    run = stored(tmp_path, {"d": "0110", "b": "000", "c": "111", "a": "100", "e": "10"})
+
+    def taken(*arguments) -> dict[str, list[float]]:
+        batch = stored_rollouts(run, *arguments)
+        return {p: batch.rewards[[q == p for q in batch.prompt_ids]].tolist() for p in batch.prompt_ids}
+
+    everything = {"a": [1, 0, 0], "b": [0, 0, 0], "c": [1, 1, 1], "d": [0, 1, 1]}
+    assert taken(None, 3) == everything and list(taken(None, 3)) == list("abcd")
+    assert list(taken(3, 3)) == list("abc") and list(taken(2, 3, True)) == ["a", "d"]
+    with pytest.raises(ValueError, match="1 prompts with 4 rollouts of different rewards in step 1; sample more"):
+        taken(None, 4, True)
 
 
 def test_energy_and_norms():
