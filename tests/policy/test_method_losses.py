@@ -328,6 +328,20 @@ def test_dynamo_and_its_ablations(rollouts, stats, override):
     expect(got, advantages, weights, *clipped(modulated, ratio(stats)))
 
 
+def test_a_function_for_the_tokens_advantages_can_be_the_modulation(rollouts, stats, monkeypatch):
+    """In the first update of a step; benchmarks/modulation_controls.py has it, of alpha 1."""
+    monkeypatch.chdir(METHODS.parents[1])
+    fixed = SimpleNamespace(**{**vars(stats), "new": stats.old})
+    function = "algorithm.advantage.entropy_shaping=benchmarks.modulation_controls:modulated"
+    ours, built_in, base = (
+        run("history", rollouts, fixed, override)
+        for override in (function, "algorithm.modulation={alpha: 1.0}", "algorithm.modulation=null")
+    )
+    assert ours.ranges is None and not np.allclose(built_in.modulated, base.modulated, rtol=0.01)
+    np.testing.assert_allclose(ours.advantages, built_in.modulated, rtol=1e-6)
+    np.testing.assert_allclose(ours.grad_logprobs, built_in.grad_logprobs, rtol=1e-6)
+
+
 def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
     pi_lambda = (stats.old.exp() * (stats.old + stats.entropy)).double().numpy()
     means = np.concatenate([np.full(b - a, pi_lambda[a:b].mean()) for a, b in pairwise(rollouts.response_offsets)])
