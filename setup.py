@@ -21,7 +21,10 @@ setup(
         "dynamo_megatron.configs": ["**/*.yaml"],
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
-        "dynamo_megatron.rollout": ["sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"],
+        "dynamo_megatron.rollout": [
+            *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
+            *("sglang_plugins/*.py", "sglang_plugins/*.dist-info/*"),
+        ],
     },
     entry_points={"console_scripts": ["dynamo-megatron = dynamo_megatron.cli:main"]},
     install_requires=[

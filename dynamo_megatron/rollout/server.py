@@ -33,6 +33,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
+PLUGINS = Path(__file__).parent / "sglang_plugins"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
@@ -280,9 +281,10 @@ class SGLangServer:
             environment.setdefault(GLOO_INTERFACE, interface)
         if shares_memory(self._config):
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
+        inherited = environment.get("PYTHONPATH")
+        ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
+        environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
-            inherited = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join([str(CPU_STAND_INS), *([inherited] if inherited else [])])
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = "1"
             environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}  # name its shared memory
