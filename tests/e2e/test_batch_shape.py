@@ -17,6 +17,7 @@ from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Rollout
 
+pytestmark = pytest.mark.full
 STEPS, PROMPTS, GROUP, RESPONSE = PATIENCE + 6, 48, 8, 4
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+LIMIT = 400  # seconds of each command; all of them take a minute on two idle cores
 SHORTER = {
     "sft": ["trainer.steps=3"],
     "train": ["trainer.steps=3", "eval.limit=32", "eval.samples=2", "eval.k=[1,2]"],
@@ -23,6 +26,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in said.stdout.splitlines() if line.startswith(ours)]
 
 
+@pytest.mark.timeout(4 * LIMIT)
 def test_the_demos_commands_make_a_model_train_it_and_report(tmp_path):
     for name in ("configs", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -38,7 +42,7 @@ def test_the_demos_commands_make_a_model_train_it_and_report(tmp_path):
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                timeout=240,
+                timeout=LIMIT,
             ).returncode
         said[named] = log.read_text()
         assert code == 0, said[named][-3000:]

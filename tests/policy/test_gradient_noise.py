@@ -9,6 +9,7 @@ import pytest
 
 from dynamo_megatron.algorithm.gradient_noise import Noise, Split
 
+pytestmark = pytest.mark.full
 LAYOUTS = {
     "1": (1, {}),
     "DP2": (2, {}),
