@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
 # Their message says it all; others come with a traceback.
-FORESEEN = (RolloutError, RewardError, UserCodeError, OSError)
+FORESEEN = (InputError, RolloutError, OSError)
 
 
 class Job:

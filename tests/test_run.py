@@ -21,8 +21,8 @@ class Waits(Job):
     def prepare(self, spec):
         pass
 
-    def wait_ready(self, coordinator, host):
-        print(f"waited with {host.size()} rank", flush=True)
+    def wait_ready(self, coordinator, layout):
+        print(f"waited with {layout.world_size} rank", flush=True)
 
 
 sys.exit(run_rank(Waits(Config.model_validate_json(sys.argv[1]))))

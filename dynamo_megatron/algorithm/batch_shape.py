@@ -65,9 +65,11 @@ class BatchShape:
         between, within, bb, bw, ww, *tokens = np.array(sums) / weight
         cost = prefill_cost(*tokens) if self._prompt_cost is None else self._prompt_cost
         covariance = np.array([[bb - between**2, bw - between * within], [bw - between * within, ww - within**2]])
+        if within <= 0:  # by chance: nothing can be said yet
+            return None
         fewest, most = self._bounds
         now, found = expense(self.prompts, self._budget, cost), []
-        for prompts in (max(self.prompts // 2, fewest), min(2 * self.prompts, most)):
+        for prompts in {max(self.prompts // 2, fewest), min(2 * self.prompts, most)} - {self.prompts}:
             gain = (1 - LEAST_GAIN) * now - expense(prompts, self._budget, cost)
             mean = gain @ [between, within]
             error = np.sqrt(max(gain @ covariance @ gain, 0.0) * squared) / weight

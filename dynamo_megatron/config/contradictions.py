@@ -19,6 +19,11 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         yield f"algorithm.sequential.{fault}"
     if algorithm.dynamic_sampling is not None:
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
+    if config.data.selection.kind == "greso":
+        yield (
+            "data.selection.kind: greso counts a prompt's groups of equal rewards, and algorithm.sequential makes "
+            "several of them in a step; use another kind"
+        )
     if (kind := algorithm.allocation.kind) != "uniform":
         yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
     what = "explore" if rule.explore else rule.kind
@@ -30,6 +35,11 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         )
     if what == "reinforce_ada" and advantage.overlong_buffer is not None:
         yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
+    if what == "explore" and algorithm.loss.mini_batches > 1:
+        yield (
+            "algorithm.sequential.explore: its weights hold for the mean over the whole step, and with "
+            "algorithm.loss.mini_batches above 1 second rounds would make updates of their own; set it to 1"
+        )
     if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
         yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
 
@@ -48,6 +58,12 @@ def shape_faults(config: Config) -> Iterator[str]:
                 f"data.shape.every: with cp {config.parallel.cp} no rank has the whole gradient of a sequence, "
                 "of which the noise is measured; use cp 1, or set it to null and data.batch_prompts to a number"
             )
+        if algorithm.dynamic_sampling is not None:
+            yield (
+                "data.shape.every: the noise is measured of rollouts as they come, and algorithm.dynamic_sampling "
+                "leaves out groups by their rewards; set it to null, and data.batch_prompts to a number, or set "
+                "algorithm.dynamic_sampling to null"
+            )
         if modulation is not None and modulation.scope == "micro_batch":
             yield (
                 "data.shape.every: with algorithm.modulation.scope micro_batch a rollout's gradient depends on its "
@@ -62,11 +78,6 @@ def shape_faults(config: Config) -> Iterator[str]:
         yield (
             f"data.batch_prompts: auto needs a baseline that does not get worse with fewer rollouts, and that of "
             f"advantage.kind {kind} comes from the group; give a number, or set algorithm.advantage.kind to history"
-        )
-    if algorithm.dynamic_sampling is not None:
-        yield (
-            "data.batch_prompts: auto measures what rollouts tell of all prompts, and algorithm.dynamic_sampling "
-            "leaves out groups by their rewards; give a number, or set algorithm.dynamic_sampling to null"
         )
     if algorithm.allocation.budget is None:
         yield "data.batch_prompts: auto divides algorithm.allocation.budget among prompts; set it"

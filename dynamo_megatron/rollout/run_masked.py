@@ -7,7 +7,8 @@ child: the server's own processes would hear a SIGTERM that is for the ranks. Wi
 the signals alone, and its children inherit the tracker.
 
 --fork: MODULE's multiprocessing forks where it asks for spawned processes. Each of these would import all of SGLang
-again, which is more than half of the CPU time that a server takes to start. CUDA does not survive a fork.
+again, which is more than half of the CPU time that a server takes to start. CUDA does not survive a fork: for our own
+interpreter on a machine without it.
 
 PYTHON may be another interpreter than ours, without this package: hence the standard library alone.
 """

@@ -250,7 +250,12 @@ class SGLangServer:
 
     def _command(self, on_cpu: bool) -> list[str]:
         config = self._config
-        command = [config.python or sys.executable, "-P", str(RUN_MASKED), *(["--fork"] if on_cpu else [])]
+        command = [
+            config.python or sys.executable,
+            "-P",
+            str(RUN_MASKED),
+            *(["--fork"] if on_cpu and not config.python else []),
+        ]
         command += ["sglang.launch_server"]
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]

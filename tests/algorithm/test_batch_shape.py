@@ -97,6 +97,14 @@ def test_a_resumed_run_chooses_as_the_straight_one():
     assert straight.state_dict() == resumed.state_dict()
 
 
+@pytest.mark.parametrize(("between", "within"), [(-5.0, 1.0), (5.0, -1.0)])
+def test_nothing_changes_to_the_same_number_or_by_noise_below_0(between, within):
+    shape = BatchShape(config(algorithm__allocation={"budget": 64}))
+    shape.prompts = 4  # the fewest
+    assert [shape.observe(Noise(0.0, between, within), 8.0, 8.0) for _ in range(PATIENCE)] == [None] * PATIENCE
+    assert shape.prompts == 4
+
+
 def test_a_number_stays():
     shape = BatchShape(config(data__batch_prompts=16))
     assert observe(shape, 4 * PATIENCE) == [] and shape.prompts == 16
@@ -111,6 +119,10 @@ def test_a_number_stays():
         ({"algorithm__allocation": {"budget": 7}}, "auto has at least 4 prompts"),
         ({"algorithm__loss": {"mini_batches": 9}}, "auto has at least 36 prompts"),
         ({"algorithm__dynamic_sampling": {}}, "set algorithm.dynamic_sampling to null"),
+        (
+            {"algorithm__dynamic_sampling": {}, "data__batch_prompts": 8, "data__shape": {"every": 1}},
+            "set algorithm.dynamic_sampling to null",
+        ),
         ({"parallel": {"cp": 2}}, "data.shape.every: with cp 2 no rank has the whole gradient"),
         ({"data__batch_prompts": 8, "data__shape": {"prompt_cost": 1}}, "data.shape.prompt_cost: an option of"),
         (

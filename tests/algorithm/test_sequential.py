@@ -148,6 +148,7 @@ PILOT, ADA = {"kind": "pilot", "round_n": 4}, {"kind": "reinforce_ada", "round_n
             {"loss": {"aggregation": "token_mean"}},
             "aggregation to prompt_mean, not token_mean",
         ),
+        (PILOT | {"explore": 0.1}, {"loss": {"aggregation": "prompt_mean", "mini_batches": 2}}, "updates of their own"),
     ],
 )
 def test_what_does_not_fit_is_refused(sequential, algorithm, said):
