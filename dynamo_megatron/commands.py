@@ -16,6 +16,7 @@ from dynamo_megatron.command_options import EXAMPLES, parser
 from dynamo_megatron.command_parser import unknown_command, unknown_options
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
@@ -156,7 +157,7 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     try:
         return serve(config, options.nodes, options.node)
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
 
 
@@ -175,7 +176,7 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
             hf2mcore(options.source, options.out, options.dtype)
         else:
             mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         print(f"{options.out}: not written: {error}", file=sys.stderr)
@@ -189,7 +190,7 @@ def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
     try:
         return inspect_command(options.path, options.diff)
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(escaped_line(str(error))) from None
 
 
@@ -215,7 +216,7 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     try:
         text = write_report(options.run[0], out) if len(options.run) == 1 else write_side_by_side(options.run, out)
         print(wrapped(printable(text), terminal_width(sys.stdout)))
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     return 0
 
@@ -229,7 +230,7 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
         for text in read_samples(options.run, choice, as_json=options.json):
             print(text)
         sys.stdout.flush()
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     except BrokenPipeError:  # the pager was left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -243,7 +244,7 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     try:
         text = write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out)
         print(wrapped(printable(text), terminal_width(sys.stdout)))
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     return 0
 

@@ -23,7 +23,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
         spec = load_model_config(config.model.path, config.model.family)
         if config.algorithm.kl.reference is not None:
             check_reference(spec, config.algorithm.kl.reference)
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     check_ranks(config, spec, world_size)
     return spec
@@ -55,7 +55,7 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
         )
     try:
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
-    except ValueError as error:
+    except InputError as error:
         raise ConfigError(str(error)) from None
     tied_apart = spec.tied and p.pp > 1
     if (config.chooses_shape or config.data.shape.every is not None) and (spec.num_experts or tied_apart):
@@ -77,7 +77,7 @@ def check_reference(spec: ModelSpec, folder: str) -> None:
             open_weights(folder, spec)
             return
         reference = load_model_config(folder, spec.family).dimensions()
-    except ValueError as error:
+    except InputError as error:
         raise InputError(f"algorithm.kl.reference: {error}") from None
     for name, own in spec.dimensions().items():
         if reference[name] != own and name != "max_positions":

@@ -61,7 +61,7 @@ class Job:
             check_trackers(self.config)
             try:
                 derived["disk"] = check_room(self.config, spec, generates=generates)
-            except ValueError as error:
+            except InputError as error:
                 raise ConfigError(str(error)) from None
         return derived
 

@@ -16,6 +16,7 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.strata import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.models import ModelSpec, load_model_config
@@ -68,7 +69,7 @@ class TrainJob(Job):
             check_served_rope(spec)
             check_ports(config)
             transport = check_transport(config.rollout)
-        except ValueError as error:
+        except InputError as error:
             raise ConfigError(str(error)) from None
         return {
             **derived,

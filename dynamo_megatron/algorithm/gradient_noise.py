@@ -91,7 +91,7 @@ def nested_split(
     weights = token_weights("prompt_mean" if by_prompt else "sequence_sum", ones, group_ids, max_length=1)
     place = np.empty(prompts, np.int64)  # those with two rollouts come first, and so to every rank
     place[np.lexsort((rng.random(prompts), sizes == 1))] = np.arange(prompts)
-    order = np.argsort(prompt, kind="stable")
+    order = np.lexsort((rng.random(len(prompt)), prompt))
     within = np.empty_like(order)
     within[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     part = np.where(within < sizes[prompt] // 2, 0, 1)

@@ -103,7 +103,7 @@ class Rule:
 
     # -- reinforce_ada: Reinforce-Ada (arXiv 2510.04996; code RLHFlow/Reinforce-Ada) -----------------------------------
     def _unfinished(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """`round_n` more for each prompt without the signal of `exit`, up to `high` of it; the budget is not asked."""
+        """`round_n` more for each prompt without the signal of `exit`, up to `high` of it, whatever the budget."""
         right, wrong = seen.tally()
         if self.config.exit == "balanced":
             half = self.config.keep // 2
@@ -114,7 +114,8 @@ class Rule:
         return active, len(active) * self.config.round_n
 
     def _kept(self, seen: Outcomes) -> np.ndarray:
-        """bool [S]: `keep` of each prompt, half of them right where there are so many of both, the first ones."""
+        """bool [S]: the first `keep` / 2 right and as many wrong rollouts of each prompt; where one kind has fewer,
+        more of the other."""
         right, wrong = seen.tally()
         half = np.minimum(self.config.keep // 2, right)
         wrong_kept = np.minimum(self.config.keep - half, wrong)

@@ -13,7 +13,7 @@ def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, 
     """prompt_id -> the value of the prompt's column `prior_by`; None without one.
 
     `source` is `Prompt.source` where the prompt has no column of that name. Raises ValueError naming the prompt that
-    has no such column, or something other than a text or a number in it.
+    has no such column, or something other than a string or a number in it.
     """
     if prior_by is None:
         return None
@@ -26,6 +26,6 @@ def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, 
         if not found:
             raise InputError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
         if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
-            raise InputError(f"{where} has {value!r:.80} in {prior_by!r}; expected a text or a number")
+            raise InputError(f"{where} has {value!r:.80} in {prior_by!r}; expected a string or a number")
         strata[prompt.prompt_id] = value
     return strata

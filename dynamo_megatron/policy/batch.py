@@ -106,15 +106,14 @@ def _advantages(
         advantages = rewards  # less a baseline of each token, which the statistics give (shape_tokens)
     elif config.algorithm.needs_baseline:
         b = baseline
-        if advantage.score_ratio != 1 and (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
-            raise InputError(
-                f"algorithm.advantage.score_ratio={advantage.score_ratio} needs rewards from 0 to 1, and "
-                f"{rollouts.name(int(bad[0]))} has {rewards[bad[0]]:g}; set it to 1"
-            )
+        if advantage.score_ratio != 1:
+            _check_rewards(rollouts, rewards, f"score_ratio={advantage.score_ratio}", "set it to 1")
         advantages = history_advantages(
             rewards, rollouts.group_ids, b.mean, b.strength, b.score_ratio, reward_variance=b.variance
         )
     else:
+        if advantage.kind == "reinforce":
+            _check_rewards(rollouts, rewards, "kind=reinforce", "choose another kind")
         return group_advantages(
             rewards,
             rollouts.group_ids,
@@ -124,6 +123,14 @@ def _advantages(
             positive_weight=advantage.positive_weight,
         )
     return weighted(advantages, advantage.positive_weight)
+
+
+def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, advice: str) -> None:
+    if (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
+        raise InputError(
+            f"algorithm.advantage.{setting} needs rewards from 0 to 1, and {rollouts.name(int(bad[0]))} has "
+            f"{rewards[bad[0]]:g}; {advice}"
+        )
 
 
 def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:

@@ -17,14 +17,17 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
-from dynamo_megatron.errors import InputError
-
 LARGEST = 256  # requests in one: a server starts them together
 SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
 BYTES_A_TOKEN = 1024  # more in a reply: a logprob and an id take 50, a token's text in JSON at most some hundreds
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # what a reply of another shape runs into
+
+
+class MalformedReply(ValueError):
+    """A server's reply is not what was asked for."""
+
 
 Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
@@ -172,12 +175,12 @@ def complete(meta: dict[str, Any]) -> bool:
 
 
 async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
-    """Raises ValueError where it has more than `largest` bytes, or should be JSON and is not."""
+    """Raises ValueError where it has more than `largest` bytes (MalformedReply), or should be JSON and is not."""
     raw = bytearray()
     async for chunk in reply.content.iter_any():
         raw += chunk
         if len(raw) > largest:
-            raise InputError(f"a reply of more than {largest} bytes")
+            raise MalformedReply(f"a reply of more than {largest} bytes")
     if reply.content_type != "application/json":
         return raw.decode(errors="replace")
     return from_json(raw)  # a quarter of json's time
@@ -197,4 +200,4 @@ async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[
                 yield from_json(event[6:])
         searched = max(0, len(read) - 1)
         if len(read) > largest:
-            raise InputError(f"an event of more than {largest} bytes")
+            raise MalformedReply(f"an event of more than {largest} bytes")

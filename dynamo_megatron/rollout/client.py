@@ -11,8 +11,16 @@ from typing import Any
 import aiohttp
 
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.batching import ITS_OWN_FAULT, MALFORMED, SMALLEST_LIMIT, Batches, Request, body, complete
+from dynamo_megatron.rollout.batching import (
+    ITS_OWN_FAULT,
+    MALFORMED,
+    SMALLEST_LIMIT,
+    Batches,
+    MalformedReply,
+    Request,
+    body,
+    complete,
+)
 from dynamo_megatron.rollout.endpoint import Endpoint, own_words
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.validation import response_fault
@@ -109,7 +117,7 @@ class SGLangClient:
         try:
             share = max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
             if not 0 <= share <= 1:
-                raise InputError(f"token_usage {share}")
+                raise MalformedReply(f"token_usage {share}")
             return share
         except MALFORMED:
             raise RolloutError(
@@ -206,7 +214,7 @@ class SGLangClient:
         finish = meta["finish_reason"]
         matched = finish.get("matched")
         if meta["id"] != request.id:
-            raise InputError(f"a response to {own_words(meta['id'])!r}, {request.id!r} was asked for")
+            raise MalformedReply(f"a response to {own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
             why = own_words(finish["message"])
             return Response(finish_reason="abort", error=f"{request.name}: the engine aborted it: {why}")
@@ -215,7 +223,7 @@ class SGLangClient:
             return Response(error=f"{request.name}: the engine stopped it: {own_words(matched)}")
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         if not complete(meta):
-            raise InputError(f"{len(tokens)} tokens of a response of {own_words(meta['completion_tokens'])}")
+            raise MalformedReply(f"{len(tokens)} tokens of a response of {own_words(meta['completion_tokens'])}")
         spans = meta.get("weight_versions")
         if spans is None:  # an SGLang that does not say it of each token
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
@@ -237,7 +245,7 @@ class SGLangClient:
         if not fault and finish["type"] == "stop" and isinstance(end, int) and end != tokens[-1]:
             fault = f"stopped by {own_words(matched)}, which the last token is not"
         if fault:
-            raise InputError(fault)
+            raise MalformedReply(fault)
         return response
 
 

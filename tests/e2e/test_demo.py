@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 400  # seconds of each command; all of them take a minute on two idle cores
+LIMIT = 400  # seconds of each command
 SHORTER = {
     "sft": ["trainer.steps=3"],
     "train": ["trainer.steps=3", "eval.limit=32", "eval.samples=2", "eval.k=[1,2]"],

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,17 +190,17 @@ def launch(cases: list[dict], folder: Path, timeout: float = 3600) -> None:
         with open(folder / f"rank{rank}.log", "w") as log:
             env = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    codes: list[int | None] = []
+    end = time.monotonic() + timeout
     try:
-        for p in processes:
-            codes.append(p.wait(timeout=timeout))
-            if codes[-1]:
-                break  # the others wait for it
+        while None in (codes := [p.poll() for p in processes]) and not any(codes) and time.monotonic() < end:
+            time.sleep(0.2)
     finally:
         for p in processes:
-            p.kill()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(RANKS))
-    assert codes == [0] * RANKS, logs
+            p.kill()  # the others wait for one that failed
+            p.wait()
+    failed = [rank for rank, code in enumerate(codes) if code] or range(RANKS)
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in failed)
+    assert codes == [0] * RANKS, f"exit codes {codes} (None: not over after {timeout:g} s)\n{logs}"
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

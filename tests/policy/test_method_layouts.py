@@ -32,12 +32,14 @@ pytestmark = pytest.mark.full
 
 
 def method(name: str) -> dict:
-    """Its algorithm section, with two updates a step, so that the second one has ratios."""
+    """Its algorithm section, with two updates a step, so that the second one has ratios. The rollouts are made up:
+    nothing that decides how many are sampled is part of it."""
     if name in CORRECTIONS:
         return method("grpo") | {"rollout_correction": CORRECTIONS[name]}
     if name in OTHERS:
         return method("grpo") | OTHERS[name]
     algorithm = yaml.safe_load((METHODS / f"{name}.yaml").read_text())["algorithm"]
+    algorithm = {key: section for key, section in algorithm.items() if key not in ("allocation", "sequential")}
     algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if algorithm["loss"][k]}}
     return algorithm
 

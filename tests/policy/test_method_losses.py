@@ -15,6 +15,7 @@ from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import compose
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels.terms import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
@@ -408,10 +409,11 @@ def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
     expect(got, per_token, weights, *clipped(per_token, ratio(stats)))
 
 
-def test_rewards_that_the_optimal_baseline_cannot_take_are_named(rollouts, stats):
+@pytest.mark.parametrize(("name", "setting"), [("history", "score_ratio=auto"), ("w_reinforce", "kind=reinforce")])
+def test_rewards_that_a_method_cannot_take_are_named(rollouts, stats, name, setting):
     wrong = RolloutBatch(**{**vars(rollouts), "rewards": 2 * rollouts.rewards - 1})
-    with pytest.raises(ValueError, match=r"score_ratio=auto needs rewards from 0 to 1, and rollout 1/\w/\d+ of prompt"):
-        run("history", wrong, stats)
+    with pytest.raises(InputError, match=rf"{setting} needs rewards from 0 to 1, and rollout 1/\w/\d+ of prompt"):
+        run(name, wrong, stats)
 
 
 def test_dynamo_published_is_grpo_with_modulation_clip_higher_and_a_dual_clip(rollouts, stats, grpo):

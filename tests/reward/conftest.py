@@ -1,0 +1,40 @@
+import pytest
+from reward_service import Service, lengths
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward import RewardPool
+
+
+@pytest.fixture
+def serve():
+    services = []
+
+    def start(answer=lengths):
+        services.append(Service(answer))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.die()
+
+
+@pytest.fixture
+def pool():
+    """A started pool of these services and functions."""
+    pools = []
+
+    def start(*functions, **settings):
+        names = [function.url if isinstance(function, Service) else function for function in functions]
+        pools.append(RewardPool(RewardConfig(functions=names, **settings)))
+        pools[-1].start()
+        return pools[-1]
+
+    yield start
+    for started in pools:
+        started.close()
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Samples of a busy machine share a request all the same."""
+    monkeypatch.setattr("dynamo_megatron.reward.http.GATHERING", 0.3)
