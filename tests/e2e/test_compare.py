@@ -109,8 +109,7 @@ def test_killed_and_resumed_it_comes_to_the_same(compare, workspace):
     assert figures(workspace / "killed") == (rows, found)
 
     changed = yaml.safe_load((workspace / "killed.yaml").read_text())
-    changed["base"].append("algorithm.loss.clip_ratio_high=0.3")
-    changed["arms"] = {name: ["methods/grpo", "algorithm.loss.clip_ratio_high=0.3"] for name in changed["arms"]}
+    changed["arms"] = {name: [*keys, "algorithm.loss.clip_ratio_high=0.3"] for name, keys in changed["arms"].items()}
     (workspace / "killed.yaml").write_text(yaml.safe_dump(changed))
     done = subprocess.run(
         [sys.executable, "-P", "-m", "dynamo_megatron.cli", "compare", "killed.yaml"],
