@@ -111,7 +111,7 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def readme_row(results: dict[str, Any]) -> str:
-    """The line of README.md: the mean over the seeds, and the least to the most."""
+    """The line of README.md: mean, minimum and maximum over the seeds."""
     runs = results["runs"]
 
     def spread(value: Callable[[dict[str, Any]], float], digits: int) -> str:
@@ -125,15 +125,18 @@ def readme_row(results: dict[str, Any]) -> str:
     shared = ""
     if all(run["sometimes to always"] is not None for run in runs):
         ratio = spread(lambda run: run["sometimes to always"], 2)
-        shared = f"from the second visit on, problems solved sometimes got {ratio} times the rollouts of solved ones; "
-    many = f"mean of {len(runs)} seeds, least to most" if len(runs) > 1 else "one seed"
+        shared = (
+            f"problems with 20 to 80 % of their earlier rollouts right got {ratio} times as many rollouts as problems "
+            "with all of them right; "
+        )
+    many = f"mean of {len(runs)} seeds, minimum and maximum in parentheses" if len(runs) > 1 else "one seed"
     return (
-        f"{ROW}{results['machine']['cores']} cores, {many} (`benchmarks/results/demo.json`) | "
+        f"{ROW}{results['machine']['cores']} CPU cores, {many} (`benchmarks/results/demo.json`) | "
         f"held-out pass@1 from {before} to {after} % in {runs[0]['steps']} steps ({runs[0]['problems']} problems), "
         f"gain {gain} points; {shared}"
         f"{spread(lambda run: run['seconds per step'], 2)} s per step (median), "
         f"{spread(lambda run: run['seconds'] / 60, 1)} minutes per run, "
-        f"{spread(lambda run: run['peak bytes'] / 1e9, 1)} GB of memory at the peak of all processes |"
+        f"peak memory of all processes {spread(lambda run: run['peak bytes'] / 1e9, 1)} GB |"
     )
 
 
