@@ -12,7 +12,7 @@ from dynamo_megatron.comparison import fleet
 from dynamo_megatron.comparison.fleet import KEY, keeps_servers, servers
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 
@@ -74,7 +74,7 @@ def test_a_server_that_ends_comes_back_at_its_address(tiny_model, tmp_path):
             while time.monotonic() < deadline:
                 try:
                     return not (await client.generate("ask", [0, 1], timeout=20.0, max_new_tokens=2)).error
-                except RolloutError:
+                except ServerLost:
                     await asyncio.sleep(1)
         return False
 
