@@ -132,7 +132,7 @@ def readme_row(results: dict[str, Any]) -> str:
     many = f"mean of {len(runs)} seeds, minimum and maximum in parentheses" if len(runs) > 1 else "one seed"
     return (
         f"{ROW}{results['machine']['cores']} CPU cores, {many} (`benchmarks/results/demo.json`) | "
-        f"held-out pass@1 from {before} to {after} % in {runs[0]['steps']} steps ({runs[0]['problems']} problems), "
+        f"pass@1 on {runs[0]['problems']} held-out problems from {before} to {after} % in {runs[0]['steps']} steps, "
         f"gain {gain} points; {shared}"
         f"{spread(lambda run: run['seconds per step'], 2)} s per step (median), "
         f"{spread(lambda run: run['seconds'] / 60, 1)} minutes per run, "
