@@ -19,6 +19,9 @@ SHARE = 0.05  # growth from the first to the last quarter of the samples that st
 LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
 YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
+# Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts half
+# until the child ends, and a fault may end it.
+FORKED = 8 << 20
 COUNTED = ("descriptors", "threads", "sockets", "entries", "folders")  # one more is no growth
 
 
@@ -49,7 +52,8 @@ def growth(what: str, values: Sequence[float]) -> Growth:
     """Only growth counts: memory that is given back is no leak. Of what is counted one more is still flat."""
     quarter = max(1, len(values) // 4)
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
-    room = max(SHARE * first, 1.0 if what.endswith(COUNTED) else 0.0)
+    least = 1.0 if what.endswith(COUNTED) else FORKED if what.endswith("memory") else 0.0
+    room = max(SHARE * first, least)
     return Growth(what, len(values), first, last, last - first <= room)
 
 
