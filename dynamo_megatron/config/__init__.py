@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,6 +22,7 @@ from dynamo_megatron.config.method import (
     Section,
     check_loss_fits,
 )
+from dynamo_megatron.config.reward import RewardConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -79,32 +79,6 @@ class ParallelConfig(Section):
             raise ValueError("sequence_parallel: needs tp above 1")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
-        return self
-
-
-class RewardConfig(Section):
-    functions: Annotated[list[str], Field(min_length=1)] = ["math"]  # math | reasoning_gym | module:function | http://
-    fusion: Literal["sum", "mean", "product"] = "sum"
-    success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
-    deadline: Annotated[float, Field(gt=0)] = (
-        10.0  # seconds a sample (http://: a request of up to 64); then reward 0, counted
-    )
-    on_error: Literal["raise", "zero"] = "raise"
-    workers: Positive = 2  # processes
-    api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
-
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _key_of_one_host(self) -> RewardConfig:
-        hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(("http://", "https://"))})
-        if self.api_key_env is not None and len(hosts) != 1:
-            raise ValueError(
-                f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
-            )
         return self
 
 

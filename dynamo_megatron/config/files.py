@@ -353,6 +353,8 @@ _IDENTITY = (
     "reward.functions",
     "reward.fusion",
     "reward.success_threshold",
+    "reward.format",
+    "reward.code",
     "algorithm",
     "rollout.temperature",
     "rollout.max_new_tokens",

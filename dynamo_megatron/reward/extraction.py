@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
+ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
@@ -29,6 +32,37 @@ def tagged(text: str) -> str | None:
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def last_line(text: str) -> str:
+    """The last line that is not empty, less "the answer is" and what stands before it; "" without a line."""
+    lines = text.strip().splitlines()
+    return ANSWER_IS.sub("", lines[-1]) if lines else ""
+
+
+def final_answer(text: str) -> str:
+    r"""What stands in the last `<answer>` tag, else in the last `\boxed{}`, else the `last_line`."""
+    for find in (tagged, boxed):
+        found = find(text)
+        if found is not None:
+            return found
+    return last_line(text)
+
+
+def fenced(text: str, languages: Collection[str]) -> str | None:
+    """What stands in the last complete fenced block marked as one of `languages`, else in the last unmarked one; None
+    where there is neither."""
+    found: dict[bool, str] = {}  # marked? -> block
+    opening: re.Match | None = None
+    for fence in FENCE.finditer(text):
+        if opening is None:
+            opening = fence
+        elif fence[1].startswith(opening[1]) and not fence[2].strip():
+            language = opening[2].strip().lower()
+            if not language or language in languages:
+                found[bool(language)] = text[opening.end() + 1 : fence.start()]
+            opening = None
+    return found.get(True, found.get(False))
 
 
 def join_thousands(text: str) -> str:

@@ -13,23 +13,34 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.runtime.user_code import UserFunction
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 # Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
 BUILT_IN = {
     "math": "dynamo_megatron.reward.math_answer:math_answer",
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
+    "qa_f1": "dynamo_megatron.reward.question_answering:qa_f1",
+    "qa_exact": "dynamo_megatron.reward.question_answering:qa_exact",
+    "choice": "dynamo_megatron.reward.choice:choice_answer",
+}
+# These are made from the configuration: they have settings of their own.
+CONFIGURED = {
+    "format": "dynamo_megatron.reward.response_format:format_reward",
+    "code": "dynamo_megatron.reward.code_answer:code_reward",
 }
 URLS = ("http://", "https://")
 
 
-def load_function(name: str) -> Callable[[Prompt, str], float]:
-    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line)."""
+def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], float]:
+    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line), also where there
+    is no sandbox for `code`."""
+    if name in CONFIGURED:
+        return load_callable(CONFIGURED[name], "reward.functions")(config)
     if ":" not in name and name not in BUILT_IN:
-        raise ValueError(
-            f"reward.functions: no built-in {name!r}; give {', '.join(BUILT_IN)}, module:function or an http:// URL"
-        )
+        known = ", ".join([*BUILT_IN, *CONFIGURED])
+        raise ValueError(f"reward.functions: no built-in {name!r}; give {known}, module:function or an http:// URL")
     return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number
+from dynamo_megatron.reward.extraction import boxed, join_thousands, last_line, last_number
 from dynamo_megatron.types import Prompt
 
 # math-verify's own time limit needs SIGALRM. The pool's deadline is the limit here, and a warning a call says nothing.
@@ -20,7 +20,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
 INTEGER = re.compile(r"-?[0-9]{1,1000}")
-ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
@@ -74,9 +73,8 @@ def _final_answer(response: str, words: bool) -> str | None:
     marked = MARKED.findall(response)
     if marked:
         return marked[-1]
-    lines = response.strip().splitlines()
     if words:
-        return ANSWER_IS.sub("", lines[-1]) if lines else None
+        return last_line(response) or None
     spans = list(LATEX.finditer(response))
     end = spans[-1].end() if spans else 0
     number = last_number(response[end:])

@@ -136,7 +136,7 @@ class RewardPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            worker = _Worker(self._local)
+            worker = _Worker(self._local, self._config)
             self._workers.append(worker)
             return worker
 
@@ -204,7 +204,7 @@ def _shown(value: object) -> str:
 
 
 class _Worker:
-    def __init__(self, functions: list[str]) -> None:
+    def __init__(self, functions: list[str], config: RewardConfig) -> None:
         self._functions = functions
         self._ready = False
         ours, theirs = socket.socketpair()
@@ -218,7 +218,7 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C in the terminal is the parent's
             )
         self.connection = Connection(ours.detach())
-        self.connection.send(functions)
+        self.connection.send((functions, config))
 
     def wait_ready(self, end: float) -> None:
         """Waits until `end` (time.monotonic) for the worker's imports."""

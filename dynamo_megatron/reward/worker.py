@@ -1,6 +1,6 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
-Over the socket FD it gets the functions' names, answers ("ready",) or ("failed", message), and from then on answers
+Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and from then on answers
 each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text (file, line N)", frames). It
 ends with the socket.
 """
@@ -29,9 +29,9 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)  # a forked grandchild must not keep the socket open
     connection = Connection(descriptor)
     try:
-        names = connection.recv()
+        names, config = connection.recv()
         try:
-            functions = {name: load_function(name) for name in names}
+            functions = {name: load_function(name, config) for name in names}
         except ValueError as error:
             connection.send(("failed", str(error)))
             return

@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from reward_service import Service, lengths
 
@@ -38,3 +40,16 @@ def pool():
 def patient(monkeypatch):
     """Samples of a busy machine share a request all the same."""
     monkeypatch.setattr("dynamo_megatron.reward.http.GATHERING", 0.3)
+
+
+@pytest.fixture
+def score():
+    """The scores of responses to one prompt, in their order."""
+
+    def all_of(started, prompt, *responses):
+        async def gathered():
+            return await asyncio.gather(*(started.score(prompt, response) for response in responses))
+
+        return asyncio.run(gathered())
+
+    return all_of

@@ -1,0 +1,71 @@
+"""The built-in reward `code`: does the program in the response pass the problem's tests?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward.code_tests import AssertTest, CallTest, StreamTest, problem_tests, same_text, same_value
+from dynamo_megatron.reward.extraction import fenced
+from dynamo_megatron.reward.sandbox import Sandbox
+from dynamo_megatron.types import Prompt
+
+PYTHON = ("python", "python3", "py")
+OUTPUT = 1 << 16  # bytes that a program may print beyond four times what is expected
+
+
+def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
+    """The reward function with the limits of `config.code`. Raises ValueError where no sandbox can be made."""
+    sandbox, code = Sandbox(config.code), config.code
+
+    def code_answer(prompt: Prompt, response: str) -> float:
+        """The share of the problem's tests that the program in `response` passes, or, with `score: all`, 1.0 where it
+        passes every one; 0.0 without a program.
+
+        The program is the last complete fenced block marked as Python, else the last unmarked one, after `</think>`
+        where there is one. No right output enters a sandbox that has the program.
+        Raises ValueError for tests that cannot be read (`problem_tests`).
+        """
+        tests = problem_tests(prompt)[: code.tests]
+        found = fenced(response.rpartition("</think>")[2], PYTHON)
+        if found is None:
+            return 0.0
+        program, passed = found.encode(errors="replace"), 0
+        for test in tests:
+            right, late = _outcome(sandbox, program, test)
+            passed += right
+            if late or (code.score == "all" and not right):
+                break
+        return passed / len(tests) if code.score == "share" else float(passed == len(tests))
+
+    return code_answer
+
+
+def _outcome(sandbox: Sandbox, program: bytes, test: StreamTest | CallTest | AssertTest) -> tuple[bool, bool]:
+    """(passed, ended by a time limit)"""
+    match test:
+        case StreamTest(stdin, expected):
+            result = sandbox.run("run", program, _encoded(stdin), OUTPUT + 4 * len(expected))
+            return result.ok and same_text(result.output.decode(errors="replace"), expected), result.late
+        case CallTest(name, args, expected):
+            request = json.dumps({"name": name, "args": args})
+            longest = OUTPUT + 4 * len(json.dumps(expected))
+            result = sandbox.run("call", program, _encoded(request), longest)
+            return result.ok and _returned(result.output, expected), result.late
+        case AssertTest(source):
+            result = sandbox.check(program, _encoded(source))
+            return result.ok, result.late
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+def _returned(output: bytes, expected: Any) -> bool:
+    try:
+        value = json.loads(output)
+        return same_value(value, expected) or same_value([value], expected)
+    except (ValueError, RecursionError, OverflowError):  # it can write anything, nested as deep, numbers as large
+        return False

@@ -1,0 +1,162 @@
+"""The tests of a programming problem, from the layouts of public data sets, and when an output is right."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_megatron.types import Prompt
+
+TOLERANCE = 1e-6  # relative, below 1 absolute; of numbers that are expected with a decimal point or an exponent
+RUNNING = (ast.Assert, ast.For, ast.While, ast.If, ast.With, ast.Try)
+
+
+@dataclass(frozen=True)
+class StreamTest:
+    """What the program prints for `stdin`."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """What the program's function `name`, or the method of that name of its class Solution, returns for `args`."""
+
+    name: str
+    args: list[Any]
+    expected: Any
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """Python code about the program's names; the program is right where nothing is raised."""
+
+    source: str
+
+
+def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
+    """The tests in `prompt.answer`, in one of these forms or as JSON text of one:
+
+    {"inputs": [...], "outputs": [...]}, with "fn_name" for functions (APPS, TACO); "input" and "output" (CodeContests);
+    [{"input": ..., "output": ..., "testtype": ...}, ...] (LiveCodeBench);
+    ["assert ...", ...] (MBPP); Python code (HumanEval).
+
+    Raises ValueError for anything else, and for tests that run nothing.
+    """
+    given = prompt.answer
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = [given]
+    if isinstance(given, Mapping):
+        given = list(_columns(given))
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"the code reward needs tests as the answer, not {prompt.answer!r:.200}")
+    if all(isinstance(test, str) for test in given):
+        return [_assertions(test, prompt.meta) for test in given]
+    if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in given):
+        return [_case(test, prompt.meta) for test in given]
+    raise ValueError(f"the code reward's tests are neither all text nor all with input and output: {given!r:.200}")
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Equal word by word; a number that is expected with a decimal point or an exponent to within TOLERANCE."""
+    found, right = output.split(), expected.split()
+    return len(found) == len(right) and all(map(_same_word, found, right))
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Equal, floats to within TOLERANCE. Both as JSON gives them."""
+    if isinstance(expected, list):
+        return isinstance(value, list) and len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(same_value(value[key], item) for key, item in expected.items())
+        )
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return _close(value, expected)
+    return bool(value == expected)
+
+
+def _same_word(found: str, right: str) -> bool:
+    if found == right:
+        return True
+    if not any(mark in right for mark in ".eE"):
+        return False
+    try:
+        return _close(float(found), float(right))
+    except ValueError:
+        return False
+
+
+def _close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _columns(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tests of two lists; APPS puts what a function returns into a list of one."""
+    inputs, outputs = (given.get(f"{name}s", given.get(name)) for name in ("input", "output"))
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
+        raise ValueError(f"the code reward needs as many inputs as outputs, and the answer is {given!r:.200}")
+    for each, right in zip(inputs, outputs, strict=True):
+        yield {"input": each, "output": right, "fn_name": given.get("fn_name")}
+
+
+def _case(test: Mapping[str, Any], meta: Mapping[str, Any]) -> StreamTest | CallTest:
+    name = test.get("fn_name")
+    if test.get("testtype") == "functional":
+        name = name or _function_name(test.get("metadata")) or _function_name(meta.get("metadata"))
+        if name is None:
+            raise ValueError("the code reward needs the function's name: fn_name, or func_name in metadata")
+    if name is None:
+        return StreamTest(_text(test["input"]), _text(test["output"]))
+    args, expected = test["input"], test["output"]
+    try:
+        if isinstance(args, str):  # LiveCodeBench: an argument a line
+            args = [json.loads(line) for line in args.splitlines() if line.strip()]
+        if isinstance(expected, str) and "testtype" in test:
+            expected = json.loads(expected)
+    except ValueError as error:
+        raise ValueError(f"the code reward cannot read a test of {name} as JSON: {error}") from None
+    return CallTest(name, list(args), expected)
+
+
+def _function_name(metadata: Any) -> str | None:
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            return None
+    return metadata.get("func_name") if isinstance(metadata, Mapping) else None
+
+
+def _text(stream: Any) -> str:
+    return "\n".join(map(str, stream)) if isinstance(stream, list) else str(stream)
+
+
+def _assertions(test: str, meta: Mapping[str, Any]) -> AssertTest:
+    imports = meta.get("test_imports")
+    before = [*(imports if isinstance(imports, list) else []), str(meta.get("test_setup_code") or "")]
+    after = []
+    if "def check(" in test and meta.get("entry_point"):
+        after = [f"check({meta['entry_point']})"]
+    source = "\n".join([*map(str, before), test, *after])
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the code reward cannot read a test as Python ({error}): {test!r:.200}") from None
+    if not any(isinstance(each, RUNNING) or _is_call(each) for each in statements):
+        raise ValueError(f"the code reward's test asserts nothing when it is run: {test!r:.200}")
+    return AssertTest(source)
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)

@@ -1,0 +1,218 @@
+"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY FILES`.
+
+MODE `run`: the program in /program.py, as a script.
+`call`: the program's function that stdin names, {"name": text, "args": [...]}; stdout gets its result as JSON.
+`serve`: answers requests about the program's names, a JSON line each, on stdin and stdout.
+`check`: runs the tests in /test.py, whose free names are those of the program that another sandbox serves at the other
+end of stdin and stdout; "passed" on stderr where nothing was raised. There is no code of the program in this process,
+and only plain data comes back from it: it cannot read the tests, change what they call, or write the verdict.
+"""
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import resource
+import sys
+import types
+
+PROGRAM, TESTS, VERDICT = "/program.py", "/test.py", "passed\n"
+OPEN_FILES, THREADS = 64, 64
+OWN_PROCESS_COUNT = (5, 14)  # Linux: from here on a user namespace has a count of its own
+# Solutions to LeetCode's problems are written without these.
+USUAL_IMPORTS = """
+from typing import *
+from collections import *
+from itertools import *
+from functools import *
+from heapq import *
+from bisect import *
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+"""
+SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+
+
+def main(mode, cpu_seconds, memory, file_size):
+    del sys.path[0]
+    limits = {
+        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: file_size,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= OWN_PROCESS_COUNT:
+        limits[resource.RLIMIT_NPROC] = THREADS
+    for name, value in limits.items():
+        resource.setrlimit(name, (value, value))
+    {"run": run, "call": call, "serve": serve, "check": check}[mode]()
+
+
+def run():
+    load(types.ModuleType("__main__"))
+
+
+def call():
+    request, result = private(0, "r"), private(1, "w")
+    wanted = json.loads(request.read())
+    namespace = imported()
+    function = namespace.get(wanted["name"])
+    if function is None:
+        function = getattr(namespace["Solution"](), wanted["name"])
+    json.dump(function(*wanted["args"]), result, default=listed)
+    result.flush()
+
+
+def serve():
+    requests, replies = private(0, "r"), private(1, "w")
+    namespace, kept = imported(), []
+    for line in requests:
+        try:
+            reply = {"value": encoded(answer(json.loads(line), namespace, kept), kept)}
+        except Exception as error:
+            reply = {"error": type(error).__name__, "text": str(error)[:1000]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def check():
+    replies, requests, verdict = private(0, "r"), private(1, "w"), private(2, "w")
+    program = Program(replies, requests)
+    with open(TESTS, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    namespace = {"__name__": "test"}
+    for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins)):
+        try:
+            namespace[name] = program.ask("name", name)
+        except NameError:
+            pass  # of the tests themselves
+    dotted = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    for name in {node.id for node in dotted if isinstance(node, ast.Name)}:
+        try:
+            namespace[name] = importlib.import_module(name)  # the program may have changed its own
+        except ImportError:
+            pass
+    exec(compile(tree, TESTS, "exec"), namespace)
+    verdict.write(VERDICT)
+    verdict.flush()
+
+
+def load(module):
+    """Runs the program as `module`, which gets its names."""
+    sys.modules[module.__name__] = module
+    sys.argv = [PROGRAM]
+    with open(PROGRAM, "rb") as file:
+        source = file.read()
+    module.__file__ = PROGRAM
+    exec(compile(source, PROGRAM, "exec"), module.__dict__)
+    return module.__dict__
+
+
+def imported():
+    """The names of the program as another program that imports it has them."""
+    module = types.ModuleType("program")
+    exec(USUAL_IMPORTS, module.__dict__)
+    return load(module)
+
+
+def private(descriptor, mode):
+    """A file on what `descriptor` is now; the program's own `descriptor` is empty, and takes what it prints."""
+    file = os.fdopen(os.dup(descriptor), mode, encoding="utf-8")
+    empty = os.open(os.devnull, os.O_RDWR)
+    os.dup2(empty, descriptor)
+    os.close(empty)
+    return file
+
+
+def listed(value):
+    """What JSON does not know, as a list."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def answer(request, namespace, kept):
+    if "name" in request:
+        if request["name"] not in namespace:
+            raise NameError(request["name"])
+        return namespace[request["name"]]
+    thing = kept[request["of"]]
+    if "attribute" in request:
+        return getattr(thing, request["attribute"])
+    args, named = decoded(request["args"], kept.__getitem__), decoded(request["named"], kept.__getitem__)
+    return thing(*args, **named)
+
+
+def encoded(value, kept):
+    """As JSON, with the types of Python's plain data; what is none goes to `kept`, and as its index there."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    for name, kind in SEQUENCES.items():
+        if isinstance(value, kind):
+            return {name: [encoded(item, kept) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encoded(key, kept), encoded(item, kept)] for key, item in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, Remote):
+        return {"kept": value._index}
+    if kept is None:
+        raise TypeError("a test can give the program plain data and what came from it, not a " + type(value).__name__)
+    if hasattr(value, "__next__"):
+        return {"iterator": [encoded(item, kept) for item in value]}
+    kept.append(value)
+    return {"kept": len(kept) - 1}
+
+
+def decoded(value, look_up):
+    if not isinstance(value, dict):
+        return value
+    ((name, inside),) = value.items()
+    if name in SEQUENCES:
+        return SEQUENCES[name](decoded(item, look_up) for item in inside)
+    if name == "dict":
+        return {decoded(key, look_up): decoded(item, look_up) for key, item in inside}
+    if name == "iterator":
+        return iter([decoded(item, look_up) for item in inside])
+    if name == "bytes":
+        return bytes.fromhex(inside)
+    if name == "complex":
+        return complex(*inside)
+    return look_up(inside)
+
+
+class Program:
+    """The program behind two pipes."""
+
+    def __init__(self, replies, requests):
+        self._replies, self._requests = replies, requests
+
+    def ask(self, kind, subject, **rest):
+        self._requests.write(json.dumps({kind: subject, **rest}) + "\n")
+        self._requests.flush()
+        reply = json.loads(self._replies.readline())
+        if "error" in reply:
+            kind = getattr(builtins, str(reply["error"]), None)
+            known = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if known else RuntimeError)(str(reply.get("text")))
+        return decoded(reply["value"], lambda index: Remote(self, index))
+
+
+class Remote:
+    """A function, class or object of the program: it can be called and has attributes, and is equal to itself alone."""
+
+    def __init__(self, program, index):
+        self._program, self._index = program, index
+
+    def __call__(self, *args, **named):
+        return self._program.ask("of", self._index, args=encoded(args, None), named=encoded(named, None))
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._program.ask("of", self._index, attribute=name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,60 @@
+"""The built-in rewards `qa_f1` and `qa_exact`: a short answer in words against references, compared as SQuAD does."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_megatron.reward.extraction import final_answer
+from dynamo_megatron.types import Prompt
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+REFERENCES = ("text", "target", "aliases")  # SQuAD's, Search-R1's and TriviaQA's name of the list
+
+
+def qa_exact(prompt: Prompt, response: str) -> float:
+    """1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0.
+
+    The final answer is that of `extraction.final_answer`. `prompt.answer` is text or a number, a list of them, or a
+    mapping with such a list (`references`); raises ValueError for anything else.
+    """
+    answer = normalised(final_answer(response))
+    return float(any(answer == normalised(reference) for reference in references(prompt.answer)))
+
+
+def qa_f1(prompt: Prompt, response: str) -> float:
+    """The largest token F1 of the final answer and a reference, 1.0 where they are equal; otherwise as `qa_exact`."""
+    answer = normalised(final_answer(response)).split()
+    return max(_f1(answer, normalised(reference).split()) for reference in references(prompt.answer))
+
+
+def references(answer: Any) -> list[str]:
+    """The right answers: `answer` itself, or its items; of a mapping those under "text", "target", or "value" and
+    "aliases". Raises ValueError where there is none that is text or a number."""
+    found = answer
+    if isinstance(answer, Mapping):
+        found = [answer["value"]] if "value" in answer else []
+        for name in REFERENCES:
+            listed = answer.get(name, [])
+            found += listed if isinstance(listed, list) else [listed]
+    found = found if isinstance(found, list) else [found]
+    texts = [str(each) for each in found if isinstance(each, str | int | float) and str(each).strip()]
+    if not texts:
+        raise ValueError(f"the question-answering reward needs text, a number or a list of them, not {answer!r:.200}")
+    return texts
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation, articles and more than one blank between words: SQuAD's order of steps."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def _f1(answer: list[str], reference: list[str]) -> float:
+    if answer == reference:
+        return 1.0
+    common = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * common / (len(answer) + len(reference)) if common else 0.0

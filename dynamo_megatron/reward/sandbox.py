@@ -1,0 +1,187 @@
+"""Programs that a model wrote, run by bubblewrap in namespaces of their own.
+
+What such a program has: the interpreter and /usr, read-only; a folder /tmp of its own, in memory; null, zero and random
+devices; its standard streams. What it has not: a network, other processes, /proc, other files, the environment, more
+processes than one. `harness.py` sets its limits of time and memory from inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dynamo_megatron.config.reward import CodeConfig
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward import harness
+from dynamo_megatron.reward.seccomp import system_call_filter
+from dynamo_megatron.runtime.plain_text import on_one_line
+
+NAMESPACES = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
+NOBODY = "65534"
+IF_THERE = ("/lib", "/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+HARNESS = "/harness.py"
+START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
+MESSAGE = 4096  # bytes of what bubblewrap or the harness says
+KILLED = 128 + signal.SIGKILL  # the exit code at the limit of CPU time
+MEND = (
+    "install bubblewrap 0.7 or newer, allow user namespaces (sysctl user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns), or run elsewhere; programs are not run without a sandbox"
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """`ok`: it ended by itself with exit code 0, having written no more than was allowed. `late`: a time limit ended
+    it."""
+
+    output: bytes
+    ok: bool
+    late: bool
+
+
+class Sandbox:
+    """Runs programs under the limits of `config`. Raises ValueError (one line) where this machine allows no sandbox."""
+
+    def __init__(self, config: CodeConfig) -> None:
+        self._config = config
+        self._filter = system_call_filter()
+        program = shutil.which("bwrap")
+        if program is None:
+            raise InputError(f"reward.functions: code: there is no bwrap on the PATH; {MEND}")
+        interpreter = config.python or os.path.realpath(sys.executable)
+        self._isolation = [program, *_isolation(interpreter, config.file_size)]
+        self._python = [interpreter, "-s", "-B", "-X", "utf8"]
+        self._limits = [str(config.cpu_seconds), str(config.memory), str(config.file_size)]
+        self._try()
+
+    def run(self, mode: str, program: bytes, stdin: bytes, longest: int) -> Result:
+        """`program` in the harness's `mode`; more than `longest` bytes of output end it."""
+        end = time.monotonic() + self._config.seconds
+        with (
+            _in_memory(stdin) as source,
+            self._started(mode, {harness.PROGRAM: program}, source, subprocess.PIPE) as process,
+        ):
+            return _result(process, process.stdout, longest, end)
+
+    def check(self, program: bytes, tests: bytes) -> Result:
+        """`tests`, Python code, in a sandbox, about the names of `program`, in another one. `ok`: nothing was raised."""
+        end = time.monotonic() + self._config.seconds
+        with contextlib.ExitStack() as processes:
+            with _pipe() as (requests, asking), _pipe() as (replies, replying):
+                serving = self._started("serve", {harness.PROGRAM: program}, requests, replying)
+                processes.enter_context(serving)
+                checking = self._started("check", {harness.TESTS: tests}, replies, asking, subprocess.PIPE)
+                process = processes.enter_context(checking)
+            result = _result(process, process.stderr, MESSAGE, end)
+        return Result(result.output, result.ok and result.output == harness.VERDICT.encode(), result.late)
+
+    def _try(self) -> None:
+        program, end = b"print(input())", time.monotonic() + START_TIMEOUT
+        with (
+            _in_memory(b"ready") as source,
+            self._started("run", {harness.PROGRAM: program}, source, subprocess.PIPE, subprocess.STDOUT) as process,
+        ):
+            result = _result(process, process.stdout, MESSAGE, end)
+        if result.output != b"ready\n":
+            said = on_one_line(result.output.decode(errors="replace"), 300) or "it did not start in time"
+            raise InputError(f"reward.functions: code: no sandbox can be made here: {said}; {MEND}")
+
+    @contextlib.contextmanager
+    def _started(
+        self, mode: str, files: Mapping[str, bytes], stdin: int, stdout: int, stderr: int = subprocess.DEVNULL
+    ) -> Iterator[subprocess.Popen]:
+        """The harness in `mode`, ended with all that it has started when the context is left."""
+        with contextlib.ExitStack() as opened:
+            descriptors = [opened.enter_context(_in_memory(content)) for content in (self._filter, *files.values())]
+            binds = [["--ro-bind-data", str(d), path] for d, path in zip(descriptors[1:], files, strict=True)]
+            process = subprocess.Popen(
+                [*self._isolation, "--seccomp", str(descriptors[0]), *sum(binds, []), "--remount-ro", "/", "--"]
+                + [*self._python, HARNESS, mode, *self._limits],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=ENVIRONMENT,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+        with process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # bubblewrap's first process ends the others with it
+
+
+def _isolation(interpreter: str, file_size: int) -> list[str]:
+    """bubblewrap's options. Raises ValueError for an interpreter that does not start."""
+    # -I: not the user's folders, which the sandbox has not
+    command = [interpreter, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InputError(f"reward.code.python: {interpreter} does not start: {on_one_line(str(error), 200)}") from None
+    folders = [folder for folder in dict.fromkeys(asked.stdout.splitlines()) if not folder.startswith("/usr")]
+    return [
+        *("--die-with-parent", "--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY),
+        *(f"--unshare-{name}" for name in NAMESPACES),
+        *("--size", str(file_size), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--ro-bind", "/usr", "/usr"),
+        *(option for path in IF_THERE for option in ("--ro-bind-try", path, path)),
+        *(option for path in folders for option in ("--ro-bind", path, path)),
+        *(option for path in DEVICES for option in ("--dev-bind", path, path)),
+        *("--ro-bind", str(Path(harness.__file__)), HARNESS),
+    ]
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[int]:
+    """A descriptor to read `content` from."""
+    writable = os.memfd_create("content")
+    with open(writable, "wb") as file:
+        file.write(content)
+        file.flush()
+        descriptor = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for descriptor in ends:
+            os.close(descriptor)
+
+
+def _result(process: subprocess.Popen, stream: IO[bytes] | None, longest: int, end: float) -> Result:
+    """What it writes to `stream`, `longest` bytes at most, until `end` (time.monotonic)."""
+    assert stream is not None
+    output = bytearray()
+    while select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(stream.fileno(), 1 << 16)
+        if not part:
+            break
+        output += part
+        if len(output) > longest:
+            return Result(bytes(output[:longest]), False, False)
+    try:
+        code = process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return Result(bytes(output), False, True)
+    return Result(bytes(output), code == 0, code == KILLED)
