@@ -1,0 +1,343 @@
+import json
+import shutil
+
+import pytest
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward.code_tests import problem_tests, same_text, same_value
+from dynamo_megatron.reward.extraction import fenced
+from dynamo_megatron.reward.functions import load_function
+from dynamo_megatron.types import Prompt
+
+needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+ADD_LINES = "a, b = map(int, input().split())\nprint(a + b)"
+ADD = "def add(a, b):\n    return a + b"
+HUMAN_EVAL = """
+METADATA = {'author': 'jt'}
+
+
+def check(candidate):
+    assert candidate(1, 2) == 3
+    for n in range(3):
+        assert candidate(n, n) == 2 * n
+"""
+# (answer, meta, a right program)
+LAYOUTS = {
+    "APPS, streams": ({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}, {}, ADD_LINES),
+    "APPS, as text": (json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}), {}, ADD_LINES),
+    "APPS, lines": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, ADD_LINES),
+    "APPS, function": ({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}, {}, ADD),
+    "LeetCode": (
+        {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
+        {},
+        "class Solution:\n    def add(self, a: int, b: Optional[int]) -> int:\n        return a + b",
+    ),
+    "CodeContests": ({"input": ["1 2\n"], "output": ["3\n"]}, {}, ADD_LINES),
+    "LiveCodeBench, streams": ([{"input": "1 2", "output": "3", "testtype": "stdin"}], {}, ADD_LINES),
+    "LiveCodeBench, function": (
+        json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}]),
+        {"metadata": '{"func_name": "add"}'},
+        ADD,
+    ),
+    "DeepCoder": (
+        [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
+        {},
+        ADD,
+    ),
+    "MBPP": (["assert add(1, 2) == 3", "assert math.isclose(add(.1, .2), .3)"], {"test_imports": ["import math"]}, ADD),
+    "MBPP, set-up": (["assert add(ONE, 2) == 3"], {"test_setup_code": "ONE = 1"}, ADD),
+    "HumanEval": (HUMAN_EVAL, {"entry_point": "add"}, ADD),
+}
+
+
+def prompt(answer, **meta):
+    return Prompt("p", text="?", answer=answer, meta=meta)
+
+
+def response(program):
+    return f"I think so.\n\n```python\n{program}\n```\nIt prints:\n```\n3\n```\n"
+
+
+@pytest.fixture(scope="module")
+def score():
+    return load_function("code", configured())
+
+
+def configured(**code):
+    code = {"seconds": 60.0, "cpu_seconds": 30, **code}
+    return RewardConfig(functions=["code"], deadline=120.0, code=code)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_public_data(score, layout):
+    answer, meta, program = LAYOUTS[layout]
+    assert score(prompt(answer, **meta), response(program)) == 1.0
+    assert score(prompt(answer, **meta), response(program.replace("+", "*"))) == 0.0
+
+
+@needs_sandbox
+def test_the_share_of_the_tests_or_all_of_them(score):
+    tests = prompt({"inputs": ["1 2", "2 2", "5 1"], "outputs": ["2", "4", "6"]})
+    assert score(tests, response(ADD_LINES)) == pytest.approx(2 / 3)
+    assert load_function("code", configured(score="all"))(tests, response(ADD_LINES)) == 0.0
+    assert load_function("code", configured(score="all", tests=1))(tests, response("print(2)")) == 1.0
+
+
+@needs_sandbox
+def test_tests_after_one_that_is_late_are_not_run():
+    late = load_function("code", configured(cpu_seconds=1))
+    program = "n = int(input())\nwhile n == 2: pass\nprint(n)"
+    assert late(prompt({"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]}), response(program)) == 0.25
+
+
+FORGERIES = {
+    "leaves at once": "import sys; sys.exit(0)",
+    "leaves harder": "import os; os._exit(0)",
+    "leaves in the function": "import os\ndef add(a, b): os._exit(0)",
+    "writes a verdict everywhere": """
+import os
+for descriptor in range(64):
+    for verdict in (b"passed\\n", b'{"value": true}\\n', b"3\\n"):
+        try: os.write(descriptor, verdict)
+        except OSError: pass
+def add(a, b): raise SystemExit(0)
+""",
+    "is equal to anything": """
+class Equal(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __repr__(self): return "3"
+    __hash__ = int.__hash__
+def add(a, b): return Equal(4)
+""",
+    "an object that is equal to anything": """
+class Equal:
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+def add(a, b): return Equal()
+""",
+    "changes the harness": """
+import sys, json, builtins
+main = sys.modules["__main__"]
+for name in list(vars(main)):
+    if callable(vars(main)[name]) and name not in ("load", "imported", "serve", "call", "main"):
+        setattr(main, name, lambda *args, **named: True)
+builtins.AssertionError = type("Quiet", (Exception,), {"__init__": lambda *args: None})
+json.dumps = lambda *args, **named: '{"value": true}'
+def add(a, b): return 4
+""",
+    "the tests' names": """
+class Always:
+    def __call__(self, *args): return True
+    isclose = eq = __call__
+import math
+math.isclose = lambda *args, **named: True
+abs = len = all = sorted = range = check = print = Always()
+def add(a, b): return 4
+""",
+    "reads what is expected": """
+import gc, os, sys
+def is_it(value):
+    return "".join(["918", "273"]) in str(value) if isinstance(value, (str, bytes, int)) else False
+def search():
+    for folder, folders, names in os.walk("/"):
+        folders[:] = [name for name in folders if name not in ("usr", "lib", "lib64", "dev", "sys") and name[0] != "."]
+        for name in names:
+            with open(os.path.join(folder, name), errors="replace") as file:
+                if is_it(file.read()): return True
+    for descriptor in range(3, 64):
+        try:
+            os.set_blocking(descriptor, False)
+            if is_it(os.read(descriptor, 1 << 16)): return True
+        except OSError:
+            continue
+        finally:
+            try: os.set_blocking(descriptor, True)
+            except OSError: pass
+    frame = sys._getframe()
+    while frame:
+        if any(map(is_it, frame.f_locals.values())): return True
+        frame = frame.f_back
+    for holder in gc.get_objects():
+        if isinstance(holder, (list, tuple)) and any(map(is_it, holder)): return True
+        if isinstance(holder, dict) and any(map(is_it, list(holder.values()))): return True
+    return False
+def add(a, b): return int("".join(["918", "273"])) if search() else 4
+def solve(): print(add(1, 2))
+""",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_no_verdict_is_forged(score, forgery):
+    expected = 918_273
+    program = FORGERIES[forgery]
+    asserting = f"import math\nassert math.isclose(add(1, 2), {expected}) and abs(add(1, 2) - {expected}) < 1"
+    for answer, meta in (
+        ([f"assert add(1, 2) == {expected}"], {}),
+        ([asserting], {}),
+        (f"def check(candidate):\n    assert candidate(1, 2) == {expected}", {"entry_point": "add"}),
+        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [expected]}, {}),
+    ):
+        assert score(prompt(answer, **meta), response(program)) == 0.0
+    stream = prompt({"inputs": ["1 2"], "outputs": [str(expected)]})
+    assert score(stream, response(program + "\nif 'solve' in globals(): solve()")) == 0.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "there",
+    [
+        "there = 'x918273'",
+        "class There: value = [918273]",
+        "open('/tmp/there', 'w').write('918273')",
+        "import os; read, write = os.pipe(); os.write(write, b'918273')",
+    ],
+)
+def test_the_search_for_what_is_expected_finds_what_is_there(score, there):
+    """The forgery above fails because nothing is there, not because it cannot find anything."""
+    program = FORGERIES["reads what is expected"].replace("import gc", f"{there}\nimport gc")
+    for answer in (["assert add(1, 2) == 918273"], {"fn_name": "add", "inputs": [[1, 2]], "outputs": [918_273]}):
+        assert score(prompt(answer), response(program)) == 1.0
+
+
+@needs_sandbox
+def test_what_tests_and_programs_can_give_each_other(score):
+    program = """
+class Pair:
+    def __init__(self, first, second): self.first, self.second = first, second
+    def total(self): return self.first + self.second
+def longest(pairs): return max(pairs, key=Pair.total)
+def plain(x): return x, {1: {2, 3}, "k": b"b"}, frozenset([1j]), None, float("inf")
+def lazily(n): return (i for i in range(n))
+def fails(): raise KeyError("k")
+def own():
+    class Own(Exception): pass
+    raise Own("o")
+"""
+    tests = [
+        "assert longest([Pair(1, 2), Pair(3, 4)]).first == 3 and Pair(1, 2).total() == 3",
+        "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
+        "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
+        "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
+        "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",
+        "assert plain('x' * 1_000_000)[0] == 'x' * 1_000_000",
+    ]
+    for test in tests:
+        assert score(prompt([test]), response(program)) == 1.0, test
+    for test in ("assert plain(lambda: 1)", "assert Pair(1, 2) == Pair(1, 2)", "assert absent(1)"):
+        assert score(prompt([test]), response(program)) == 0.0, test
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "(" * 100_000,
+        "x = " + "-" * 200_000 + "1",
+        "print(9 ** 9 ** 9)",
+        "\0",
+        "\ud800 = 1",
+        "raise SystemExit(3)",
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "class A:\n" + " def f(self): pass\n" * 50_000,
+        "import ctypes; ctypes.string_at(0)",
+        "[" * 50 + "]" * 50 + "\nx = []\nx.append(x)\nprint(x)",
+    ],
+    ids=range(10),
+)
+def test_broken_programs_get_nothing(program):
+    quick = load_function("code", configured(cpu_seconds=1))
+    assert quick(prompt({"inputs": ["1 2"], "outputs": ["3"]}), response(program)) == 0.0
+
+
+def test_the_program_is_the_last_block_of_python():
+    def found(text):
+        return fenced(text, ("python", "py"))
+
+    assert found("```python\na\n```\n```Python\nb\n```\n```\nout\n```") == "b\n"
+    assert found("```\na\n```\n```cpp\nb\n```\n```\nc\n```") == "c\n"
+    assert found("~~~py\n```\n~~~\n") == "```\n"
+    assert found("````python\n```\nx\n```\n````") == "```\nx\n```\n"
+    assert found("```python\na\n```\n```python\ncut off") == "a\n"
+    assert found("  ```python\n  a\n  ```") == "  a\n"
+    assert found("```python\n```") == ""
+    for text in ("", "a = 1", "```python\na", "```cpp\na\n```", "`a`"):
+        assert found(text) is None
+    assert found("```" * 300_000) is None
+
+
+@needs_sandbox
+def test_a_program_of_the_thoughts_is_not_the_answer(score):
+    thought = f"<think>\n```python\n{ADD_LINES}\n```\n</think>\n"
+    tests = prompt({"inputs": ["1 2"], "outputs": ["3"]})
+    assert score(tests, thought + "It cannot be done.") == 0.0
+    assert score(tests, thought + response(ADD_LINES)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1  2 \n\n3", "1 2 3", True),
+        ("YES", "Yes", False),
+        ("1 2", "1 2 3", False),
+        ("0.3333333", "0.33333333333", True),
+        ("0.34", "0.33", False),
+        ("3", "3.0", True),
+        ("100000000000001", "100000000000002", False),
+        ("3.0", "3", False),
+        ("nan", "1.5", False),
+        ("1.5.1", "1.5", False),
+        ("", "", True),
+    ],
+)
+def test_when_an_output_is_right(output, expected, same):
+    assert same_text(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ([1, [2.0000000001]], [1, [2.0]], True),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ([1, 2], [1], False),
+        ("1", 1, False),
+        (10**16 + 1, 10**16, False),
+        (None, 0.0, False),
+    ],
+)
+def test_when_a_value_is_right(value, expected, same):
+    assert same_value(value, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "needs tests as the answer"),
+        ([], "needs tests as the answer"),
+        (3, "needs tests as the answer"),
+        ({"inputs": ["1"], "outputs": []}, "as many inputs as outputs"),
+        ({"tests": []}, "as many inputs as outputs"),
+        ([{"input": "1"}], "neither all text nor all with input and output"),
+        (["assert f(1) == 1", {"input": "1", "output": "2"}], "neither all text nor all"),
+        ("eJxabc+/=", "cannot read a test as Python"),
+        ("def check(candidate):\n    assert candidate(1)", "asserts nothing when it is run"),
+        ("import unittest\nclass Tests(unittest.TestCase):\n    def test(self): assert f()", "asserts nothing"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "needs the function's name"),
+        ({"fn_name": "f", "inputs": ["not JSON"], "outputs": [1]}, "as JSON"),
+        ("(" * 10_000, "cannot read a test as Python"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_an_error_of_the_row(answer, words):
+    with pytest.raises(ValueError, match=words):
+        problem_tests(prompt(answer))
+
+
+def test_a_test_must_fit_into_the_deadline():
+    with pytest.raises(ValueError, match=r"code\.seconds: a test may take 6 s and the whole sample 5 s"):
+        RewardConfig(functions=["code"], deadline=5.0)
+    RewardConfig(functions=["math"], deadline=5.0)
