@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY FILES`.
+"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY`.
 
 MODE `run`: the program in /program.py, as a script.
 `call`: the program's function that stdin names, {"name": text, "args": [...]}; stdout gets its result as JSON.
@@ -33,12 +33,11 @@ import bisect, collections, functools, heapq, itertools, math, operator, random,
 SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 
 
-def main(mode, cpu_seconds, memory, file_size):
+def main(mode, cpu_seconds, memory):
     del sys.path[0]
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_AS: memory,
-        resource.RLIMIT_FSIZE: file_size,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }

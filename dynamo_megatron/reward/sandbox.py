@@ -63,7 +63,7 @@ class Sandbox:
         interpreter = config.python or os.path.realpath(sys.executable)
         self._isolation = [program, *_isolation(interpreter, config.file_size)]
         self._python = [interpreter, "-s", "-B", "-X", "utf8"]
-        self._limits = [str(config.cpu_seconds), str(config.memory), str(config.file_size)]
+        self._limits = [str(config.cpu_seconds), str(config.memory)]
         self._try()
 
     def run(self, mode: str, program: bytes, stdin: bytes, longest: int) -> Result:

@@ -78,10 +78,10 @@ def test_layouts_of_public_data(score, layout):
 
 @needs_sandbox
 def test_the_share_of_the_tests_or_all_of_them(score):
-    tests = prompt({"inputs": ["1 2", "2 2", "5 1"], "outputs": ["2", "4", "6"]})
+    tests = prompt({"inputs": ["2 2", "1 2", "5 1"], "outputs": ["4", "2", "6"]})
     assert score(tests, response(ADD_LINES)) == pytest.approx(2 / 3)
     assert load_function("code", configured(score="all"))(tests, response(ADD_LINES)) == 0.0
-    assert load_function("code", configured(score="all", tests=1))(tests, response("print(2)")) == 1.0
+    assert load_function("code", configured(score="all", tests=1))(tests, response("print(4)")) == 1.0
 
 
 @needs_sandbox
@@ -174,10 +174,10 @@ def solve(): print(add(1, 2))
 def test_no_verdict_is_forged(score, forgery):
     expected = 918_273
     program = FORGERIES[forgery]
-    asserting = f"import math\nassert math.isclose(add(1, 2), {expected}) and abs(add(1, 2) - {expected}) < 1"
+    names = [f"assert math.isclose(add(1, 2), {expected})", f"assert all([add(1, 2) == {expected}])"]
     for answer, meta in (
         ([f"assert add(1, 2) == {expected}"], {}),
-        ([asserting], {}),
+        (names, {}),
         (f"def check(candidate):\n    assert candidate(1, 2) == {expected}", {"entry_point": "add"}),
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [expected]}, {}),
     ):

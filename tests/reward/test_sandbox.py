@@ -201,7 +201,7 @@ while True:
         "import os; os.memfd_create('x')",
         "open('/tmp/x', 'wb').write(bytes(17 << 20))",
         "for n in range(20): open(f'/tmp/{n}', 'wb').write(bytes(1 << 20))",
-        "import os\nwhile True: os.dup(0)",
+        "import os\nfor n in range(64): os.dup(0)",
     ],
 )
 def test_memory_files_and_descriptors_are_limited(sandbox, program):
@@ -216,7 +216,10 @@ def test_time_is_limited():
     assert printed(sandbox, "import os; os.close(1); os.close(2)\nwhile True: pass").late
     assert sandbox.check(b"def f():\n    while True: pass", b"f()").late
     assert time.monotonic() - start < 20
-    assert printed(Sandbox(CodeConfig(seconds=60, cpu_seconds=1)), "while True: pass").late
+    sandbox = Sandbox(CodeConfig(seconds=300.0, cpu_seconds=1))
+    start = time.monotonic()
+    assert printed(sandbox, "while True: pass").late
+    assert time.monotonic() - start < 100
 
 
 def test_output_is_limited(sandbox):
