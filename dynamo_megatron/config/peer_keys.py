@@ -90,9 +90,9 @@ TABLE = (
         "custom_reward_function.path custom_reward_function.name",
         "--custom-rm-path --rm-type --rm-url",
         "reward.functions",
-        "`module:function`, a URL, `math`, `reasoning_gym`; the function takes `(prompt, response)`, where verl's "
-        'takes `(data_source, solution_str, ground_truth, extra_info)` (`prompt.meta["data_source"]`, `response`, '
-        '`prompt.answer`, `prompt.meta["extra_info"]`) and slime\'s `(args, sample)`',
+        "`module:function`, a URL or a built-in one (docs/rewards.md); the function takes `(prompt, response)`, where "
+        'verl\'s takes `(data_source, solution_str, ground_truth, extra_info)` (`prompt.meta["data_source"]`, '
+        '`response`, `prompt.answer`, `prompt.meta["extra_info"]`) and slime\'s `(args, sample)`',
     ),
     Row(
         "actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.optim.clip_grad",

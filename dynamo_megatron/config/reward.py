@@ -48,7 +48,7 @@ class CodeConfig(Section):
     cpu_seconds: Positive = 4  # a test
     memory: Annotated[int, Field(ge=64 << 20)] = 1 << 30  # bytes of address space
     file_size: Positive = 16 << 20  # bytes of all files in the program's temporary folder
-    python: str | None = None  # interpreter of the programs; None: the trainer's, without the packages of its venv
+    python: str | None = None  # interpreter of the programs; None: the trainer's, without any packages
 
 
 class RewardConfig(Section):

@@ -8,10 +8,7 @@ end of stdin and stdout; "passed" on stderr where nothing was raised. There is n
 and only plain data comes back from it: it cannot read the tests, change what they call, or write the verdict.
 """
 
-import ast
 import builtins
-import importlib
-import json
 import os
 import resource
 import sys
@@ -43,6 +40,8 @@ def main(mode, cpu_seconds, memory):
     }
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= OWN_PROCESS_COUNT:
         limits[resource.RLIMIT_NPROC] = THREADS
+    for name in ("exit", "quit"):  # there are none without the module site
+        setattr(builtins, name, sys.exit)
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
     {"run": run, "call": call, "serve": serve, "check": check}[mode]()
@@ -53,6 +52,8 @@ def run():
 
 
 def call():
+    import json  # not at the top: a script does without, and its start is most of a test's time
+
     request, result = private(0, "r"), private(1, "w")
     wanted = json.loads(request.read())
     namespace = imported()
@@ -64,6 +65,8 @@ def call():
 
 
 def serve():
+    import json
+
     requests, replies = private(0, "r"), private(1, "w")
     namespace, kept = imported(), []
     for line in requests:
@@ -76,22 +79,22 @@ def serve():
 
 
 def check():
+    import ast
+    import contextlib
+    import importlib
+
     replies, requests, verdict = private(0, "r"), private(1, "w"), private(2, "w")
     program = Program(replies, requests)
     with open(TESTS, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     namespace = {"__name__": "test"}
     for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins)):
-        try:
+        with contextlib.suppress(NameError):  # a name of the tests themselves
             namespace[name] = program.ask("name", name)
-        except NameError:
-            pass  # of the tests themselves
     dotted = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     for name in {node.id for node in dotted if isinstance(node, ast.Name)}:
-        try:
+        with contextlib.suppress(ImportError):
             namespace[name] = importlib.import_module(name)  # the program may have changed its own
-        except ImportError:
-            pass
     exec(compile(tree, TESTS, "exec"), namespace)
     verdict.write(VERDICT)
     verdict.flush()
@@ -188,6 +191,8 @@ class Program:
         self._replies, self._requests = replies, requests
 
     def ask(self, kind, subject, **rest):
+        import json
+
         self._requests.write(json.dumps({kind: subject, **rest}) + "\n")
         self._requests.flush()
         reply = json.loads(self._replies.readline())

