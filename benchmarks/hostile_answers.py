@@ -4,8 +4,8 @@
 
 Times one test of each kind of the reward `code` in one sandbox. Then scores responses with two pools of workers, one
 with `math` and `format`, one with `code`: sound responses; a mix of which 2 % are made to hang, to crash or to use up
-what scores them; sound ones again. Reports the outcomes, the sound responses a second before and after, and the processes
-left. Writes benchmarks/results/hostile_answers.json with machine and versions.
+what scores them; sound ones again. Reports the outcomes, the sound responses a second before and after, and the
+processes left. Writes benchmarks/results/hostile_answers.json with machine and versions.
 """
 
 from __future__ import annotations

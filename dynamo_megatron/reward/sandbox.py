@@ -34,7 +34,7 @@ ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHAS
 HARNESS = "/harness.py"
 START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
 MESSAGE = 4096  # bytes of what bubblewrap or the harness says
-KILLED = 128 + signal.SIGKILL  # the exit code at the limit of CPU time
+LATE = (None, 128 + signal.SIGKILL)  # exit codes: none in time; that at the limit of CPU time
 MEND = (
     "install bubblewrap 0.7 or newer, allow user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns), or run elsewhere; programs are not run without a sandbox"
@@ -81,12 +81,15 @@ class Sandbox:
         end = time.monotonic() + self._config.seconds
         with contextlib.ExitStack() as processes:
             with _pipe() as (requests, asking), _pipe() as (replies, replying):
-                serving = self._started("serve", {harness.PROGRAM: program}, requests, replying)
-                processes.enter_context(serving)
-                checking = self._started("check", {harness.TESTS: tests}, replies, asking, subprocess.PIPE)
-                process = processes.enter_context(checking)
-            result = _result(process, process.stderr, MESSAGE, end)
-        return Result(result.output, result.ok and result.output == harness.VERDICT.encode(), result.late)
+                serve = self._started("serve", {harness.PROGRAM: program}, requests, replying)
+                serving = processes.enter_context(serve)
+                check = self._started("check", {harness.TESTS: tests}, replies, asking, subprocess.PIPE)
+                checking = processes.enter_context(check)
+            result = _result(checking, checking.stderr, MESSAGE, end)
+            passed = result.ok and result.output == harness.VERDICT.encode()
+            # Its requests have ended, so that it ends too, unless it was late before.
+            late = result.late or (not passed and _exit_code(serving, end) in LATE)
+        return Result(result.output, passed, late)
 
     def _try(self) -> None:
         program, end = b"print(input())", time.monotonic() + START_TIMEOUT
@@ -183,8 +186,13 @@ def _result(process: subprocess.Popen, stream: IO[bytes] | None, longest: int, e
         output += part
         if len(output) > longest:
             return Result(bytes(output[:longest]), False, False)
+    code = _exit_code(process, end)
+    return Result(bytes(output), code == 0, code in LATE)
+
+
+def _exit_code(process: subprocess.Popen, end: float) -> int | None:
+    """None where it has not ended until `end` (time.monotonic)."""
     try:
-        code = process.wait(max(0.0, end - time.monotonic()))
+        return process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Result(bytes(output), False, True)
-    return Result(bytes(output), code == 0, code == KILLED)
+        return None

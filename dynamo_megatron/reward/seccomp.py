@@ -55,7 +55,8 @@ def system_call_filter() -> bytes:
     system calls are not in the table."""
     machine = platform.machine()
     if machine not in MACHINES:
-        raise InputError(f"programs can be sandboxed on {' and '.join(MACHINES)}, and this machine is {machine}")
+        known = " and ".join(MACHINES)
+        raise InputError(f"reward.functions: code: there is a sandbox on {known}, and this machine is {machine}")
     column, audit = MACHINES[machine]
     refused = FAIL | errno.EPERM
     steps = [(LOAD, 0, 0, MACHINE_AT), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]

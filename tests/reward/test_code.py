@@ -89,6 +89,8 @@ def test_tests_after_one_that_is_late_are_not_run():
     late = load_function("code", configured(cpu_seconds=1))
     program = "n = int(input())\nwhile n == 2: pass\nprint(n)"
     assert late(prompt({"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]}), response(program)) == 0.25
+    program = "def f(n):\n    while n == 2: pass\n    return n"
+    assert late(prompt([f"assert f({n}) == {n}" for n in (1, 2, 3, 4)]), response(program)) == 0.25
 
 
 FORGERIES = {
