@@ -19,8 +19,8 @@ SHARE = 0.05  # growth from the first to the last quarter of the samples that st
 LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
 YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
-# Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts half
-# until the child ends, and a fault may end it.
+# Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts
+# half until the child ends, and a fault may end it.
 FORKED = 8 << 20
 COUNTED = ("descriptors", "threads", "sockets", "entries", "folders")  # one more is no growth
 
