@@ -65,14 +65,15 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
             from dynamo_megatron.train_job import TrainJob as Job
         else:
             from dynamo_megatron.sft import SFTJob as Job
-        from dynamo_megatron.layout_checks import default_ranks
+        from dynamo_megatron.layout_checks import default_ranks, on_this_machine
         from dynamo_megatron.run import run_rank
 
-    job = Job(config)
     if "RANK" in os.environ and not options.print_config:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return run_rank(job)
+        return run_rank(Job(on_this_machine(config, int(os.environ["WORLD_SIZE"]))))
     ranks = options.ranks or default_ranks(config)
+    config = on_this_machine(config, ranks)
+    job = Job(config)
     derived = job.check(ranks)
     if options.print_config:
         print(describe(config, origins, derived))
@@ -117,10 +118,11 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     if not words:
         raise ConfigError("preflight: name a config, or --install")
     config, _ = compose(*_files_and_keys(words))
-    from dynamo_megatron.layout_checks import default_ranks
+    from dynamo_megatron.layout_checks import default_ranks, on_this_machine
     from dynamo_megatron.preflight.command import preflight
 
-    return preflight(config, options.ranks or default_ranks(config), with_server=not options.no_server)
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
+    return preflight(on_this_machine(config, ranks), ranks, with_server=not options.no_server)
 
 
 def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.rollout.fleet import training_nodes
 
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:
@@ -103,6 +104,11 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
     }
+
+
+def on_this_machine(config: Config, ranks: int) -> Config:
+    """With what follows from its GPUs, if it has any; `ranks`: of all nodes of the run."""
+    return config.with_servers(ranks, training_nodes()) if torch.cuda.is_available() else config
 
 
 def default_ranks(config: Config) -> int:

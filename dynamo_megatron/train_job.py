@@ -75,10 +75,17 @@ class TrainJob(Job):
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
+            **self._servers(),
             "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts"
             f"{' at first' if config.chooses_shape else ''}, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
+
+    def _servers(self) -> dict[str, str]:
+        rollout = self.config.rollout
+        if rollout.engine != "sglang" or rollout.placement == "external":
+            return {}
+        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

@@ -88,7 +88,10 @@ def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) ->
     if compose(files, keys)[0].rollout.placement == "split":
         raise ConfigError("rollout.placement: nemo-run starts no servers, which split needs; use launch slurm")
     if isinstance(executor, run.SlurmExecutor):
-        config = checked_config(files, keys, executor.nodes * executor.ntasks_per_node)
+        ranks = executor.nodes * executor.ntasks_per_node
+        config = checked_config(files, keys, ranks)
+        if executor.gpus_per_node:
+            config = config.with_servers(ranks, executor.nodes)
         check_servers(config, executor.nodes, executor.nodes)
 
 

@@ -148,7 +148,8 @@ class Run:
                 "--ranks that fill whole nodes, or wait for nodes that are free"
             )
         nodes = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in range(self._ranks)))}
-        check_servers(self._config, len(set(node_of.values())), self._servers or len(nodes))
+        config = self._config.with_servers(self._ranks, len(nodes)) if "GPU" in self._bundles[0] else self._config
+        check_servers(config, len(set(node_of.values())), self._servers or len(nodes))
         bundles = sorted(range(self._ranks), key=lambda bundle: (nodes[node_of[bundle]], bundle))
         bundles += range(self._ranks, len(self._bundles))
         for i, bundle in enumerate(bundles):

@@ -27,6 +27,8 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
     job = JobOptions.from_arguments(options)
     config = checked_config(files, keys, job.ranks)
+    if job.gpus_per_node:
+        config = config.with_servers(job.ranks, job.nodes)
     if options.stop_before is None and job.gpus_per_node:
         job = dataclasses.replace(job, stop_before=_stop_before(config, job, options.gpu))
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -216,6 +217,28 @@ def test_print_config_shows_who_set_what(base, capsys):
     assert "#   rollouts a step: 16 for 2 prompts, 1 updates" in shown
     assert yaml.safe_load(shown)["optimizer"]["lr"] == 0.001
     assert not (base / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "servers"),
+    [
+        ([], 8),
+        (["rollout.tp=2"], 4),
+        (["rollout.tp=3"], 2),
+        (["rollout.servers=2"], 2),
+        (["rollout.placement=split"], 1),
+    ],
+)
+def test_colocated_servers_use_the_gpus_of_all_ranks(keys, servers, base, capsys, monkeypatch):
+    command = ["train", str(base / "config.yaml"), *keys, "--ranks", "8", "--print-config"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown)["rollout"]["servers"] == servers and f"#   servers: {servers} of " in shown
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(command) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["servers"] == (2 if keys == ["rollout.servers=2"] else 1)
 
 
 def rank_0(folder: Path, *arguments) -> tuple[int, str]:

@@ -314,6 +314,10 @@ class Config(Section):
         if self.rollout.keep_last is not None and self.checkpoint.every is None:
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
+    def with_servers(self, ranks: int, nodes: int) -> Config:
+        """As `RolloutConfig.with_servers`."""
+        return self.model_copy(update={"rollout": self.rollout.with_servers(ranks, nodes)})
+
     def policy_loss(self) -> PolicyLossConfig:
         """Of the built-in losses; `kind` says nothing where the loss is a function of the user's."""
         a = self.algorithm

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from dynamo_megatron.config.method import Positive, Section
 
 Seconds = Annotated[float, Field(gt=0)]
+SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 
 
@@ -33,7 +34,7 @@ class RolloutConfig(Section):
     engine: Literal["sglang", "recorded"] = "sglang"
     recorded: str | None = None  # a run's folder, for engine "recorded"
     placement: Literal["colocated", "split", "external"] = "colocated"  # docs/fleet.md
-    servers: Positive = 1  # on all nodes together
+    servers: Positive = 1  # on all nodes together; unset, colocated on GPUs: as many as the ranks' GPUs have room for
     tp: Positive = 1  # ranks of a server
     urls: list[str] = []  # placement external: servers that run already
     api_key_env: str | None = None  # placement external: the environment variable that holds their API key
@@ -47,7 +48,8 @@ class RolloutConfig(Section):
     stop: list[str] = []  # texts that end a response besides the end token
     mode: Literal["sync"] = "sync"
     concurrency: Positive = 256  # requests under way at once, at each server
-    timeout: Seconds = 600.0  # per rollout, from its dispatch; then aborted and counted
+    # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
+    timeout: Seconds | None = None
     step_deadline: Seconds | None = None  # per step's generation; None: as long as it takes
     min_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a step's rollouts, to train on at its deadline
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
@@ -60,6 +62,19 @@ class RolloutConfig(Section):
     proof: ProofConfig = ProofConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     server_args: list[str] = []  # passed to sglang.launch_server as they are
+
+    def with_servers(self, ranks: int, nodes: int) -> RolloutConfig:
+        """Of a run with a GPU for each of its ranks: colocated servers, where their number is unset, are as many as the
+        GPUs of the ranks have room for, an equal number on each node and at least one."""
+        if "servers" in self.model_fields_set or self.placement != "colocated":
+            return self
+        return self.model_copy(update={"servers": nodes * max(1, ranks // nodes // self.tp)})
+
+    def timeout_of(self, max_new_tokens: int | None = None) -> float:
+        """Seconds from a rollout's dispatch until it is aborted; `max_new_tokens` None: the config's."""
+        if self.timeout is not None:
+            return self.timeout
+        return max(SHORTEST_TIMEOUT, TOKEN_TIMEOUT * (max_new_tokens or self.max_new_tokens))
 
     @model_validator(mode="after")
     def _sampling_contract(self) -> RolloutConfig:

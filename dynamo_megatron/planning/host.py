@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_megatron.config import Config
@@ -53,6 +55,53 @@ def shares_memory(config: Config) -> bool:
     return config.rollout.placement == "colocated" and config.rollout.offload is not False
 
 
+def pinned(size: float) -> int:
+    """Bytes that torch takes for `size` bytes of pinned memory: the next power of two (its CachingHostAllocator)."""
+    return 1 << (math.ceil(size) - 1).bit_length()
+
+
+def pinned_copies(chunks: Sequence[formulas.Chunk], dtype: str, dp_cp: int, expert_dp: int) -> float:
+    """Bytes of pinned memory for what policy/offload.py copies, of a rank on average: the parameters in a buffer for
+    each chunk and kind, and the optimizer's state tensor by tensor. A parameter larger than a rank's share is cut."""
+    copies, total = 3 if dtype == "bfloat16" else 2, 0.0
+    for chunk in chunks:
+        kinds = (chunk.dense, chunk.shared_embedding, dp_cp), (chunk.experts, 0, expert_dp)
+        for parameters, shared, ranks in kinds:
+            if parameters:
+                elements = formulas.buffer_elements(parameters, shared, ranks)
+                cut = [(n, math.ceil(n * ranks / elements)) for n in parameters]
+                state = sum(pieces * pinned(4 * n / pieces) for n, pieces in cut)
+                total += pinned(elements * formulas.WIDTH[dtype]) + copies * state / ranks
+    return total
+
+
+@dataclass(frozen=True)
+class SaveTraffic:
+    """Bytes that a save sends over gloo to the ranks that gather optimizer state, and what of it leaves a node."""
+
+    gathered: int
+    between_nodes: int
+    gatherers: int
+
+
+def save_traffic(config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int) -> SaveTraffic:
+    """Main parameters and two moments in float32, from every rank to the first of those that hold the same parameters;
+    [M] optimizer/distrib_optimizer.py, get_parameter_state_dp_zero. Ranks as in `host_memory`."""
+    p, per_stage = config.parallel, ranks // config.parallel.pp
+    gathered, between, to = 0, 0, set()
+    for stage in range(p.pp):
+        state = formulas.stage_state(spec, p, config.model.dtype, ranks, stage)
+        for index in range(per_stage):
+            for elements, holders in ((state.dense, p.tp), (state.experts, p.ep)):
+                rank, gatherer = (stage * per_stage + i for i in (index, index % holders))
+                if elements and rank != gatherer:
+                    sent = 12 * elements * holders // per_stage
+                    to.add(gatherer)
+                    gathered += sent
+                    between += sent if rank // ranks_per_node != gatherer // ranks_per_node else 0
+    return SaveTraffic(gathered, between, len(to))
+
+
 def host_memory(
     config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int, tokens: float, *, cuda: bool = True
 ) -> Host:
@@ -60,6 +109,14 @@ def host_memory(
     tokens on average. The layout must fit the ranks."""
     p, dtype = config.parallel, config.model.dtype
     stages = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
+    copied = [float(stage.static.parameters + stage.static.optimizer) for stage in stages]
+    references = [float(stage.static.parameters) for stage in stages]
+    if cuda:
+        dp_cp, expert_dp = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
+        chunks = [formulas.stage_parameters(spec, p, stage) for stage in range(p.pp)]
+        copied = [pinned_copies(own, dtype, dp_cp, expert_dp) for own in chunks]
+        width = formulas.WIDTH[dtype]
+        references = [float(sum(pinned(width * n) for c in own for n in (*c.dense, *c.experts))) for own in chunks]
     turns = shares_memory(config) and (cuda or config.rollout.offload is True)
     per_stage = ranks // p.pp
     hosts = []
@@ -75,8 +132,8 @@ def host_memory(
             if config.checkpoint.async_save:
                 save += formulas.WIDTH[dtype] * static.optimizer_elements  # its share of the weights, until written
             load += formulas.load_staging(stage.dense + stage.experts)
-            reference += static.parameters if config.algorithm.kl.coef else 0
-            offloaded += static.parameters + static.optimizer if turns else 0
+            reference += references[rank // per_stage] if config.algorithm.kl.coef else 0
+            offloaded += copied[rank // per_stage] if turns else 0
             state += 0 if cuda else static.total
         servers = -(-config.rollout.servers * len(here) // ranks) if _serves_here(config) else 0
         hosts.append(

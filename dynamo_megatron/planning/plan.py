@@ -13,7 +13,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, Cluster
-from dynamo_megatron.planning.host import Host, host_memory, shares_memory
+from dynamo_megatron.planning.host import Host, SaveTraffic, host_memory, save_traffic, shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
 # measured.
@@ -115,6 +115,7 @@ class Plan:
     times: Times
     host: Host
     checkpoint: int
+    save: SaveTraffic
     pushed: int  # bytes of one copy of the weights
 
     @property
@@ -131,6 +132,22 @@ class Plan:
         generation, to the end of the save after the step, in whole tens of minutes."""
         save = self.checkpoint / self.cluster.nodes / DISK_RATE
         return math.ceil((SLOWEST * self.times.training + save) / 600) * 600
+
+    @property
+    def longest_response(self) -> float:
+        """Seconds that a response of rollout.max_new_tokens takes at least, beside as many others as run at once."""
+        s, gpu, work = self.servers, self.cluster.gpu, self.work
+        if s is None:
+            return 0.0
+        shape = self.spec, self.config.model.dtype, s.tp, max(1.0, s.running), work.prompt + work.response / 2
+        return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, gpu.flops, gpu.memory_bandwidth)
+
+    @property
+    def idle_gpus(self) -> int:
+        """GPUs of the ranks that have no server's rank while colocated servers generate."""
+        if self.servers is None or self.config.rollout.placement != "colocated":
+            return 0
+        return self.cluster.gpus - self.servers.gpus
 
     @property
     def server_too_large(self) -> bool:
@@ -156,6 +173,7 @@ def workload(config: Config, spec: ModelSpec, response: int | None) -> Workload:
 
 def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Plan:
     """The layout must fit model and cluster (`check_ranks`). Raises ConfigError where the servers do not."""
+    config = config.with_servers(cluster.gpus, cluster.nodes)
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
     dp = cluster.gpus // p.model_ranks
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
@@ -199,6 +217,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         times=times,
         host=host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean),
         checkpoint=formulas.checkpoint_bytes(spec, dtype),
+        save=save_traffic(config, spec, cluster.gpus, cluster.gpus_per_node),
         pushed=formulas.weight_bytes(spec, dtype),
     )
 

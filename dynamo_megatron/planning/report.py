@@ -11,6 +11,8 @@ from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory
 from dynamo_megatron.rollout.retention import SHARE, stored_step
 
+SLOW_SERVER = 3  # times the floor of a response: what a server may take without a fault
+
 
 def layout(config: Config, dp: int) -> str:
     """Such as "tp 4 x pp 2 x dp 2, sequence-parallel, recompute full"."""
@@ -101,6 +103,7 @@ def _rest(plan: Plan) -> list[str]:
         + f"), {_gib(host.load)} to load a checkpoint; {_host_verdict(plan)}",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
+        *_save(plan),
         _rollouts(plan),
         "",
         "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
@@ -135,6 +138,17 @@ def _rest(plan: Plan) -> list[str]:
     return lines
 
 
+def _save(plan: Plan) -> list[str]:
+    every, save = plan.config.checkpoint.every, plan.save
+    if not save.gathered:
+        return []
+    when = {1: "after every step", None: "at a stop alone"}.get(every, f"every {every} steps")
+    return [
+        f"a save, {when}, sends {_gib(save.gathered)} GiB of optimizer state over TCP (gloo) to {save.gatherers} ranks "
+        f"that write it, {_gib(save.between_nodes)} GiB of it between nodes"
+    ]
+
+
 def _rollouts(plan: Plan) -> str:
     config = plan.config
     step = stored_step(config.rollout_budget, plan.work.response)
@@ -162,7 +176,18 @@ def _host_verdict(plan: Plan) -> str:
 def cautions(plan: Plan) -> list[str]:
     """What the figures leave out and this layout may meet."""
     p, spec, dtype = plan.config.parallel, plan.spec, plan.config.model.dtype
-    lines = []
+    rollout, lines = plan.config.rollout, []
+    if plan.idle_gpus > 0:
+        lines.append(
+            f"{plan.idle_gpus} of {plan.cluster.gpus} GPUs are idle while servers generate: rollout.servers "
+            f"{rollout.servers} x rollout.tp {rollout.tp}; leave rollout.servers out, or raise it"
+        )
+    if (limit := rollout.timeout_of()) < SLOW_SERVER * plan.longest_response:
+        lines.append(
+            f"rollout.timeout is {limit:g} s, and a response of {rollout.max_new_tokens} tokens takes at least "
+            f"{plan.longest_response:.0f} s: long responses would be aborted and never trained on; leave it out, or "
+            "raise it"
+        )
     if p.cp > 1:
         scores = formulas.attention_scores(spec, p, dtype, plan.work.longest)
         lines.append(

@@ -44,7 +44,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     seen, with its node's name."""
     under_launcher = "RANK" in os.environ
     if under_launcher:
-        ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:  # of a run on many nodes, what this one can try
         here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
     subject = Subject(config, ranks, here)

@@ -148,8 +148,9 @@ class SGLangClient:
         if seed is not None:
             sampling["sampling_seed"] = seed
         request = Request(request_id, prompt_tokens, sampling)
+        limit = self._config.timeout_of(max_new_tokens)
         try:
-            async with asyncio.timeout(self._config.timeout if timeout is None else timeout):
+            async with asyncio.timeout(limit if timeout is None else timeout):
                 status, reply = await self._batches.generate(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
             raise ConnectionLost(f"the rollout server {self.url} does not answer: {own_words(error)}") from error
@@ -159,7 +160,7 @@ class SGLangClient:
             await self._abort(request.id)
             return Response(
                 finish_reason="abort",
-                error=f"no response to {request_id} within rollout.timeout ({self._config.timeout:g} s)",
+                error=f"no response to {request_id} within rollout.timeout ({limit:g} s)",
             )
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {own_words(reply)}")

@@ -154,7 +154,7 @@ class Sampling:
     async def _ask(self, request: Request, member: Member) -> Response:
         """Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
-        request.limit = request.limit or now + self._config.timeout
+        request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
         until = min(request.limit, self._deadline or request.limit)
         attempts = len(request.lost) + len(request.refused)
         asked = asyncio.create_task(

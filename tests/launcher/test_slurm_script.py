@@ -135,6 +135,15 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_servers_of_nodes_with_gpus_need_no_number(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
+    command = ["launch", "slurm", "c.yaml", "rollout.host=ib0", "--nodes", "2", "--dry-run"]
+    assert main([*command, "--gpus-per-node", "8"]) == 0
+    assert main(command) == 2
+    assert "rollout.servers: 1 servers are not an equal share for each of 2 nodes" in capsys.readouterr().err
+
+
 def test_which_servers_reach_every_node():
     def config(**rollout: object) -> Config:
         required = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}

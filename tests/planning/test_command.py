@@ -20,9 +20,54 @@ def test_a_layout_that_fits(capsys):
     said = capsys.readouterr().out
     assert "14,770,033,664 parameters (as published" in said
     assert "layout: tp 4 x dp 4, sequence-parallel, recompute none" in said
-    assert "GiB at the peak (processes 32.0, saving a checkpoint 357.7, what waits while servers generate 137.6" in said
+    assert "GiB at the peak (processes 32.0, saving a checkpoint 357.7, what waits while servers generate 211.0" in said
     assert "a maker's node of h100-80 has 1862.6: fits" in said
     assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
+
+
+def test_a_save_says_what_it_sends(capsys):
+    """14.8 billion parameters x 12 bytes, of which the first of four replicas has its quarter; half are on node 2."""
+    assert main(["plan", *ON_16, *GPUS]) == 0
+    said = capsys.readouterr().out
+    assert "a save, every 10 steps, sends 123.8 GiB of optimizer state over TCP (gloo) to 4 ranks" in said
+    assert "82.5 GiB of it between nodes" in said
+    assert main(["plan", *ON_16, *GPUS, "parallel.tp=8", "parallel.pp=2", "checkpoint.every=1"]) == 0
+    assert "over TCP" not in capsys.readouterr().out  # one replica
+    experts = CONFIGS / "hardware" / "h200x16" / "qwen3-30b-a3b.yaml"
+    files = [str(CONFIGS / "models" / experts.name), str(experts), str(CONFIGS / "paper.yaml")]
+    main(["plan", *files, "--gpus", "16", "--gpu", "h200-141"])
+    # Each stage is a node: nothing leaves it. Experts have one replica, of the rest 7 of 8 parts are sent.
+    assert "to 2 ranks that write it, 0.0 GiB of it between nodes" in capsys.readouterr().out
+
+
+README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "servers", "idle"),
+    [
+        ([], "8 of 1", None),
+        (["rollout.tp=2"], "4 of 2", None),
+        (
+            ["rollout.servers=1"],
+            "1 of 1",
+            "7 of 8 GPUs are idle while servers generate: rollout.servers 1 x",
+        ),
+        (["rollout.placement=split"], "1 of 1", None),
+    ],
+)
+def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, idle, capsys):
+    assert main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", "h100-80", *keys]) == 0
+    said = capsys.readouterr().out
+    assert f"servers: {servers} GPUs" in said and (idle in said if idle else "idle" not in said)
+
+
+@pytest.mark.parametrize(("keys", "warned"), [([], False), (["rollout.timeout=600"], True)])
+def test_a_timeout_that_long_responses_cannot_keep(keys, warned, capsys):
+    long = ["model.path=Qwen2.5-14B", "model.max_length=33792", "rollout.max_new_tokens=32768"]
+    main(["plan", "paper", *long, "rollout.tp=2", "rollout.memory_fraction=0.7", *GPUS, *keys])
+    said = capsys.readouterr().out
+    assert ("rollout.timeout is 600 s, and a response of 32768 tokens takes at least" in said) == warned, said
 
 
 def test_what_rollouts_take_on_disk_and_how_many_steps_stay(capsys):

@@ -7,6 +7,8 @@ import pytest
 from aiohttp import web
 from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
 
+from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.config import rollout as rollout_config
 from dynamo_megatron.rollout import fleet as fleet_module
 from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import open_session
@@ -191,6 +193,16 @@ def test_a_silent_server_leaves_and_its_requests_go_elsewhere(loads):
     outcomes, _, fleet = sample(silent, Server())
     assert time.monotonic() - started < 15 and served_by(outcomes) == {"server-1"}
     assert any("no answer to /health for rollout.health_timeout (1 s)" in note for note in fleet.notes)
+
+
+def test_a_limit_that_is_not_given_follows_from_the_tokens(monkeypatch):
+    assert RolloutConfig(max_new_tokens=1024).timeout_of() == 600
+    assert RolloutConfig(max_new_tokens=32768).timeout_of() == pytest.approx(3277, abs=1)
+    assert RolloutConfig(max_new_tokens=8).timeout_of(32768) > 3000  # an evaluation's
+    monkeypatch.setattr(rollout_config, "SHORTEST_TIMEOUT", 0.1)
+    monkeypatch.setattr(rollout_config, "TOKEN_TIMEOUT", 0.05)
+    outcomes, *_ = sample(Server(lambda rid, number: asyncio.sleep(60) if rid == "r3" else None), max_new_tokens=10)
+    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (0.5 s)"
 
 
 def test_a_response_that_never_ends_is_aborted():
