@@ -20,6 +20,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
+from dynamo_megatron.runtime.rank_variables import rank_variables
 from dynamo_megatron.tracking.progress import Progress
 
 
@@ -60,6 +61,8 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else FOR_THE_RANKS
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
+    if "RANK" in os.environ:
+        os.environ |= {**rank_variables(config), **os.environ}  # before anything asks for CUDA
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.train_job import TrainJob as Job

@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from dynamo_megatron import run
+from dynamo_megatron.cli import main
 
 JOB = """
 import sys
@@ -27,6 +31,37 @@ class Waits(Job):
 
 sys.exit(run_rank(Waits(Config.model_validate_json(sys.argv[1]))))
 """
+
+
+VARIABLES = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "expected"),
+    [
+        ([], {}, ("0", None)),
+        (["parallel.tp=2"], {}, ("0", "1")),
+        (["parallel.cp=2"], {}, ("0", "1")),
+        (["parallel.tp=2"], dict.fromkeys(VARIABLES, "7"), ("7", "7")),
+    ],
+)
+def test_what_cuda_and_nccl_read_is_set_before_a_rank_asks_for_a_gpu(keys, given, expected, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("{model: {path: model}, data: {source: data}, output_dir: run}")
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # what a rank sets goes after the test
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **given}.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+
+    def note(*_: object) -> bool:
+        seen.append(tuple(map(os.environ.get, VARIABLES)))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", note)
+    monkeypatch.setattr(run, "run_rank", note)
+    main(["train", str(tmp_path / "config.yaml"), *keys])
+    assert len(seen) == 2 and set(seen) == {expected}
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ import torch
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok
 from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.runtime.rank_variables import rank_variables
 
 TIMEOUT = 120.0  # seconds for all ranks to start, meet and add up
 BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
@@ -73,6 +74,7 @@ def _environments(subject: Subject) -> list[dict[str, str]]:
     """One a process to start: a launcher's rank tries its own, else this process all of them."""
     # Under torchrun's own variables rank 0 would wait for a store that its agent serves, at another port.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    inherited = {**rank_variables(subject.config), **inherited}
     if "RANK" in inherited:
         # The port after: rank 0's own process may hold the launcher's for something else.
         return [{**inherited, "MASTER_PORT": str(int(inherited.get("MASTER_PORT", "29500")) + 1)}]
