@@ -12,7 +12,14 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.layout_checks import check_layout, describe_layout
-from dynamo_megatron.preflight import data_checks, device_checks, machine_checks, model_checks, server_check
+from dynamo_megatron.preflight import (
+    data_checks,
+    device_checks,
+    machine_checks,
+    memory_saver_check,
+    model_checks,
+    server_check,
+)
 from dynamo_megatron.preflight.findings import Check, Finding, ok, run_checks
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.runtime.plain_text import show
@@ -35,6 +42,7 @@ OF_A_NODE = (
     ("disk", machine_checks.disk),
     ("host memory", machine_checks.host_memory),
     ("versions", machine_checks.versions),
+    ("memory saver", memory_saver_check.memory_saver),
 )
 MOST_ON_A_CPU = 4  # ranks that are tried
 

@@ -23,6 +23,7 @@ import yaml
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.cuda_runtime import library_path
 from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
@@ -286,6 +287,8 @@ class SGLangServer:
             environment.setdefault(GLOO_INTERFACE, interface)
         if shares_memory(self._config):
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
+            if not on_cpu and (folders := library_path(self._config.python or sys.executable)) is not None:
+                environment["LD_LIBRARY_PATH"] = folders
         inherited = environment.get("PYTHONPATH")
         ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
         environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])

@@ -39,7 +39,7 @@ def test_a_failing_check_hides_no_other(base, command_line):
     assert failed == ["layout", "vocabulary", "data"], output
     assert any(line.startswith("skipped template") for line in lines), output  # it needs the tokenizer too
     assert any(line.startswith("ok      devices: CPU x 2 here: all-reduce over 2 ranks (gloo)") for line in lines)
-    assert lines[-1] == "3 of 15 checks failed: layout, vocabulary, data"
+    assert lines[-1] == "3 of 16 checks failed: layout, vocabulary, data"
     assert not (base / "run").exists()
 
 
