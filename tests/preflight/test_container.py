@@ -1,6 +1,9 @@
 """The container recipe as far as it can be checked without building it: files that are there, versions that agree."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,39 @@ def test_pins_agree_with_the_tested_table(file):
 def test_trainer_and_server_have_one_torch():
     """Colocated servers open CUDA IPC handles of the trainer's (weight_sync/transports)."""
     assert pins("gpu_trainer.txt")["torch"] == pins("gpu_server.txt")["torch"]
+
+
+# In the place of python: makes itself the interpreter of a virtual environment, and notes what pip is to install.
+PYTHON = """#!/bin/sh
+case "$*" in
+*"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+*"$FAILS"*) exit 1 ;;
+esac
+echo "$*" >>pip.txt
+"""
+
+
+@pytest.mark.parametrize(("gpu", "fails"), [(True, "nothing"), (True, "transformer-engine"), (False, "nothing")])
+def test_make_installs_the_servers_torch_and_transformer_engine_where_there_is_a_gpu(gpu, fails, tmp_path):
+    if not gpu and shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    for name in ("python", *(["nvidia-smi"] if gpu else [])):
+        (tmp_path / name).write_text(PYTHON)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILS": fails}
+    environment = {name: value for name, value in environment.items() if not name.startswith("MAKE")}
+    command = ["make", "setup", f"PYTHON={tmp_path}/python"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "pip.txt").read_text().split()
+    locked = (tmp_path / ".venv" / "lock.txt").read_text()
+    assert (f"torch=={pins('gpu_server.txt')['torch']}" in words) == gpu and ("triton==" in locked) != gpu
+    built = f"transformer-engine[core_cu13,pytorch]=={pins('gpu_trainer.txt')['transformer-engine']}"
+    assert (built in words) == (gpu and fails == "nothing")
+    assert ("WARNING: TransformerEngine could not be built" in done.stderr) == (fails != "nothing")
 
 
 def test_the_tested_table_is_what_the_tests_install():

@@ -353,6 +353,16 @@ def test_a_server_of_another_torch_is_noted_where_there_is_no_gpu(base, check):
     assert not any("one version" in text for text in notes)
 
 
+def test_what_is_slow_without_transformer_engine_is_noted_where_there_is_a_gpu(check, monkeypatch):
+    def notes() -> list[str]:
+        return [text for level, text in check("versions") if level == "note" and "transformer-engine" in text]
+
+    assert not notes()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (said,) = notes()
+    assert said.startswith("WITHOUT transformer-engine: training may take two to three times as long")
+
+
 def test_a_transport_that_cannot_work(failure):
     assert "rollout.sync.transport: nccl needs GPUs" in failure("versions", "rollout.sync.transport=nccl")
 

@@ -82,7 +82,8 @@ def test_ipc_and_released_memory_refuse_expandable_segments(monkeypatch):
 def test_ipc_refuses_another_torch(tmp_path):
     check_torch(config())
     check_torch(config(python=sys.executable))
-    for says, message in (("1.0.0", "needs one version of torch"), ("", "has no torch")):
+    mend = r"needs one version of torch.*; \S+ -m pip install torch==1\.0\.0 \(docs/install\.md\)"
+    for says, message in (("1.0.0+cu130", mend), ("", "has no torch")):
         other = tmp_path / f"python{says}"
         other.write_text(f"#!/bin/sh\necho {says}\n")
         other.chmod(0o755)

@@ -108,6 +108,6 @@ def check_torch(config: RolloutConfig) -> None:
     if theirs != torch.__version__:
         raise InputError(
             f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
-            f"{theirs} in {config.python}; install one of them in both (docs/install.md), or give the servers GPUs of "
-            "their own (rollout.placement: split)"
+            f"{theirs} in {config.python}; {sys.executable} -m pip install torch=={theirs.partition('+')[0]} "
+            "(docs/install.md), or give the servers GPUs of their own (rollout.placement: split)"
         )
