@@ -1,7 +1,7 @@
 """Where pip has put the CUDA runtime of a server's interpreter.
 
-torch finds it by itself. What SGLang preloads into its ranks for `rollout.offload`, torch_memory_saver's hook, needs the
-same libcudart and names no folder for it: without a CUDA of the system's own the ranks would not even start.
+torch finds it by itself. torch_memory_saver's hook, which SGLang preloads into its ranks for `rollout.offload`, needs
+the same libcudart and names no folder for it: without a CUDA of the system's own the ranks would not even start.
 """
 
 from __future__ import annotations

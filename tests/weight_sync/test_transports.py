@@ -17,7 +17,15 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import ServerError
 from dynamo_megatron.runtime.threads import Call, for_each
-from dynamo_megatron.weight_sync.transports import Machine, check_segments, check_torch, choose_transport, ipc, is_local
+from dynamo_megatron.weight_sync.transports import (
+    Machine,
+    check_segments,
+    check_torch,
+    check_transport,
+    choose_transport,
+    ipc,
+    is_local,
+)
 from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
 from dynamo_megatron.weight_sync.transports.group import JOIN_TIMEOUT, GroupTransport
 from dynamo_megatron.weight_sync.transports.ipc import _Pickler
@@ -77,6 +85,28 @@ def test_ipc_and_released_memory_refuse_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True")
     with pytest.raises(ValueError, match="expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
         check_segments("rollout.offload")
+
+
+def test_nccl_refuses_another_nccl(tmp_path, monkeypatch):
+    """By an interpreter whose torch has 2.28.3."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "cuda.py").write_text("class nccl:\n    version = staticmethod(lambda: (2, 28, 3))\n")
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import cuda\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    split = {"placement": "split", "host": "192.0.2.7", "python": str(python)}
+    for ours in ((2, 28, 3), (2, 27, 7)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda ours=ours: ours)
+        assert check_transport(config("gloo", **split)) == "gloo"
+        assert check_transport(config("nccl", placement="external", urls=["http://192.0.2.1:80"])) == "nccl"
+        if ours == (2, 28, 3):
+            assert check_transport(config(**split)) == "nccl"
+    with pytest.raises(ValueError, match=rf"NCCL on both sides: 2\.27\.7 in .*, 2\.28\.3 in {python}; .* gloo") as error:
+        check_transport(config(**split))
+    assert "\n" not in str(error.value)
 
 
 def test_ipc_refuses_another_torch(tmp_path):

@@ -79,6 +79,8 @@ def check_transport(config: RolloutConfig) -> str:
     if name == "ipc":
         check_segments("rollout.sync.transport: ipc")
         check_torch(config)
+    if name == "nccl":
+        check_nccl(config)
     if shares_memory(config):
         check_segments("rollout.offload")
     return name
@@ -94,20 +96,38 @@ def check_segments(key: str) -> None:
 
 def check_torch(config: RolloutConfig) -> None:
     """Raises ValueError where the servers' torch is another version, which could not open CUDA IPC handles."""
-    key = "rollout.sync.transport: ipc"
-    if config.python is None:
-        return
-    asked = [config.python, "-P", "-c", "import torch; print(torch.__version__)"]
+    theirs = _said_by_the_servers(config, "torch.__version__", "torch")
+    if theirs not in (None, torch.__version__):
+        raise InputError(
+            f"rollout.sync.transport: ipc needs one version of torch on both sides: {torch.__version__} in "
+            f"{sys.executable}, {theirs} in {config.python}; {sys.executable} -m pip install "
+            f"torch=={theirs.partition('+')[0]} (docs/install.md), or give the servers GPUs of their own "
+            "(rollout.placement: split)"
+        )
+
+
+def check_nccl(config: RolloutConfig) -> None:
+    """Raises ValueError where the servers' NCCL is another version: it refuses a group of two versions, in the first
+    push."""
+    theirs = _said_by_the_servers(config, "'.'.join(map(str, torch.cuda.nccl.version()))", "torch with NCCL")
+    ours = ".".join(map(str, torch.cuda.nccl.version()))
+    if theirs not in (None, ours):
+        raise InputError(
+            f"rollout.sync.transport: nccl needs one version of NCCL on both sides: {ours} in {sys.executable}, {theirs} "
+            f"in {config.python}; install one torch in both (docs/install.md), or set rollout.sync.transport: gloo"
+        )
+
+
+def _said_by_the_servers(config: RolloutConfig, expression: str, what: str) -> str | None:
+    """What an expression about torch is in the servers' interpreter; None where that is ours, or another host's. Raises
+    ValueError where it does not say."""
+    if config.python is None or config.placement == "external":
+        return None
+    asked = [config.python, "-P", "-c", f"import torch; print({expression})"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InputError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
-    theirs = done.stdout.strip()
-    if done.returncode or not theirs:
-        raise InputError(f"rollout.python: {config.python} has no torch ({done.stderr.strip().splitlines()[-1:]})")
-    if theirs != torch.__version__:
-        raise InputError(
-            f"{key} needs one version of torch on both sides: {torch.__version__} in {sys.executable}, "
-            f"{theirs} in {config.python}; {sys.executable} -m pip install torch=={theirs.partition('+')[0]} "
-            "(docs/install.md), or give the servers GPUs of their own (rollout.placement: split)"
-        )
+    if done.returncode or not done.stdout.strip():
+        raise InputError(f"rollout.python: {config.python} has no {what} ({done.stderr.strip().splitlines()[-1:]})")
+    return done.stdout.strip().splitlines()[-1]
