@@ -1,4 +1,4 @@
-"""One rank of the preflight's all-reduce.
+"""One rank of the preflight's all-reduces: over gloo, and over NCCL where there are GPUs.
 
     python -P -m dynamo_megatron.preflight.all_reduce
 
@@ -29,7 +29,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    report: dict[str, Any] = {"world_size": world_size, "backend": "nccl" if cuda else "gloo", "device": "CPU"}
+    report: dict[str, Any] = {"world_size": world_size, "device": "CPU"}
     if cuda:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info()
@@ -40,22 +40,29 @@ def main() -> None:
         assert float((ones @ ones)[0, 0]) == 1024, "a matrix product is wrong on this GPU"
     with gloo_listens_on(ranks_address()):
         dist.init_process_group(
-            report["backend"],
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=connect_store(MEETING_TIMEOUT),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=MEETING_TIMEOUT),
         )
-    tensor = torch.full((NUMBERS[device.type],), float(rank + 1), device=device)
-    dist.all_reduce(tensor)  # the first one also builds the connections
-    report |= {"sum": float(tensor[-1]), "expected": world_size * (world_size + 1) / 2}
-    start = time.monotonic()
-    dist.all_reduce(tensor)
-    if cuda:
-        torch.cuda.synchronize()
-    report |= {"seconds": time.monotonic() - start, "bytes": tensor.nbytes}
+    report["sums"] = {"nccl": add(rank, device)} if cuda else {}
+    report["sums"]["gloo"] = add(rank, torch.device("cpu"))  # what the ranks agree on and save goes this way
+    report["expected"] = world_size * (world_size + 1) / 2
     dist.destroy_process_group()
     print(json.dumps(report), flush=True)
+
+
+def add(rank: int, device: torch.device) -> dict[str, float]:
+    """Over all ranks, twice: the first time also builds the connections."""
+    tensor = torch.full((NUMBERS[device.type],), float(rank + 1), device=device)
+    dist.all_reduce(tensor)
+    total = float(tensor[-1])
+    start = time.monotonic()
+    dist.all_reduce(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"sum": total, "seconds": time.monotonic() - start, "bytes": tensor.nbytes}
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ def devices(subject: Subject) -> Iterator[Finding]:
     for report in reports:
         yield from _judge(report)
     if "error" not in (first := reports[0]):
-        yield ok(
-            f"{first['device']} x {len(reports)} here: all-reduce over {first['world_size']} ranks "
-            f"({first['backend']}), {first['bytes'] / 1e6:.0f} MB in {first['seconds'] * 1e3:.1f} ms"
+        took = ", ".join(
+            f"{backend}: {one['bytes'] / 1e6:.0f} MB in {one['seconds'] * 1e3:.1f} ms"
+            for backend, one in first["sums"].items()
         )
+        yield ok(f"{first['device']} x {len(reports)} here: all-reduce over {first['world_size']} ranks, {took}")
 
 
 def gpus_given() -> str | None:
@@ -64,9 +65,14 @@ def _judge(report: dict[str, Any]) -> Iterator[Finding]:
             f"all-reduce: {where}: {report['error']}; see that all nodes reach MASTER_ADDR:MASTER_PORT and that "
             "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name the interface between them"
         )
-    elif report["sum"] != report["expected"]:
-        yield failed(f"all-reduce: {where} has {report['sum']} instead of {report['expected']}; leave this node out")
-    elif report.get("taken", 0.0) > BUSY_SHARE:
+        return
+    for backend, one in report["sums"].items():
+        if one["sum"] != report["expected"]:
+            yield failed(
+                f"all-reduce: {where} has {one['sum']} instead of {report['expected']} over {backend}; leave this node "
+                "out"
+            )
+    if report.get("taken", 0.0) > BUSY_SHARE:
         yield note(f"{where}: {report['taken']:.0%} of the GPU's memory is taken by another process (nvidia-smi)")
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from dynamo_megatron.errors import InputError
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -65,13 +67,27 @@ def store_address() -> str:
 
 def ranks_address() -> str:
     """This host's address on the way to rank 0; on rank 0's host, where `store_address` is "", that of its default
-    route, and "" where it has none."""
+    route, and "" where it has none. Raises InputError where gloo would then take loopback, out of the others' reach."""
     if address := store_address():
         return address_towards(address)
     try:
         return address_towards(ANOTHER_HOST)
     except OSError:
+        if GLOO_INTERFACE not in os.environ and is_loopback(own := _own_address()):
+            raise InputError(
+                f"{GLOO_INTERFACE}: this host's name, {socket.gethostname()}, means {own} here (/etc/hosts), and there "
+                "is no default route: gloo would listen where ranks on other hosts cannot reach it; set "
+                f"{GLOO_INTERFACE} to the interface between the hosts, or MASTER_ADDR to this host's address on it"
+            ) from None
         return ""
+
+
+def _own_address() -> str:
+    """What gloo takes by itself: what the host's name means, or loopback."""
+    try:
+        return address_of(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:

@@ -38,7 +38,9 @@ def test_a_failing_check_hides_no_other(base, command_line):
     failed = [line.split()[1].rstrip(":") for line in lines if line.startswith("FAILED")]
     assert failed == ["layout", "vocabulary", "data"], output
     assert any(line.startswith("skipped template") for line in lines), output  # it needs the tokenizer too
-    assert any(line.startswith("ok      devices: CPU x 2 here: all-reduce over 2 ranks (gloo)") for line in lines)
+    assert any(
+        line.startswith("ok      devices: CPU x 2 here: all-reduce over 2 ranks, gloo: 4 MB in ") for line in lines
+    )
     assert lines[-1] == "3 of 16 checks failed: layout, vocabulary, data"
     assert not (base / "run").exists()
 

@@ -109,14 +109,29 @@ def test_rank_0_takes_the_interface_of_its_default_route_where_its_name_is_loopb
     assert interface_of(ranks_address()) not in (None, "lo")
 
 
+ASKS = """
+import socket, sys
+from dynamo_megatron.runtime import listening
+socket.gethostname = lambda: "host"
+listening.address_of = lambda host: {"node0": "127.0.1.1", "host": sys.argv[1]}.get(host, host)
+print(repr(listening.ranks_address()))
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="makes a network: as root")
-def test_a_host_without_a_route_leaves_it_to_gloo():
-    asks = "import socket; from dynamo_megatron.runtime import listening; listening.address_of = lambda host: "
-    asks += "'127.0.1.1' if host == 'node0' else host; print(repr(listening.ranks_address()))"
-    environment = {**os.environ, "MASTER_ADDR": "node0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    command = ["unshare", "--net", sys.executable, "-P", "-c", asks]
+@pytest.mark.parametrize(
+    ("own", "variable", "says"),
+    [
+        ("192.0.2.7", {}, "''"),
+        ("127.0.1.1", {}, "this host's name, host, means 127.0.1.1 here (/etc/hosts), and there is no default route"),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "ib0"}, "''"),
+    ],
+)
+def test_a_host_without_a_route_leaves_it_to_gloo_unless_its_name_is_loopback(own, variable, says):
+    environment = {**os.environ, "MASTER_ADDR": "node0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", **variable}
+    command = ["unshare", "--net", sys.executable, "-P", "-c", ASKS, own]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stdout == "''\n", done.stderr
+    assert says in (done.stdout.splitlines() or done.stderr.splitlines())[-1], done.stderr
 
 
 GROUP = """

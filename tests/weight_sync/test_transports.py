@@ -104,7 +104,8 @@ def test_nccl_refuses_another_nccl(tmp_path, monkeypatch):
         assert check_transport(config("nccl", placement="external", urls=["http://192.0.2.1:80"])) == "nccl"
         if ours == (2, 28, 3):
             assert check_transport(config(**split)) == "nccl"
-    with pytest.raises(ValueError, match=rf"NCCL on both sides: 2\.27\.7 in .*, 2\.28\.3 in {python}; .* gloo") as error:
+    said = rf"NCCL on both sides: 2\.27\.7 in .*, 2\.28\.3 in {python}; .* gloo"
+    with pytest.raises(ValueError, match=said) as error:
         check_transport(config(**split))
     assert "\n" not in str(error.value)
 

@@ -113,8 +113,9 @@ def check_nccl(config: RolloutConfig) -> None:
     ours = ".".join(map(str, torch.cuda.nccl.version()))
     if theirs not in (None, ours):
         raise InputError(
-            f"rollout.sync.transport: nccl needs one version of NCCL on both sides: {ours} in {sys.executable}, {theirs} "
-            f"in {config.python}; install one torch in both (docs/install.md), or set rollout.sync.transport: gloo"
+            f"rollout.sync.transport: nccl needs one version of NCCL on both sides: {ours} in {sys.executable}, "
+            f"{theirs} in {config.python}; install one torch in both (docs/install.md), or set "
+            "rollout.sync.transport: gloo"
         )
 
 
