@@ -25,6 +25,9 @@ SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB
 PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/resharding.md
 SLOWEST = 7  # times the floor of log-probs and update: published trainers reach 14 % of stated rates at the least
+# Bytes of device memory that weight_sync/tensor_hash.py moves for each byte it hashes: 46 operations on words of 4
+# bytes, each of which reads and writes at least one int64.
+HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
@@ -141,6 +144,16 @@ class Plan:
             return 0.0
         shape = self.spec, self.config.model.dtype, s.tp, max(1.0, s.running), work.prompt + work.response / 2
         return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, gpu.flops, gpu.memory_bandwidth)
+
+    @property
+    def hashed(self) -> float:
+        """Bytes that the busiest sender of a push hashes to prove all weights: a stage's, or its experts of a rank."""
+        held = max(stage.dense * self.config.parallel.tp + stage.experts for stage in self.stages)
+        return held * formulas.WIDTH[self.config.model.dtype]
+
+    @property
+    def hash_seconds(self) -> float:
+        return self.hashed * HASH_TRAFFIC / self.cluster.gpu.memory_bandwidth
 
     @property
     def idle_gpus(self) -> int:

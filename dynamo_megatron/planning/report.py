@@ -115,6 +115,7 @@ def _rest(plan: Plan) -> list[str]:
         s = plan.servers
         lines += [
             f"  a push brings each server rank {_gib(s.weights)} GiB, {_gib(s.weights * s.gpus)} GiB in all",
+            *_proof(plan),
             f"  the servers make at most {budget / t.generate:.1f} rollouts a second; to keep up with training beside "
             f"them it would take {budget / t.training:.1f}",
         ]
@@ -146,6 +147,16 @@ def _save(plan: Plan) -> list[str]:
     return [
         f"a save, {when}, sends {_gib(save.gathered)} GiB of optimizer state over TCP (gloo) to {save.gatherers} ranks "
         f"that write it, {_gib(save.between_nodes)} GiB of it between nodes"
+    ]
+
+
+def _proof(plan: Plan) -> list[str]:
+    every = plan.config.rollout.proof.full_every
+    if every is None:
+        return []
+    return [
+        f"  its proof: a sender hashes {_gib(plan.hashed)} GiB, at least {plan.hash_seconds:.2f} s, "
+        f"{'at every push' if every == 1 else f'spread over {every} pushes'} (rollout.proof.full_every)"
     ]
 
 

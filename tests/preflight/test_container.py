@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from dynamo_megatron.preflight.tested import SERVER, TRAINER
 
@@ -97,6 +98,16 @@ def test_make_installs_the_servers_torch_and_transformer_engine_where_there_is_a
     built = f"transformer-engine[core_cu13,pytorch]=={pins('gpu_trainer.txt')['transformer-engine']}"
     assert (built in words) == (gpu and fails == "nothing")
     assert ("WARNING: TransformerEngine could not be built" in done.stderr) == (fails != "nothing")
+
+
+def test_what_is_slow_without_transformer_engine_is_noted_where_there_is_a_gpu(check, monkeypatch):
+    def notes() -> list[str]:
+        return [text for level, text in check("versions") if level == "note" and "transformer-engine" in text]
+
+    assert not notes()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (said,) = notes()
+    assert said.startswith("WITHOUT transformer-engine: training may take two to three times as long")
 
 
 def test_the_tested_table_is_what_the_tests_install():

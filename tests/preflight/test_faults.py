@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.preflight import all_reduce, device_checks, machine_checks, model_checks
+from dynamo_megatron.preflight import device_checks, machine_checks, model_checks
 
 
 def test_all_is_well(check):
@@ -354,16 +353,6 @@ def test_a_server_of_another_torch_is_noted_where_there_is_no_gpu(base, check):
     assert not any("one version" in text for text in notes)
 
 
-def test_what_is_slow_without_transformer_engine_is_noted_where_there_is_a_gpu(check, monkeypatch):
-    def notes() -> list[str]:
-        return [text for level, text in check("versions") if level == "note" and "transformer-engine" in text]
-
-    assert not notes()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (said,) = notes()
-    assert said.startswith("WITHOUT transformer-engine: training may take two to three times as long")
-
-
 def test_a_transport_that_cannot_work(failure):
     assert "rollout.sync.transport: nccl needs GPUs" in failure("versions", "rollout.sync.transport=nccl")
 
@@ -382,36 +371,6 @@ def test_a_trainer_of_another_version(base, command_line):
 def test_a_server_interpreter_that_is_none(failure):
     said = failure("versions", "rollout.python=/opt/sglang/bin/python")
     assert said.startswith("rollout.python: /opt/sglang/bin/python does not tell its packages")
-
-
-def test_the_ranks_add_over_gloo_beside_nccl(monkeypatch, capsys):
-    """On a GPU that is none: what its tensors are added with."""
-    full, backends, added = torch.full, [], []
-    gpu = {"is_available": True, "set_device": None, "mem_get_info": (1, 1), "get_device_name": "GPU"}
-    for name, value in (gpu | {"get_device_capability": (9, 0), "synchronize": None}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch, "ones", lambda *shape, **_: full(shape, 1.0))
-    monkeypatch.setattr(torch, "full", lambda shape, value, device: added.append(device.type) or full(shape, value))
-    monkeypatch.setattr(all_reduce, "connect_store", lambda timeout: None)
-    monkeypatch.setattr(all_reduce, "ranks_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    all_reduce.main()
-    assert backends == ["cpu:gloo,cuda:nccl"] and added == ["cuda", "cpu"]
-    assert '"nccl": {"sum": 2.0' in (said := capsys.readouterr().out) and '"gloo": {"sum": 2.0' in said
-
-
-@pytest.mark.parametrize("wrong", ["nccl", "gloo"])
-def test_a_wrong_sum_names_how_it_went(check, monkeypatch, wrong):
-    sums = {name: {"sum": 2.0 if name == wrong else 1.0, "seconds": 0.1, "bytes": 4} for name in ("nccl", "gloo")}
-    report = {"rank": 0, "world_size": 1, "device": "GPU", "expected": 1.0, "sums": sums}
-    monkeypatch.setattr(device_checks, "_run_ranks", lambda environments: [report])
-    (failed, ok) = check("devices")
-    assert failed[0] == "FAILED" and f"has 2.0 instead of 1.0 over {wrong}" in failed[1]
-    assert ok[1].endswith("nccl: 0 MB in 100.0 ms, gloo: 0 MB in 100.0 ms")
 
 
 def test_a_rank_that_does_not_come():
