@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.evaluation import command
+from dynamo_megatron.rollout.result import RolloutError
 
 
 @pytest.fixture
@@ -239,6 +242,23 @@ def test_colocated_servers_use_the_gpus_of_all_ranks(keys, servers, base, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(command) == 0
     assert yaml.safe_load(capsys.readouterr().out)["rollout"]["servers"] == (2 if keys == ["rollout.servers=2"] else 1)
+
+
+@pytest.mark.parametrize(("keys", "gpus", "servers"), [([], 8, 8), (["rollout.tp=4"], 8, 2), ([], 0, 1)])
+@pytest.mark.parametrize("given", [None, 1, 16])
+def test_an_evaluation_uses_all_gpus_unless_a_number_is_given(
+    keys, gpus, servers, given, base, tiny_model, capsys, monkeypatch
+):
+    def started(config, *_):
+        raise RolloutError(f"{config.rollout.servers} servers")
+
+    monkeypatch.setattr(command, "RolloutWorker", started)
+    monkeypatch.setattr(command, "StopFlag", lambda: SimpleNamespace(catch_signals=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    keys = [*keys, f"eval.data={base / 'problems.jsonl'}", "model.max_length=128", "rollout.max_new_tokens=8"]
+    keys += [] if given is None else [f"rollout.servers={given}"]
+    assert main(["eval", "--model", str(tiny_model), "--out", str(base / "scores"), *keys]) == 1
+    assert f"{servers if given is None else min(servers, given)} servers" in capsys.readouterr().err
 
 
 def rank_0(folder: Path, *arguments) -> tuple[int, str]:

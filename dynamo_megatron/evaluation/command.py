@@ -91,14 +91,16 @@ def _with_model(config: Config, path: str | Path) -> Config:
 
 
 def _with_servers(config: Config, url: str | None) -> Config:
-    """The server at `url`, else as many of the configured ones as this machine has GPUs for, at least one."""
+    """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
+    rollout, gpus = config.rollout, torch.cuda.device_count()
     if url is not None:
-        servers = {"placement": "external", "urls": [url]}
+        rollout = rollout.model_copy(update={"placement": "external", "urls": [url]})
     else:
-        room = torch.cuda.device_count() // config.rollout.tp
-        servers = {"placement": "colocated", "urls": [], "servers": max(1, min(config.rollout.servers, room))}
-        servers["offload"] = False  # there are no ranks to take turns with
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=servers)})
+        # There are no ranks to take turns with.
+        rollout = rollout.model_copy(update={"placement": "colocated", "urls": [], "offload": False})
+        rollout = rollout.with_servers(gpus, 1)
+        rollout = rollout.model_copy(update={"servers": max(1, min(rollout.servers, gpus // rollout.tp))})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _write(results: list[ProblemResult], config: Config, model: str | None, out: Path) -> str:

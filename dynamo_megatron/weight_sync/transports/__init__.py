@@ -110,8 +110,7 @@ def check_nccl(config: RolloutConfig) -> None:
     """Raises ValueError where the servers' NCCL is another version: it refuses a group of two versions, in the first
     push."""
     theirs = _said_by_the_servers(config, "'.'.join(map(str, torch.cuda.nccl.version()))", "torch with NCCL")
-    ours = ".".join(map(str, torch.cuda.nccl.version()))
-    if theirs not in (None, ours):
+    if theirs is not None and theirs != (ours := ".".join(map(str, torch.cuda.nccl.version()))):
         raise InputError(
             f"rollout.sync.transport: nccl needs one version of NCCL on both sides: {ours} in {sys.executable}, "
             f"{theirs} in {config.python}; install one torch in both (docs/install.md), or set "
