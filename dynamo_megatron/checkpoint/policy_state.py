@@ -274,11 +274,24 @@ def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
     }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
+    if not loading:
+        _begin_moments(policy)
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for part in (optimizer, *optimizer.values()):  # of a mixture of experts: a dict for each kind of parameters
         if isinstance(part, dict) and part.get("param_state", ()) is None:
             del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
     return {**model, "optimizer": optimizer}, format_of
+
+
+def _begin_moments(policy: Policy) -> None:
+    """A fused Adam has moments and step count from its first step on, and Megatron saves them without asking whether
+    there was one: every update of a step may have been skipped. torch's own: `fix_torch_adam_checkpoints`."""
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        if part.is_stub_optimizer or isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
 
 
 def _contents(policy: Policy) -> dict[str, Any]:

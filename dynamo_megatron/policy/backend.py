@@ -8,13 +8,16 @@ the policy tests are the guard for its upgrades.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime.plain_text import error_line
 
 CPU = torch.device("cpu")
 
@@ -206,23 +209,53 @@ def fix_torch_adam_checkpoints() -> None:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which optional packages serve this run."""
+    """Which optional packages serve this run, each "torch" or "off" where none does."""
 
     adam: str
-    norm: str
+    norm: str  # and linears, RoPE, grouped experts: "transformer-engine" stands for all its layers
+    attention: str
     gradient_accumulation: str
 
     @classmethod
     def detect(cls) -> Fusions:
-        cuda = torch.cuda.is_available()
-        transformer_engine = cuda and importlib.util.find_spec("transformer_engine") is not None
-        apex = cuda and importlib.util.find_spec("apex") is not None
-        fused_wgrad = cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        """Imports them, before Megatron does: it takes a package that is only half there for one that works, or for
+        none. Raises InputError for such a package."""
+        if not torch.cuda.is_available():
+            return cls(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
+        transformer_engine = _imported("transformer_engine.pytorch", "transformer-engine")
+        apex = not transformer_engine and _imported("apex.optimizers", "apex")
+        fused_wgrad = _imported("fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda")
+        fast_attention = transformer_engine and (_has_cudnn_attention() or _imported("flash_attn", "flash-attn"))
+        layers = "transformer-engine" if transformer_engine else None
         return cls(
-            adam="transformer-engine" if transformer_engine else "apex" if apex else "torch",
-            norm="transformer-engine" if transformer_engine else "torch",
-            gradient_accumulation="apex" if fused_wgrad else "off",
+            adam=layers or ("apex" if apex else "torch"),
+            norm=layers or "torch",
+            attention="transformer-engine" if fast_attention else "torch",
+            gradient_accumulation="apex" if fused_wgrad else layers or "off",
         )
 
     def __str__(self) -> str:
-        return f"Adam: {self.adam}, norms: {self.norm}, fused gradient accumulation: {self.gradient_accumulation}"
+        return (
+            f"Adam: {self.adam}, norms: {self.norm}, attention: {self.attention}, "
+            f"fused gradient accumulation: {self.gradient_accumulation}"
+        )
+
+
+def _has_cudnn_attention() -> bool:
+    """Whether cuDNN's attention takes packed sequences on this GPU: not before Hopper, nor on sm_120. There
+    TransformerEngine has flash-attn, or a path whose memory grows with the square of the packed length."""
+    return (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
+
+
+def _imported(module: str, package: str) -> bool:
+    """False where it is not installed. Raises InputError where it is and does not work."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # of a build gone wrong: ImportError, OSError, AssertionError, ...
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            return False
+        raise InputError(
+            f"{package} is installed and cannot be imported ({error_line(error)}); build it against torch "
+            f"{torch.__version__} (docs/install.md), or uninstall it: a run works without it"
+        ) from None
+    return True

@@ -168,6 +168,7 @@ class MicroBatch:
     slots: torch.Tensor  # int64 [r], on the CPU: their slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
     sequences: list[int]
+    longest: int  # segment, in positions
 
     @property
     def response(self) -> torch.Tensor:
@@ -221,6 +222,7 @@ class MicroBatch:
             slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
             sequences=list(sequences),
+            longest=int(np.diff(bounds).max()),
         )
 
 

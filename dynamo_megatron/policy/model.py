@@ -76,16 +76,17 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def forward_packed(self, micro_batch: MicroBatch) -> torch.Tensor:
-        longest = int(micro_batch.cu_seqlens.diff().max())
+        # Every position belongs to a segment, padding too: where context parallelism cuts is the same. Without it
+        # TransformerEngine would compare the two on the host, in every layer.
+        padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
             cu_seqlens_kv=micro_batch.cu_seqlens,
-            # Every position belongs to a segment, padding too: where context parallelism cuts is the same.
-            cu_seqlens_q_padded=micro_batch.cu_seqlens,
-            cu_seqlens_kv_padded=micro_batch.cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=micro_batch.longest,
+            max_seqlen_kv=micro_batch.longest,
         )
         return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 
@@ -96,7 +97,7 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     """Megatron's config for a model under the configured layout."""
-    cuda, dtype = torch.cuda.is_available(), getattr(torch, config.model.dtype)
+    cuda, dtype, fusions = torch.cuda.is_available(), getattr(torch, config.model.dtype), Fusions.detect()
     p, recompute = config.parallel, config.trainer.recompute
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -140,11 +141,13 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        gradient_accumulation_fusion=Fusions.detect().gradient_accumulation != "off",
+        # Megatron's own linears, which the output layer is one of, take it from Apex alone (_fuse_weight_gradients).
+        gradient_accumulation_fusion=fusions.gradient_accumulation == "apex",
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=cuda,  # SwiGLU
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        # With sines and cosines in float32, as the servers have them: the unfused one rounds them to `dtype`.
+        apply_rope_fusion=fusions.norm == "transformer-engine",
         persist_layer_norm=False,
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
@@ -175,6 +178,7 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": _uses_transformer_engine(),
+        "moe_permute_fusion": _uses_transformer_engine(),
         "expert_tensor_parallel_size": 1,
     }
 
@@ -192,7 +196,8 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
         )
-        if dtype == torch.float32:  # TransformerEngine's attention of packed sequences has 16 bits alone
+        # TransformerEngine's attention of packed sequences has 16 bits alone.
+        if dtype == torch.float32 or Fusions.detect().attention == "torch":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return layer, TENorm
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
@@ -218,6 +223,14 @@ def model_arguments(spec: ModelSpec, tp: int) -> dict[str, Any]:
     }
 
 
+def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
+    """TransformerEngine's linears add their weight gradients to main_grad inside the GEMM, without Apex."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+
+
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
@@ -236,6 +249,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
+    if Fusions.detect().gradient_accumulation == "transformer-engine":
+        _fuse_weight_gradients(chunks)
     for chunk in chunks:
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some of them, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies

@@ -42,6 +42,7 @@ OF_A_NODE = (
     ("disk", machine_checks.disk),
     ("host memory", machine_checks.host_memory),
     ("versions", machine_checks.versions),
+    ("optional packages", lambda subject: machine_checks.optional_packages()),
     ("memory saver", memory_saver_check.memory_saver),
 )
 MOST_ON_A_CPU = 4  # ranks that are tried

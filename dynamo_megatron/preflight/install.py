@@ -14,7 +14,13 @@ import torch
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Check, Finding, note, ok, run_checks, skipped
-from dynamo_megatron.preflight.machine_checks import server_versions, torch_of_both, trainer_faults, trainer_version
+from dynamo_megatron.preflight.machine_checks import (
+    optional_packages,
+    server_versions,
+    torch_of_both,
+    trainer_faults,
+    trainer_version,
+)
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, Package, faults, installed
 
 PROGRAMS = {
@@ -70,6 +76,7 @@ def trainer() -> Iterator[Finding]:
     """The trainer's packages, and what those that are not there would give."""
     yield from _packages(TRAINER, trainer_version)
     yield from trainer_faults()
+    yield from optional_packages()
 
 
 def server(python: str) -> Iterator[Finding]:

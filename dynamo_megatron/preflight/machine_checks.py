@@ -24,6 +24,7 @@ from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.host import host_memory as planned_host_memory
 from dynamo_megatron.planning.plan import workload
+from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
@@ -251,6 +252,17 @@ def versions(subject: Subject) -> Iterator[Finding]:
     elif config.placement == "colocated" and not torch.cuda.is_available():
         yield from torch_of_both(there)
     check_transport(config)
+
+
+def optional_packages() -> Iterator[Finding]:
+    """Which of them serve the ranks here; each is imported, since one that is only half there would end the run."""
+    fusions = Fusions.detect()
+    yield ok(str(fusions))
+    if fusions.norm != fusions.attention:
+        yield note(
+            "attention is torch's, a call for each distinct length: transformer-engine has none for packed sequences "
+            f"on this GPU ({torch.cuda.get_device_name()}) without flash-attn; pip install flash-attn"
+        )
 
 
 def torch_of_both(server: dict[str, str | None]) -> Iterator[Finding]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 def model_config(subject: Subject) -> Iterator[Finding]:
     """config.json against what Megatron will build."""
     spec, path = subject.spec, Path(subject.config.model.path)
+    from dynamo_megatron.policy.backend import Fusions
+
+    Fusions.detect()  # what Megatron would fail on
     from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
 
     check_config(path, spec)

@@ -368,6 +368,31 @@ def test_a_trainer_of_another_version(base, command_line):
     assert "pip install -c requirements/lock.txt 'megatron-core==0.16.1'" in done.stderr
 
 
+def test_an_optional_package_that_is_half_there(base, failure, monkeypatch):
+    (base / "transformer_engine").mkdir()
+    (base / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('no shared object')")
+    monkeypatch.syspath_prepend(base)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = failure("optional packages")
+    assert said.startswith(
+        "transformer-engine is installed and cannot be imported (FileNotFoundError: no shared object)"
+    )
+    assert failure("model config") == said, "before Megatron fails on it"
+
+
+def test_a_gpu_that_needs_flash_attn_is_noted(base, check, monkeypatch):
+    (base / "transformer_engine" / "pytorch").mkdir(parents=True)
+    monkeypatch.syspath_prepend(base)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    for capability, levels in (((8, 0), ["ok", "note"]), ((9, 0), ["ok"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        found = check("optional packages")
+        assert [level for level, _ in found] == levels
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_a_server_interpreter_that_is_none(failure):
     said = failure("versions", "rollout.python=/opt/sglang/bin/python")
     assert said.startswith("rollout.python: /opt/sglang/bin/python does not tell its packages")
