@@ -390,7 +390,7 @@ def test_a_gpu_that_needs_flash_attn_is_noted(base, check, monkeypatch):
         found = check("optional packages")
         assert [level for level, _ in found] == levels
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
 def test_a_server_interpreter_that_is_none(failure):
