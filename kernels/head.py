@@ -106,8 +106,10 @@ def _sequence_mean(stats: Statistics, head: ChunkedHead, cu_seqlens: Tensor) -> 
     labelled[head.rows + 1] = 1
     counts = labelled.cumsum(0)[cu_seqlens.long()].diff()
     pi_lambda = stats.logprobs.exp() * (stats.logprobs + stats.entropy)
-    # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not.
-    return torch.segment_reduce(pi_lambda, "mean", lengths=counts).repeat_interleave(counts)
+    # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not; `unsafe`: the host
+    # does not wait for the lengths to check them.
+    means = torch.segment_reduce(pi_lambda, "mean", lengths=counts, unsafe=True)
+    return means.repeat_interleave(counts, output_size=len(pi_lambda))
 
 
 def _token_stats(head: ChunkedHead, stats: Statistics) -> TokenStats:
@@ -237,7 +239,7 @@ def policy_loss(
     else:
         terms = summed_loss(config, *_Logprobs.apply(hidden, weight, head, stats), tokens, expected, ranges)
         loss = terms.sums[0]
-    metrics = {"tokens": torch.tensor(float(len(head.rows)), device=hidden.device)}
+    metrics = {"tokens": torch.full((), float(len(head.rows)), device=hidden.device)}
     metrics |= dict(zip(METRICS, terms.sums.detach().float(), strict=True))
     return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(terms.advantages), metrics)
 
@@ -267,5 +269,6 @@ def _check_arguments(
             raise ValueError("cu_seqlens: needed for expectation 'sequence_mean'")
         if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
             raise ValueError(f"cu_seqlens: needs integers [S+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(labels) or (cu_seqlens.diff() < 0).any():
+        # One answer that the host waits for, not three.
+        if (cu_seqlens[0] != 0) | (cu_seqlens[-1] != len(labels)) | (cu_seqlens.diff() < 0).any():
             raise ValueError(f"cu_seqlens: needs to rise from 0 to the {len(labels)} tokens, got {cu_seqlens.tolist()}")

@@ -107,14 +107,15 @@ def response_log_ratios(
     """
     if len(lengths) == 0:  # segment_reduce refuses it
         return log_ratios.detach()
-    # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not.
-    sums = torch.segment_reduce(log_ratios.detach().double(), "sum", lengths=lengths, initial=0)
+    # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not; `unsafe`: the host
+    # does not wait for the lengths to check them.
+    sums = torch.segment_reduce(log_ratios.detach().double(), "sum", lengths=lengths, initial=0, unsafe=True)
     totals = torch.stack([sums, lengths.double()])
     if add_up is not None:
         add_up(totals)
     sums, counts = totals
     values = sums if ratio == "sequence" else sums / counts.clamp(min=1)
-    return values.to(log_ratios.dtype).repeat_interleave(lengths)
+    return values.to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))
 
 
 @torch_function

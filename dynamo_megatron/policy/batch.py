@@ -18,6 +18,7 @@ from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import RolloutBatch, Sequences
 
 
@@ -168,7 +169,7 @@ class MicroBatch:
     slots: torch.Tensor  # int64 [r], on the CPU: their slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
     sequences: list[int]
-    longest: int  # segment, in positions
+    lengths: np.ndarray  # int64 [segments], of all T positions; on the host, as `sequences`
 
     @property
     def response(self) -> torch.Tensor:
@@ -211,7 +212,7 @@ class MicroBatch:
             bounds = np.append(bounds, bounds[-1] + padding)
 
         def on_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, dtype)
+            return to_device(torch.from_numpy(array).to(dtype), device)
 
         return cls(
             tokens=on_device(tokens)[None],
@@ -222,7 +223,7 @@ class MicroBatch:
             slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
             sequences=list(sequences),
-            longest=int(np.diff(bounds).max()),
+            lengths=np.diff(bounds),
         )
 
 

@@ -15,6 +15,7 @@ from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Sequences
 
@@ -62,7 +63,8 @@ def custom_loss(
     function: UserFunction, micro_batch: MicroBatch, head: TokenLogprobs, tokens: StepTokens, kl: KLConfig
 ) -> HeadLoss:
     """sum_t w_t loss_t by the user's function, and the KL term unless that is the function's. Raises UserCodeError."""
-    here = (None if t is None else t[micro_batch.slots].to(head.logprobs.device) for t in tokens)
+    device = head.logprobs.device
+    here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
     logprobs = head.logprobs.detach().requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,

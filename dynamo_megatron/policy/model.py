@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +24,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.rope import scaled_frequencies
-from dynamo_megatron.policy.attention import PackedAttention
+from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch
 from dynamo_megatron.policy.layout import Layout
@@ -63,6 +62,13 @@ class PolicyModel(GPTModel):
             )
         return hidden_states.squeeze(1)
 
+    def _segment_plan(self, micro_batch: MicroBatch) -> SegmentPlan | None:
+        """What PackedAttention takes; TransformerEngine has no use for it."""
+        if not isinstance(self.decoder.layers[0].self_attention.core_attention, PackedAttention):
+            return None
+        cp = self.pg_collection.cp
+        return SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device)
+
     @property
     def layer_offset(self) -> int:
         """The number, in the whole model, of the first layer here."""
@@ -79,14 +85,16 @@ class PolicyModel(GPTModel):
         # Every position belongs to a segment, padding too: where context parallelism cuts is the same. Without it
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
-        packed = PackedSeqParams(
+        longest = int(micro_batch.lengths.max())
+        packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
             cu_seqlens_kv=micro_batch.cu_seqlens,
             cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded,
-            max_seqlen_q=micro_batch.longest,
-            max_seqlen_kv=micro_batch.longest,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            plan=self._segment_plan(micro_batch),
         )
         return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 

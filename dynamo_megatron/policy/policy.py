@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.losses import response_log_ratios
+from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.checkpoint.policy_weights import load_folder
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
@@ -42,6 +43,7 @@ from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.packing import Packer
 from dynamo_megatron.policy.partial_norms import accumulated_square
+from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -154,15 +156,19 @@ class Policy:
         `model`: whose weights they are, for messages. Raises, on every rank, NonFiniteError, and ValueError for a token
         that the vocabulary does not have: its embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
-        gathered = torch.zeros(4, int(source.response_offsets[-1]))
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head)
             rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
-            gathered[:, micro_batch.slots] = torch.stack(rows).cpu()
+            found.append((micro_batch.slots, torch.stack(rows)))
             return hidden.new_zeros(())
 
         self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
+        gathered = torch.zeros(4, int(source.response_offsets[-1]))
+        if found:  # in one transfer: no micro-batch is waited for
+            slots, rows = zip(*found, strict=True)
+            gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
             bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
@@ -236,6 +242,7 @@ class Policy:
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():
             return None
+        ranges = shaped.ranges and ModulationRanges(*(to_device(r, device) for r in shaped.ranges))
         whole_sequences = loss.modulation is not None and (
             loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
         )
@@ -246,21 +253,23 @@ class Policy:
             rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
-                rows, here = taken.to(device), slots[taken]
+                rows, here = to_device(taken, device), slots[taken]
                 hidden = hidden[rows]
-            reference = tokens.reference_logprobs
+            constants = (tokens.advantages, tokens.old_logprobs, tokens.weights)
+            reference, old_kl_coef = (
+                None if v is None else to_device(v[here], device)
+                for v in (tokens.reference_logprobs, shaped.old_kl_coef)
+            )
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels[rows],
-                tokens.advantages[here].to(device),
-                tokens.old_logprobs[here].to(device),
-                tokens.weights[here].to(device),
+                *(to_device(v[here], device) for v in constants),
                 loss,
-                ref_logprobs=None if reference is None else reference[here].to(device),
-                old_kl_coef=None if shaped.old_kl_coef is None else shaped.old_kl_coef[here].to(device),
+                ref_logprobs=reference,
+                old_kl_coef=old_kl_coef,
                 log_ratios=None if log_ratios is None else log_ratios[rows],
-                ranges=shaped.ranges,
+                ranges=ranges,
                 cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
                 gradient=self.config.kernels.gradient,
                 **self._head,
@@ -288,7 +297,7 @@ class Policy:
         logprobs = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head).logprobs
         lengths = micro_batch.response_bounds.diff().long()
         add_up = functools.partial(dist.all_reduce, group=self.layout.cp) if self.layout.cp.size() > 1 else None
-        return response_log_ratios(logprobs - old_logprobs.to(logprobs.device), lengths, ratio, add_up)
+        return response_log_ratios(logprobs - to_device(old_logprobs, logprobs.device), lengths, ratio, add_up)
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
@@ -318,7 +327,7 @@ class Policy:
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             here = micro_batch.slots
-            weight = per_token[here].to(self.layout.device)
+            weight = to_device(per_token[here], self.layout.device)
             ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
@@ -369,8 +378,9 @@ class Policy:
 
         squares = self._backward(mini_batch, on_hidden)
         self.optimizer.prepare_grads()
+        on_host = sums.to("cpu", non_blocking=True)  # there once the norm is, for which Megatron waits
         grad_norm = float(self.optimizer.get_grad_norm())
-        totals = self.layout.world_sum(sums.cpu())
+        totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             where = (source, mini_batch, self.layout)
