@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -29,6 +29,7 @@ from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
+from dynamo_megatron.policy.gradients import reduced_afterwards, wrap
 from dynamo_megatron.policy.head_loss import (
     Finite,
     HeadLoss,
@@ -70,11 +71,7 @@ class Policy:
             load_folder(self.chunks, spec, config.model.path, layout)
         if spec.tied and layout.is_last_stage:
             self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.ddp = [
-            DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(self.chunks)
-        ]
+        self.ddp = wrap(self.chunks, layout)
         o = config.optimizer
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -353,10 +350,14 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         squares = []
-        for part in mini_batch.parts:
-            self._run(part, on_hidden, forward_only=False)
-            if mini_batch.split is not None and len(squares) < 2:  # before the ranks' gradients are added
-                squares.append(accumulated_square(self.chunks, self.layout))
+        if mini_batch.split is None:
+            self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        else:
+            with reduced_afterwards(self.ddp):
+                for part in mini_batch.parts:
+                    self._run(part, on_hidden, forward_only=False)
+                    if len(squares) < 2:
+                        squares.append(accumulated_square(self.chunks, self.layout))
         finalize_model_grads(self.ddp)
         return squares
 

@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 from dynamo_megatron.policy import backend
@@ -25,6 +26,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa
 from dynamo_megatron.algorithm.baseline import Baseline  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import gradients as gradients_module  # noqa: E402
 from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
@@ -150,32 +152,34 @@ def seed_fault(fault: str | None, policy: Policy, batch: TrainBatch) -> TrainBat
         before_the_step(policy, lambda: [ddp.scale_gradients(1 / size) for ddp in policy.ddp])
     if fault == "tied_head":
         policy._head_weight.zero_out_wgrad = False
-    if fault == "stale_parameters":
-        policy.chunks[0].config.no_sync_func = policy.ddp[0].no_sync  # gradients are reduced after the last micro-batch
     return batch
 
 
 @contextlib.contextmanager
-def built_with(fault: str | None):
-    """Policies built here are built wrong."""
+def built_with(fault: str | None, overlap: bool):
+    """Policies built here are built wrong, or with gradients that are reduced during the backward pass."""
     with contextlib.ExitStack() as stack:
 
-        def replaced(name: str, **arguments) -> None:
-            stock = getattr(policy_module, name)
-            stack.enter_context(mock.patch.object(policy_module, name, partial(stock, **arguments)))
+        def replaced(module: ModuleType, name: str, **arguments) -> None:
+            stock = getattr(module, name)
+            stack.enter_context(mock.patch.object(module, name, partial(stock, **arguments)))
 
+        if overlap or fault == "stale_parameters":  # as on GPUs
+            stack.enter_context(mock.patch.object(gradients_module, "overlaps", lambda layout: True))
+        if overlap:  # in several buckets, which only much larger models have
+            replaced(gradients_module, "DistributedDataParallelConfig", bucket_size=20_000)
         if fault == "stale_parameters":  # gathered in the next forward pass only
-            replaced("DistributedDataParallelConfig", overlap_grad_reduce=True, overlap_param_gather=True)
-            replaced("OptimizerConfig", overlap_param_gather=True)
+            replaced(gradients_module, "DistributedDataParallelConfig", overlap_param_gather=True)
+            replaced(policy_module, "OptimizerConfig", overlap_param_gather=True)
         if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
-            stock_ddp = policy_module.DistributedDataParallel
+            stock_ddp = gradients_module.DistributedDataParallel
 
             def dense(config, ddp_config, chunk, **arguments):
                 for parameter in chunk.parameters():
                     parameter.allreduce = True
                 return stock_ddp(config, ddp_config, chunk, **arguments)
 
-            stack.enter_context(mock.patch.object(policy_module, "DistributedDataParallel", dense))
+            stack.enter_context(mock.patch.object(gradients_module, "DistributedDataParallel", dense))
         yield
 
 
@@ -184,7 +188,7 @@ def run_case(case: dict, store: dist.Store) -> None:
     spec = load_model_config(config.model.path)
     layout = join_ranks(config, store)
     fault = case.get("fault")
-    with built_with(fault):
+    with built_with(fault, case.get("overlap", False)):
         policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
     each = np.ones(len(source.rewards))

@@ -22,6 +22,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import gradients  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
@@ -39,8 +40,10 @@ def products(policy: Policy, batch: TrainBatch) -> list[list[float]]:
     return (rows @ rows.T).tolist()
 
 
-def run(config: dict, out: Path) -> None:
+def run(config: dict, overlap: bool, out: Path) -> None:
     torch.set_num_threads(1)
+    if overlap:  # as on GPUs: gradients are reduced during the last micro-batch's backward pass
+        gradients.overlaps = lambda layout: True
     config = Config.model_validate(config)
     layout = join_ranks(config, connect_store(60))
     found = {}
@@ -56,6 +59,9 @@ def run(config: dict, out: Path) -> None:
             found["products"] = products(policy, batch)
         stats = policy.token_stats(source, [mini])
         found["measured" if measured else "plain"] = policy.update(batch, mini, stats, None, 1e-3)
+        for again in (False, measured):  # an update after a measured one, and one before
+            (later,) = policy.pack(source, [np.arange(len(batch.advantages))], again)
+            policy.update(batch, later, stats, None, 1e-4)
         after = policy.token_stats(source, [mini])
         found[f"after {measured}"] = after.logprobs.tolist()
     found["split"] = {field.name: getattr(mini.split, field.name) for field in dataclasses.fields(mini.split)}
@@ -71,7 +77,9 @@ def main(cases_file: str) -> None:
     for case in json.loads(Path(cases_file).read_text()):
         out = Path(case["out"])
         out.mkdir()
-        wait_for(fork_ranks(case["ranks"], lambda case=case, out=out: run(case["config"], out), out), out)
+        wait_for(
+            fork_ranks(case["ranks"], lambda case=case, out=out: run(case["config"], case["overlap"], out), out), out
+        )
 
 
 if __name__ == "__main__":

@@ -36,6 +36,14 @@ def sparse_cases() -> tuple[dict, ...]:
     return (reference, *({"row": row, "out": f"sparse-{row.layout}", **SPARSE} for row in SPARSE_ROWS))
 
 
+# Gradients that are reduced while the last micro-batch's backward pass still runs, as on GPUs.
+OVERLAP_ROWS = [Row("qwen2", "DP2"), Row("qwen2", "VPP2xPP2xDP2"), Row("qwen3_moe", "EP2xCP2")]
+
+
+def overlap_cases() -> tuple[dict, ...]:
+    return tuple({"row": row, "out": f"overlap-{row.layout}", "overlap": True} for row in OVERLAP_ROWS)
+
+
 def fault_cases() -> tuple[dict, ...]:
     seeded = tuple({"row": row, "fault": fault, "out": fault} for fault, row in FAULTS.items())
     return (*seeded, *({"row": Row("qwen2", "DP2"), "fault": f, "out": f} for f in ("nan", "no_signal")))
@@ -49,7 +57,7 @@ def sample(tmp_path_factory):
     rows = CORE + random.Random(seed).sample(others, DRAWN)
     print(f"LAYOUT_SEED={seed} draws {', '.join(row.name for row in rows[len(CORE) :])}")
     folder = tmp_path_factory.mktemp("layouts")
-    return guard.run(rows, folder, more=fault_cases() + sparse_cases()), folder
+    return guard.run(rows, folder, more=fault_cases() + sparse_cases() + overlap_cases()), folder
 
 
 def check(found, folder) -> None:
@@ -74,6 +82,12 @@ def test_layouts_equal_one_process(sample):
 @pytest.mark.parametrize("row", SPARSE_ROWS, ids=lambda row: row.layout)
 def test_ranks_without_a_rollout_join_in(sample, row):
     gaps = guard.gaps(sample[1] / "sparse", sample[1] / f"sparse-{row.layout}")
+    assert not guard.beyond(row, gaps), gaps
+
+
+@pytest.mark.parametrize("row", OVERLAP_ROWS, ids=lambda row: row.layout)
+def test_reduction_during_the_backward_pass_changes_nothing(sample, row):
+    gaps = guard.gaps(folders(row, sample[1])[0], sample[1] / f"overlap-{row.layout}")
     assert not guard.beyond(row, gaps), gaps
 
 
