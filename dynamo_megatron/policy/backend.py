@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA: the one place that changes what Megatron or torch.cuda do.
 
 Everything here is a no-op where CUDA is available, except what stands in for TransformerEngine: `define_router_gemm`,
-and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are private to Megatron;
-the policy tests are the guard for its upgrades.
+`rotate_whole_batches`, and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are
+private to Megatron; the policy tests are the guard for its upgrades.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def enable_cpu() -> None:
     assert hasattr(megatron_random, "_set_cuda_rng_state"), "megatron-core moved _set_cuda_rng_state"
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _let_experts_run()
-    _rotate_whole_batches()
+    rotate_whole_batches()
     _mode = _CudaMeansCpu()
     _mode.__enter__()
 
@@ -135,22 +135,25 @@ def _let_experts_run() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = to_cpu
 
 
-def _rotate_whole_batches() -> None:
-    """Megatron's plain RoPE of a packed batch takes the table's rows sequence by sequence, in Python: a third of the
-    time of a pass over many short sequences. One gather takes the same rows."""
+def rotate_whole_batches() -> None:
+    """Megatron's plain RoPE of a packed batch takes the table's rows sequence by sequence, in Python: on a CPU a third
+    of the time of a pass over many short sequences, on a GPU two host synchronisations and more. One gather takes the
+    same rows, from a table of each sequence's positions."""
     from megatron.core.models.common.embeddings import rope_utils
 
     assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron-core moved _apply_rotary_pos_emb_thd"
+    if rope_utils._apply_rotary_pos_emb_thd.__module__ == __name__:
+        return
     by_sequence = rope_utils._apply_rotary_pos_emb_thd
 
     def at_once(
         t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, cp_group=None
     ):
         options = {"rotary_interleaved": rotary_interleaved, "multi_latent_attention": multi_latent_attention}
-        if cp_group.size() > 1 or freqs.size(0) == cu_seqlens[-1]:  # a table of its own for every packed position
+        if cp_group.size() > 1:
             return by_sequence(t, cu_seqlens, freqs, **options, mscale=mscale, cp_group=cp_group)
         starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
-        rows = freqs[torch.arange(t.shape[0]) - starts]
+        rows = freqs[torch.arange(t.shape[0], device=t.device) - starts]
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), rows, **options, mscale=mscale).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = at_once

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
@@ -23,10 +24,12 @@ backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 from layout_runs import rollouts  # noqa: E402
+from sync_lint import HostWaits  # noqa: E402
 
 from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.model import transformer_config  # noqa: E402
@@ -59,6 +62,41 @@ def update(policy: Policy, measured: bool) -> dict:
     }
 
 
+def lint(policy_of: Callable[[], Policy]) -> dict:
+    """The host's waits for a GPU in a step of two updates, the second of which is counted."""
+    torch.cuda.current_device = lambda: torch.device("cuda", 0)  # so that what is made on a GPU is seen
+    waits = HostWaits()
+    schedule = policy_module.get_forward_backward_func()
+
+    def passes(**arguments) -> None:
+        update, waits.phase = waits.phase, "micro-batches"
+        schedule(**arguments)
+        waits.phase = update
+
+    policy_module.get_forward_backward_func = lambda: passes
+    with waits.watching():
+        policy = policy_of()
+        waits.watch_layers(policy.chunks[0].decoder.layers)
+        source = rollouts(policy.spec.vocab_size, 7, None)
+        batch = TrainBatch.build(source, policy.config)
+        for _ in range(2):
+            waits.found.clear()
+            waits.phase = "pack"
+            (mini,) = policy.pack(source, batch.mini_batches)
+            waits.phase = "statistics"
+            stats = policy.token_stats(source, [mini])
+            waits.phase = "reference"
+            reference = policy.reference_logprobs(source, [mini])
+            waits.phase = "update"
+            policy.update(batch, mini, stats, reference, 1e-3)
+    return {
+        "layers": waits.in_layers,
+        "outside": {phase: waits.outside(phase) for phase in ("pack", "statistics", "update", "micro-batches")},
+        "micro-batches": 2 * len(mini.micro_batches),  # forward for the statistics, and the update's
+        "found": {" ".join(key): n for key, n in waits.found.items()},
+    }
+
+
 def moments(policy: Policy) -> list[list[float]]:
     states = policy.optimizer.chained_optimizers[0].optimizer.state.values()
     return [[state[name].norm().item() for name in ("exp_avg", "exp_avg_sq")] for state in states]
@@ -72,6 +110,8 @@ def main() -> None:
     found = {"packages": str(backend.Fusions.detect())}
     wanted = transformer_config(spec, config)
     found["config"] = {name: getattr(wanted, name) for name in JOB.get("flags", ())}
+    if JOB.get("lint"):
+        found |= lint(lambda: Policy(spec, config, layout))
     if JOB.get("update"):
         policy = Policy(spec, config, layout)
         attention = policy.chunks[0].decoder.layers[0].self_attention.core_attention

@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -201,7 +202,7 @@ def install() -> None:
     """Before Megatron is imported."""
     for name, contents in MODULES.items():
         module = sys.modules[name] = ModuleType(name)
-        module.__dict__.update(contents, __path__=[])
+        module.__dict__.update(contents, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)

@@ -1,10 +1,6 @@
 """The branch of the policy that GPUs run, on a CPU: Megatron's TransformerEngine layers over a stand-in for it."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,42 +11,15 @@ from dynamo_megatron.policy.backend import Fusions
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
-@pytest.fixture(scope="module")
-def run(make_tiny_model, tmp_path_factory):
-    """What gpu_branch_job.py found; `job`: its settings."""
-    folder = tmp_path_factory.mktemp("gpu_branch")
-    shape = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4, "dtype": "bfloat16"}
-    models = {family: make_tiny_model(folder / family, family=family, **shape) for family in ("qwen3", "qwen3_moe")}
-
-    def started(family: str = "qwen3", **job) -> dict:
-        config = {
-            "model": {"path": str(models[family]), "dtype": "bfloat16"},
-            "data": {"source": "none"},
-            "output_dir": "none",
-            "rollout": {"max_new_tokens": 32},
-            "algorithm": {"modulation": None},
-            "optimizer": {"warmup_steps": 0},
-            "trainer": {"micro_batch_tokens": 80},
-        }
-        settings = {"config": config, "gpu": True, "capability": HOPPER, "transformer_engine": True, "measured": False}
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", str(Path(__file__).with_name("gpu_branch_job.py")), json.dumps(settings | job)]
-        ran = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=240)
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        return json.loads(ran.stdout.splitlines()[-1])
-
-    return started
-
-
 @pytest.mark.parametrize("measured", [False, True], ids=["plain", "measured"])
-def test_transformer_engine_trains_fused_and_without_host_waits(run, measured):
+def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch, measured):
     """`measured`: an update of several passes, whose gradients add up in main_grad."""
-    fused = run(update=True, measured=measured)
+    fused = gpu_branch(update=True, measured=measured)
     assert fused["attention"] == "TEDotProductAttention"
     # Of each layer and micro-batch: q and k rotated; qkv, proj, fc1, fc2 and their weights' gradients.
     wanted = {"attention": 1, "fused RoPE": 2, "linear": 4, "wgrad into main_grad": 4}
     assert fused["calls"] == wanted
-    plain = run(update=True, measured=measured, gpu=False, transformer_engine=False)
+    plain = gpu_branch(update=True, measured=measured, gpu=False, transformer_engine=False)
     gap = torch.tensor(fused["logprobs"]) - torch.tensor(plain["logprobs"])
     assert gap.abs().mean() < 0.02
     figures = plain["figures"]
@@ -70,18 +39,20 @@ FLAGS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", "m
     ],
     ids=["TransformerEngine", "GPU alone", "CPU"],
 )
-def test_what_megatron_is_asked_to_fuse(run, job, on):
-    assert run("qwen3_moe", flags=FLAGS, **job)["config"] == dict(zip(FLAGS, on, strict=True))
+def test_what_megatron_is_asked_to_fuse(gpu_branch, job, on):
+    assert gpu_branch("qwen3_moe", flags=FLAGS, **job)["config"] == dict(zip(FLAGS, on, strict=True))
 
 
-def test_a_gpu_without_packed_attention_in_cudnn_takes_ours(run):
-    found = run(update=True, capability=AMPERE)
+def test_a_gpu_without_packed_attention_in_cudnn_takes_ours(gpu_branch):
+    found = gpu_branch(update=True, capability=AMPERE)
     assert found["attention"] == "PackedAttention" and "attention: torch" in found["packages"]
     assert "attention" not in found["calls"] and found["calls"]["fused RoPE"] == 2
 
 
-def test_a_save_before_the_first_step_is_resumed(run, tmp_path):
-    straight, resumed, moments, of_resumed = run(update=True, save_first=str(tmp_path / "checkpoints"))["resumed"]
+def test_a_save_before_the_first_step_is_resumed(gpu_branch, tmp_path):
+    straight, resumed, moments, of_resumed = gpu_branch(update=True, save_first=str(tmp_path / "checkpoints"))[
+        "resumed"
+    ]
     assert straight["figures"] == resumed["figures"] and straight["weights"] == resumed["weights"]
     assert moments == of_resumed and all(norm for pair in moments for norm in pair)
 

@@ -1,0 +1,101 @@
+"""How often a training step lets the host wait for the GPU: a budget by layer, micro-batch and update."""
+
+import pytest
+import torch
+from sync_lint import HostWaits
+from torch.overrides import TorchFunctionMode
+
+METHODS = {
+    "dynamo": {"algorithm": {"modulation": {"tau": 0.5}}},
+    "sequence ratios": {"algorithm": {"modulation": None, "loss": {"ratio": "sequence_mean"}}},
+    "KL and entropy": {"algorithm": {"modulation": None, "kl": {"coef": 0.1}, "loss": {"entropy_coef": 0.01}}},
+    "published scope": {
+        "algorithm": {"modulation": {"scope": "micro_batch", "expectation": "sequence_mean"}},
+        "kernels": {"gradient": "recompute"},
+    },
+}
+PER_MICRO_BATCH = 4  # outside the layers; the head looks for labels that are left out, and for wrong ones
+PER_UPDATE = 2  # the gradient norm, which brings the metrics; Megatron's own for clipping
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("dynamo", True),
+        ("dynamo", False),
+        *(pytest.param(name, True, marks=pytest.mark.full) for name in METHODS if name != "dynamo"),
+    ],
+)
+def test_the_budget_of_a_step(gpu_branch, method, engine):
+    """`engine`: TransformerEngine's layers, else Megatron's with torch's attention."""
+    found = gpu_branch(changes=METHODS[method], lint=True, transformer_engine=engine)
+    outside = found["outside"]
+    assert found["layers"] == {}
+    assert outside["pack"] == 0 and outside["statistics"] <= 1, found["found"]
+    assert outside["micro-batches"] <= PER_MICRO_BATCH * found["micro-batches"], found["found"]
+    waits = {key: n for key, n in found["found"].items() if key.startswith("update") and "_local_scalar" in key}
+    assert sum(waits.values()) <= PER_UPDATE, found["found"]
+
+
+class NoGpu(TorchFunctionMode):
+    """Moves to a GPU are none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and str(args[1]) == "cuda":
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def on_gpu(values: torch.Tensor) -> torch.Tensor:
+    return values.to("cuda", non_blocking=True)
+
+
+WAITS = {
+    "item": lambda x: (x * 2).sum().item(),
+    "float": lambda x: float(x[0] + 1),
+    "if": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.view(2, 2).tolist(),
+    "cpu": lambda x: x.exp().cpu(),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "mask": lambda x: x[x > 0],
+    "equal": lambda x: torch.equal(x, x + 1),
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: x.repeat_interleave(x.long()),
+    "from the host": lambda x: x + torch.ones(4).to("cuda"),
+    "in backward": lambda x: _Squared.apply(x.requires_grad_()).sum().backward(),
+}
+NO_WAITS = {
+    "arithmetic": lambda x: (x * 2).sum(),
+    "index": lambda x: x[on_gpu(torch.tensor([0, 1]))],
+    "of the host": lambda x: torch.ones(4).sum().item(),
+    "was on the GPU": lambda x: x.to("cpu", non_blocking=True).sum().item(),
+    "repeat": lambda x: x.repeat_interleave(x.long(), output_size=10),
+}
+
+
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (x,) = ctx.saved_tensors
+        return upstream * 2 * x * float(x.sum())
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_seen(name):
+    waits = HostWaits()
+    with NoGpu(), waits.watching():
+        WAITS[name](on_gpu(torch.arange(1.0, 5.0)))
+    assert waits.outside("") == 1, waits.found
+
+
+@pytest.mark.parametrize("name", NO_WAITS)
+def test_what_is_none_is_not(name):
+    waits = HostWaits()
+    with NoGpu(), waits.watching():
+        NO_WAITS[name](on_gpu(torch.arange(1.0, 5.0)))
+    assert not waits.found
