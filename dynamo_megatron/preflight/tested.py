@@ -59,7 +59,7 @@ TRAINER = (
         "flash-attn",
         None,
         None,
-        "attention kernels that transformer-engine may choose for packed sequences; without it cuDNN's",
+        "attention of packed sequences on GPUs before Hopper, where transformer-engine has no other fast one",
         needed=False,
         gpu_only=True,
     ),
