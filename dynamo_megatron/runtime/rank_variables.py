@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dynamo_megatron.config import Config
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo_megatron.config import Config
 
 
 def rank_variables(config: Config) -> dict[str, str]:

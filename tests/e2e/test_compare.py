@@ -13,8 +13,9 @@ import psutil
 import pytest
 import yaml
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 STEPS, BUDGET = 3, 24
+LIMIT = 600  # seconds of a comparison; a third of it on two idle cores
 FINISHED, KILLED, BROKEN = (f"{arm}-lr0.003-seed0" for arm in ("grpo", "dynamo", "broken"))
 
 
@@ -76,7 +77,7 @@ def figures(folder: Path) -> tuple[list[dict], dict]:
 
 def test_killed_and_resumed_it_comes_to_the_same(compare, workspace):
     process, console = compare("straight")
-    assert process.wait(timeout=280) == 1, console.read_text()[-3000:]
+    assert process.wait(timeout=LIMIT) == 1, console.read_text()[-3000:]
     straight, text = workspace / "straight", console.read_text()
     assert f"run 1 of 3, {FINISHED}: finished" in text and f"run 3 of 3, {BROKEN}: failed (exit code 1)" in text
     assert "this reward has no such entry" in text and "- **broken: 1 of 1 runs failed**" in text
@@ -99,7 +100,7 @@ def test_killed_and_resumed_it_comes_to_the_same(compare, workspace):
     assert not (folder / f"{KILLED}.json").exists(), "it was to be killed in the middle of a run"
     before = (folder / f"{FINISHED}.log").read_text()
     process, console = compare("killed")
-    assert process.wait(timeout=280) == 1, console.read_text()[-3000:]
+    assert process.wait(timeout=LIMIT) == 1, console.read_text()[-3000:]
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     with contextlib.suppress(psutil.NoSuchProcess):
         assert left == [], [p.cmdline() for p in left]

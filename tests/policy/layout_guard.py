@@ -24,6 +24,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "layouts.md"
 RANKS = 4
+ROUNDS = 12  # of a start of the ranks: threads of gloo's groups stay, and spin, until these end
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}
 # `after`: logprobs after the updates, where Adam has divided rounding by small gradients. In bfloat16 neither they, nor
 # gradient norms after the first update, nor counts of tokens beyond a bound say anything.
@@ -175,11 +176,18 @@ def rounds(cases: list[dict]) -> list[list[dict]]:
 
 
 def launch(cases: list[dict], folder: Path, timeout: float = 3600) -> None:
-    """Runs the cases in one launch of four ranks. Raises AssertionError with the ends of their logs where one fails."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Runs the cases on four ranks, which are started anew after some rounds. Raises AssertionError with the ends of
+    their logs where one fails, or where a start takes more than `timeout` seconds."""
     for c in cases:
         Path(c["out"]).mkdir(parents=True)
-    (folder / "rounds.json").write_text(json.dumps(rounds(cases)))
+    planned = rounds(cases)
+    for first in range(0, len(planned), ROUNDS):
+        run_ranks(planned[first : first + ROUNDS], folder / f"from-round-{first}", timeout)
+
+
+def run_ranks(planned: list[list[dict]], folder: Path, timeout: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "rounds.json").write_text(json.dumps(planned))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
