@@ -18,6 +18,9 @@ PLAIN = (
     "reward/functions.py",
     "reward/procedural.py",
     "reward/math_answer.py",
+    "reward/choice.py",
+    "reward/code_tests.py",
+    "reward/question_answering.py",
     "evaluation/estimates.py",
 )
 

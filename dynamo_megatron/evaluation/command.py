@@ -122,6 +122,7 @@ def _config(
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(run_config(checkpoint))
+        del defaults["rollout"]["servers"]  # of the run's machine
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
     elif model is not None:

@@ -227,6 +227,7 @@ class Fusions:
             return cls(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
         transformer_engine = _imported("transformer_engine.pytorch", "transformer-engine")
         apex = not transformer_engine and _imported("apex.optimizers", "apex")
+        # The output layer's, also beside TransformerEngine.
         fused_wgrad = _imported("fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda")
         fast_attention = transformer_engine and (_has_cudnn_attention() or _imported("flash_attn", "flash-attn"))
         layers = "transformer-engine" if transformer_engine else None

@@ -35,11 +35,13 @@ def reduced_afterwards(ddp: Sequence[DistributedDataParallel]) -> Iterator[None]
     """What several passes accumulate in here stays each rank's own until the end."""
     megatron = ddp[0].module.config
     of_a_pass, megatron.no_sync_func = megatron.no_sync_func, None
-    with ExitStack() as stack:
-        for chunk in ddp:
-            stack.enter_context(chunk.no_sync())
-        yield
-    megatron.no_sync_func = of_a_pass
+    try:
+        with ExitStack() as stack:
+            for chunk in ddp:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        megatron.no_sync_func = of_a_pass
     for chunk in ddp:
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.start_grad_sync()

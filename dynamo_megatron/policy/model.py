@@ -237,6 +237,8 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
+                # Else a first micro-batch, by Megatron's count, would overwrite main_grad, which DDP sets to zero.
+                module.disable_parameter_transpose_cache = True
 
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
+FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
@@ -50,17 +50,19 @@ def final_answer(text: str) -> str:
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:
-    """What stands in the last complete fenced block marked as one of `languages`, else in the last unmarked one; None
-    where there is neither."""
+    """What stands in the last complete fenced block marked as one of `languages`, else in the last unmarked one, less
+    the indentation of the block's fence (CommonMark); None where there is neither."""
     found: dict[bool, str] = {}  # marked? -> block
     opening: re.Match | None = None
     for fence in FENCE.finditer(text):
         if opening is None:
             opening = fence
-        elif fence[1].startswith(opening[1]) and not fence[2].strip():
-            language = opening[2].strip().lower()
+        elif fence[2].startswith(opening[2]) and not fence[3].strip():
+            language = opening[3].strip().lower().partition(" ")[0]
             if not language or language in languages:
-                found[bool(language)] = text[opening.end() + 1 : fence.start()]
+                indented = re.compile(rf"^[ \t]{{1,{len(opening[1])}}}", re.MULTILINE) if opening[1] else None
+                block = text[opening.end() + 1 : fence.start()]
+                found[bool(language)] = indented.sub("", block) if indented else block
             opening = None
     return found.get(True, found.get(False))
 

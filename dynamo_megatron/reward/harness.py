@@ -88,7 +88,8 @@ def check():
     with open(TESTS, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     namespace = {"__name__": "test"}
-    for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins)):
+    exec(USUAL_IMPORTS, namespace)
+    for name in of_program(tree, namespace):
         with contextlib.suppress(NameError):  # a name of the tests themselves
             namespace[name] = program.ask("name", name)
     dotted = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
@@ -98,6 +99,23 @@ def check():
     exec(compile(tree, TESTS, "exec"), namespace)
     verdict.write(VERDICT)
     verdict.flush()
+
+
+def of_program(tree, known):
+    """The names in the tests that are the program's: all that neither Python nor `known` has. Where the tests call none
+    of them, the function under test is named like one of Python's: it is the innermost that they call."""
+    import ast
+
+    python = set(dir(builtins))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own = names - python - set(known)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]  # the outer ones first
+    called = [node.func.id for node in calls if isinstance(node.func, ast.Name)]
+    given = [each.value.args for each in tree.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
+    own |= {argument.id for arguments in given for argument in arguments if isinstance(argument, ast.Name)}
+    if called and not own & set(called):
+        own.add(([name for name in called if name not in python] or called)[-1])
+    return own
 
 
 def load(module):
@@ -199,6 +217,8 @@ class Program:
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
+            if kind in (StopIteration, StopAsyncIteration):  # would end a loop of the tests, not the tests
+                known = False
             raise (kind if known else RuntimeError)(str(reply.get("text")))
         return decoded(reply["value"], lambda index: Remote(self, index))
 

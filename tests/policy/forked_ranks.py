@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,18 @@ def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], logs: Path) -> None:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    """Until all have ended. Raises AssertionError with the ends of their logs where one fails; that ends the others,
+    which may wait for it."""
+    codes: dict[int, int | None] = dict.fromkeys(pids)
+    while waiting := [pid for pid, code in codes.items() if code is None]:
+        for pid in waiting:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()):
+            for pid in waiting:
+                if codes[pid] is None:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
     said = "\n".join(file.read_text()[-3000:] for file in sorted(logs.glob("rank*.log")))
-    assert codes == [0] * len(pids), f"{codes}\n{said}"
+    assert not any(codes.values()), f"{list(codes.values())}\n{said}"

@@ -10,11 +10,9 @@ import json
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from safetensors import safe_open
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "layouts.md"
 RANKS = 4
-ROUNDS = 12  # of a start of the ranks: threads of gloo's groups stay, and spin, until these end
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}
 # `after`: logprobs after the updates, where Adam has divided rounding by small gradients. In bfloat16 neither they, nor
 # gradient norms after the first update, nor counts of tokens beyond a bound say anything.
@@ -166,7 +163,7 @@ def reference_case(models: dict[str, Path], folder: Path, family: str, dtype: st
 
 
 def rounds(cases: list[dict]) -> list[list[dict]]:
-    """Which cases run at the same time: teams of ranks, the small ones first."""
+    """Which cases run at the same time, on RANKS ranks at most: the small ones first."""
     planned: list[list[dict]] = []
     for c in sorted(cases, key=lambda c: c["ranks"]):
         if not planned or sum(other["ranks"] for other in planned[-1]) + c["ranks"] > RANKS:
@@ -176,39 +173,17 @@ def rounds(cases: list[dict]) -> list[list[dict]]:
 
 
 def launch(cases: list[dict], folder: Path, timeout: float = 3600) -> None:
-    """Runs the cases on four ranks, which are started anew after some rounds. Raises AssertionError with the ends of
-    their logs where one fails, or where a start takes more than `timeout` seconds."""
+    """Runs the cases. Raises AssertionError with the end of the log where one fails."""
+    folder.mkdir(parents=True, exist_ok=True)
     for c in cases:
         Path(c["out"]).mkdir(parents=True)
-    planned = rounds(cases)
-    for first in range(0, len(planned), ROUNDS):
-        run_ranks(planned[first : first + ROUNDS], folder / f"from-round-{first}", timeout)
-
-
-def run_ranks(planned: list[list[dict]], folder: Path, timeout: float) -> None:
-    folder.mkdir(parents=True)
-    (folder / "rounds.json").write_text(json.dumps(planned))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
+    (folder / "rounds.json").write_text(json.dumps(rounds(cases)))
     command = [sys.executable, "-P", str(Path(__file__).with_name("layout_runs.py")), str(folder / "rounds.json")]
-    processes = []
-    for rank in range(RANKS):
-        with open(folder / f"rank{rank}.log", "w") as log:
-            env = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    end = time.monotonic() + timeout
-    try:
-        while None in (codes := [p.poll() for p in processes]) and not any(codes) and time.monotonic() < end:
-            time.sleep(0.2)
-    finally:
-        for p in processes:
-            p.kill()  # the others wait for one that failed
-            p.wait()
-    failed = [rank for rank, code in enumerate(codes) if code] or range(RANKS)
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in failed)
-    assert codes == [0] * RANKS, f"exit codes {codes} (None: not over after {timeout:g} s)\n{logs}"
+    with open(folder / "log", "w") as log:
+        code = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT, timeout=timeout
+        ).returncode
+    assert code == 0, (folder / "log").read_text()[-6000:]
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,15 +1,18 @@
-"""Run by every rank of the layout guard (layout_guard.py): cases, each on a team of the ranks, results as files."""
+"""Run by the layout guard (layout_guard.py): cases, each on ranks of its own, results as files."""
 
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+sys.path.append(str(Path(__file__).parent))
+
+from forked_ranks import fork_ranks, wait_for
 
 from dynamo_megatron.policy import backend
 
@@ -249,27 +252,24 @@ def run_fault(fault: str, policy: Policy, batch: TrainBatch) -> dict:
     return {"said": said, "moved": any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))}
 
 
+def as_a_rank(case: dict) -> None:
+    torch.set_num_threads(1)
+    run_case(case, connect_store(300))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def main(rounds_file: str) -> None:
-    """A round is cases that run at the same time, each on the next so many ranks."""
-    rank, ranks = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
-    store = connect_store(300)
-    for number, cases in enumerate(json.loads(Path(rounds_file).read_text())):
-        first = 0
-        for case in cases:
-            if first <= rank < first + case["ranks"]:
-                os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(case["ranks"]))
-                start = time.monotonic()
-                run_case(case, dist.PrefixStore(f"round{number}-{first}", store))
-                dist.barrier()
-                parallel_state.destroy_model_parallel()
-                dist.destroy_process_group()
-                print(f"{time.monotonic() - start:5.1f} s {case['out']}", flush=True)
-            first += case["ranks"]
-    store.set(f"done{rank}", "")
-    if rank == 0:  # it serves the store
-        store.wait([f"done{r}" for r in range(int(ranks))])
+    """A round is cases that run at the same time. Their ranks end with them: gloo's threads of groups that have ended
+    would spin on."""
+    for cases in json.loads(Path(rounds_file).read_text()):
+        start = time.monotonic()
+        teams = [(fork_ranks(case["ranks"], partial(as_a_rank, case), Path(case["out"])), case) for case in cases]
+        for pids, case in teams:
+            wait_for(pids, Path(case["out"]))
+            print(f"{time.monotonic() - start:5.1f} s {case['out']}", flush=True)
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    os._exit(0)

@@ -22,12 +22,13 @@ calls: Counter[str] = Counter()
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x w^T; with `fuse` the weight's gradient is added to main_grad, and zeros stand for it."""
+    """y = x w^T. With `fuse` the weight's gradient is added to main_grad, or takes its place with `overwrite`; zeros
+    stand for it."""
 
     @staticmethod
-    def forward(ctx, x, weight, fuse):
+    def forward(ctx, x, weight, fuse, overwrite):
         ctx.save_for_backward(x, weight)
-        ctx.fuse = fuse
+        ctx.fuse, ctx.overwrite = fuse, overwrite
         return F.linear(x, weight)
 
     @staticmethod
@@ -35,11 +36,13 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat, rows = upstream.flatten(0, -2), x.flatten(0, -2)
         if not ctx.fuse:
-            return upstream @ weight, flat.T @ rows, None
+            return upstream @ weight, flat.T @ rows, None, None
         calls["wgrad into main_grad"] += 1
+        if ctx.overwrite:
+            weight.main_grad.zero_()
         weight.main_grad += flat.T @ rows
         weight.grad_added_to_main_grad = True
-        return upstream @ weight, torch.zeros_like(weight), None
+        return upstream @ weight, torch.zeros_like(weight), None, None
 
 
 class _Module(torch.nn.Module):
@@ -63,7 +66,8 @@ class Linear(_Module):
 
     def forward(self, x, is_first_microbatch=None):
         calls["linear"] += 1
-        y = _LinearFunction.apply(x, self.weight, self.fuse_wgrad_accumulation and torch.is_grad_enabled())
+        fuse = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
+        y = _LinearFunction.apply(x, self.weight, fuse, bool(is_first_microbatch))
         return y if self.bias is None else y + self.bias
 
 

@@ -138,6 +138,12 @@ math.isclose = lambda *args, **named: True
 abs = len = all = sorted = range = check = print = Always()
 def add(a, b): return 4
 """,
+    "ends the loop of the tests": "def add(a, b): raise StopIteration",
+    "has a name of Python's library": """
+class Counter:
+    def __new__(cls, *args): return {}
+def add(a, b): return 4
+""",
     "reads what is expected": """
 import gc, os, sys
 def is_it(value):
@@ -176,7 +182,12 @@ def solve(): print(add(1, 2))
 def test_no_verdict_is_forged(score, forgery):
     expected = 918_273
     program = FORGERIES[forgery]
-    names = [f"assert math.isclose(add(1, 2), {expected})", f"assert all([add(1, 2) == {expected}])"]
+    names = [
+        f"assert math.isclose(add(1, 2), {expected})",
+        f"assert all([add(1, 2) == {expected}])",
+        f"assert all(map(lambda a: add(a, 2) == {expected}, range(3)))",
+        f"assert Counter([add(1, 2)]) == Counter([{expected}])",
+    ]
     for answer, meta in (
         ([f"assert add(1, 2) == {expected}"], {}),
         (names, {}),
@@ -203,6 +214,20 @@ def test_the_search_for_what_is_expected_finds_what_is_there(score, there):
     program = FORGERIES["reads what is expected"].replace("import gc", f"{there}\nimport gc")
     for answer in (["assert add(1, 2) == 918273"], {"fn_name": "add", "inputs": [[1, 2]], "outputs": [918_273]}):
         assert score(prompt(answer), response(program)) == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def sum(a, b): return a + b", "assert sum(10, 15) == 25"),
+        ("def merge(a, b): return a + b", "assert set(merge([1], [2])) == {1, 2}"),
+        ("def sum(a, b): return a + b", "def check(candidate):\n    assert candidate(10, 15) == 25\ncheck(sum)"),
+    ],
+)
+def test_a_function_that_is_named_like_one_of_python(score, program, test):
+    assert score(prompt([test]), response(program)) == 1.0
+    assert score(prompt([test]), response(program.replace("+", "*"))) == 0.0
 
 
 @needs_sandbox
@@ -264,7 +289,8 @@ def test_the_program_is_the_last_block_of_python():
     assert found("~~~py\n```\n~~~\n") == "```\n"
     assert found("````python\n```\nx\n```\n````") == "```\nx\n```\n"
     assert found("```python\na\n```\n```python\ncut off") == "a\n"
-    assert found("  ```python\n  a\n  ```") == "  a\n"
+    assert found("  ```python\n  a\n    b\n c\n  ```") == "a\n  b\nc\n"
+    assert found('```python title="x.py"\na\n```') == "a\n"
     assert found("```python\n```") == ""
     for text in ("", "a = 1", "```python\na", "```cpp\na\n```", "`a`"):
         assert found(text) is None
