@@ -30,6 +30,7 @@ def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch, meas
 FLAGS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", "moe_grouped_gemm")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("job", "on"),
     [
@@ -43,12 +44,14 @@ def test_what_megatron_is_asked_to_fuse(gpu_branch, job, on):
     assert gpu_branch("qwen3_moe", flags=FLAGS, **job)["config"] == dict(zip(FLAGS, on, strict=True))
 
 
+@pytest.mark.full
 def test_a_gpu_without_packed_attention_in_cudnn_takes_ours(gpu_branch):
     found = gpu_branch(update=True, capability=AMPERE)
     assert found["attention"] == "PackedAttention" and "attention: torch" in found["packages"]
     assert "attention" not in found["calls"] and found["calls"]["fused RoPE"] == 2
 
 
+@pytest.mark.full
 def test_a_save_before_the_first_step_is_resumed(gpu_branch, tmp_path):
     straight, resumed, moments, of_resumed = gpu_branch(update=True, save_first=str(tmp_path / "checkpoints"))[
         "resumed"
