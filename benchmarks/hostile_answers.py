@@ -29,7 +29,7 @@ from dynamo_megatron.reward.functions import load_function
 from dynamo_megatron.types import Prompt
 
 RESULTS = Path(__file__).parent / "results" / "hostile_answers.json"
-EVERY = 50  # one response of so many is hostile
+EVERY = 50  # one response in 50 is hostile
 SUM = Prompt("sum", text="?", answer={"inputs": ["1 2"], "outputs": ["3"]})
 SUM_CALL = Prompt("call", text="?", answer={"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
 SUM_ASSERT = Prompt("assert", text="?", answer=["assert add(1, 2) == 3"])

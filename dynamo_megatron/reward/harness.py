@@ -72,7 +72,7 @@ def serve():
     for line in requests:
         try:
             reply = {"value": encoded(answer(json.loads(line), namespace, kept), kept)}
-        except Exception as error:
+        except Exception as error:  # the program may raise anything; the tests get it
             reply = {"error": type(error).__name__, "text": str(error)[:1000]}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

@@ -53,8 +53,8 @@ def growth(what: str, values: Sequence[float]) -> Growth:
     quarter = max(1, len(values) // 4)
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
     least = 1.0 if what.endswith(COUNTED) else FORKED if what.endswith("memory") else 0.0
-    room = max(SHARE * first, least)
-    return Growth(what, len(values), first, last, last - first <= room)
+    allowed = max(SHARE * first, least)
+    return Growth(what, len(values), first, last, last - first <= allowed)
 
 
 def usage(pid: int) -> Usage | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -115,8 +116,8 @@ def test_nothing_of_the_run_or_the_host_can_be_read(sandbox, surroundings, monke
 
 def test_nothing_is_written_outside_of_its_own_folder(sandbox, surroundings):
     folder = surroundings[0]["FOLDER"]
-    places = [f"{folder}/written", "/usr/lib/written", "/dev/shm/written", "/dev/written", "/root/written", "/written"]
-    places.append(f"/tmp/written-{os.getpid()}")
+    places = [f"{folder}/written", "/usr/lib/written", "/dev/shm/written", "/dev/written", "/written"]
+    places += [f"{Path.home()}/written", f"/tmp/written-{os.getpid()}"]
     program = f"""
 import os
 for place in {places}:
