@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # Their message says it all; others come with a traceback.
 FORESEEN = (InputError, RolloutError, OSError)
+# What gloo says of a rank that has been killed; its launcher says how.
+LOST_CONNECTION = re.compile(r"gloo/transport/.*?(Connection \w+ by peer|Broken pipe)", re.DOTALL)
 
 
 class Job:
@@ -191,10 +194,12 @@ def _set_up_backend(deterministic: bool) -> None:
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
     refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and not running)
-    details, text = "", str(error)
+    details, text, kind = "", str(error), type(error).__name__
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
-    message = printable(text if refused else f"{type(error).__name__}: {text}")
+    if (broken := LOST_CONNECTION.search(text)) is not None:
+        kind, text = "ConnectionError", f"lost the connection to another rank ({broken[1]})"
+    message = printable(text if refused else f"{kind}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
@@ -202,7 +207,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
         details = error.frames
     if isinstance(error, RemoteFailure):
         first = str(error)
-    elif first == message and not refused and not isinstance(error, FORESEEN):
+    elif first == message and not refused and broken is None and not isinstance(error, FORESEEN):
         show_exception(type(error), error, error.__traceback__)
     if details:
         show(details)

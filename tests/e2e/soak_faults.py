@@ -170,6 +170,7 @@ def kill_launcher(site: Site, rng: random.Random) -> str:
 
 def kill_everything(site: Site, rng: random.Random) -> str:
     processes = site.processes()
+    _send(signal.SIGSTOP, processes)  # so that none hears of another's end
     _send(signal.SIGKILL, rng.sample(processes, len(processes)))
     return f"SIGKILL to {len(processes)} processes"
 
@@ -341,7 +342,13 @@ FAULTS = (
     Fault("reward service's answers altered", altered_answers, UNSCORED, most=4),
     Fault("/dev/shm full", full_shared_memory, SPACE, silent=True, codes=(None, 1)),
     Fault("disk full", full_disk, SPACE, silent=True, codes=(None, 1)),
-    Fault("rank killed", kill_rank, r"rank [01] was ended by SIGKILL", codes=(1,)),
+    Fault(
+        "rank killed",
+        kill_rank,
+        r"rank [01] was ended by SIGKILL|^rank [01], step \d+: ConnectionError: lost the connection to another rank",
+        most=2,
+        codes=(1,),
+    ),
     Fault(
         "rollout process killed",
         kill_rollout_process,

@@ -46,6 +46,7 @@ class Growth:
     first: float
     last: float
     flat: bool
+    series: Sequence[float] | None = None  # what is not flat
 
 
 def growth(what: str, values: Sequence[float]) -> Growth:
@@ -54,7 +55,8 @@ def growth(what: str, values: Sequence[float]) -> Growth:
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
     least = 1.0 if what.endswith(COUNTED) else FORKED if what.endswith("memory") else 0.0
     allowed = max(SHARE * first, least)
-    return Growth(what, len(values), first, last, last - first <= allowed)
+    flat = last - first <= allowed
+    return Growth(what, len(values), first, last, flat, None if flat else list(values))
 
 
 def usage(pid: int) -> Usage | None:

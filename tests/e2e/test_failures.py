@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -22,6 +23,10 @@ if os.environ.get("RANK") == "1":
         return rate(self, step)
     config.Config.learning_rate = learning_rate
 """
+DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
+    'raise KeyError("this rank has had enough")',
+    "import time; time.sleep(2.0); os.kill(os.getpid(), 9)",  # by then rank 0 waits for it in the update
+)
 
 
 @pytest.fixture
@@ -49,6 +54,18 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     rank_1.kill()
     assert run.wait(timeout=30) == 1
     assert run.text.splitlines()[-1] == "rank 1 was ended by SIGKILL"
+    assert run.left_behind(within=10) == []
+
+
+def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_traceback(
+    recorded, workspace, start_run, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(DIES_ON_RANK_1)
+    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.wait() == 1
+    *_, lost, killed = run.text.splitlines()
+    assert re.fullmatch(r"rank 0, step 3: ConnectionError: lost the connection to another rank \(.*\)", lost)
+    assert killed == "rank 1 was ended by SIGKILL" and "Traceback" not in run.text
     assert run.left_behind(within=10) == []
 
 
