@@ -1,5 +1,5 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
-# make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's row (20 minutes)
+# make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's table (20 minutes)
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
 # make test       what CI runs: lint and the quick tests

@@ -3,7 +3,7 @@
     make demo-figures        # the warm-up where it is missing, then this file with its defaults
 
 A run that was interrupted is resumed, one that is finished is not repeated. When all runs are finished, the results are
-written as JSON, and the row of `make demo` in README.md is written from them. Do not run anything else meanwhile.
+written as JSON, and the table of `make demo` in README.md is written from them. Do not run anything else meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from dynamo_megatron.evaluation.estimates import paired_bootstrap
-from dynamo_megatron.evaluation.results import align, problem_pass_at_k, read_results, results_file
+from dynamo_megatron.evaluation.results import align, markdown_row, problem_pass_at_k, read_results, results_file
 from dynamo_megatron.reports.run_record import read_revisits, read_run
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
@@ -32,7 +32,7 @@ from measure import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS, README = ROOT / "benchmarks" / "results" / "demo.json", ROOT / "README.md"
-ROW = "| `make demo`, "  # how README's row begins
+BEGIN, END = "<!-- begin: demo -->\n", "<!-- end: demo -->\n"  # around README's table
 CONFIGS = ("configs/demo/rl.yaml", "configs/methods/dynamo.yaml")
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang", "transformers")
 SAMPLE_EVERY = 1.0  # seconds between two samples of the memory
@@ -110,44 +110,47 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def readme_row(results: dict[str, Any]) -> str:
-    """The line of README.md: mean, minimum and maximum over the seeds."""
+def readme_part(results: dict[str, Any]) -> str:
+    """What README has between BEGIN and END: mean, minimum and maximum over the seeds."""
     runs = results["runs"]
-
-    def spread(value: Callable[[dict[str, Any]], float], digits: int) -> str:
-        values = [value(run) for run in runs]
+    quantities: list[tuple[str, int, Callable[[dict[str, Any]], float]]] = [
+        (f"pass@1 on {runs[0]['problems']} held-out problems before the run, %", 1, lambda r: 100 * r["pass@1 before"]),
+        (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
+        ("gain, points", 1, lambda r: 100 * r["gain"][0]),
+        (
+            "rollouts of a problem with 20 to 80 % of its earlier rollouts right, relative to those of a problem with "
+            "all of them right",
+            2,
+            lambda r: r["sometimes to always"],
+        ),
+        ("median time of a step, seconds", 2, lambda r: r["seconds per step"]),
+        ("time of a run, minutes", 1, lambda r: r["seconds"] / 60),
+        ("peak memory of all processes, GB", 1, lambda r: r["peak bytes"] / 1e9),
+    ]
+    many = f"{len(runs)} runs with different seeds" if len(runs) > 1 else "one run"
+    lines = [
+        f"`make demo` on {results['machine']['cores']} CPU cores, {many} (`benchmarks/results/demo.json`):",
+        "",
+        markdown_row(["quantity", "mean", "range"]),
+        "|---|---:|---:|",
+    ]
+    for what, digits, of in quantities:
+        values = [of(run) for run in runs]
+        if None in values:  # a run without such problems
+            continue
         mean, low, high = (f"{x:.{digits}f}" for x in (np.mean(values), min(values), max(values)))
-        return f"{mean} ({low} to {high})" if len(runs) > 1 else mean
-
-    before, after, gain = (
-        spread(lambda run, key=key: 100 * np.ravel(run[key])[0], 1) for key in ("pass@1 before", "pass@1 after", "gain")
-    )
-    shared = ""
-    if all(run["sometimes to always"] is not None for run in runs):
-        ratio = spread(lambda run: run["sometimes to always"], 2)
-        shared = (
-            f"problems with 20 to 80 % of their earlier rollouts right got {ratio} times as many rollouts as problems "
-            "with all of them right; "
-        )
-    many = f"mean of {len(runs)} seeds, minimum and maximum in parentheses" if len(runs) > 1 else "one seed"
-    return (
-        f"{ROW}{results['machine']['cores']} CPU cores, {many} (`benchmarks/results/demo.json`) | "
-        f"pass@1 on {runs[0]['problems']} held-out problems from {before} to {after} % in {runs[0]['steps']} steps, "
-        f"gain {gain} points; {shared}"
-        f"{spread(lambda run: run['seconds per step'], 2)} s per step (median), "
-        f"{spread(lambda run: run['seconds'] / 60, 1)} minutes per run, "
-        f"peak memory of all processes {spread(lambda run: run['peak bytes'] / 1e9, 1)} GB |"
-    )
+        lines.append(markdown_row([what, mean, f"{low} to {high}"]))
+    return "\n".join(lines) + "\n"
 
 
-def write_row(readme: Path, results: dict[str, Any]) -> None:
-    """Raises ValueError where README has no such row, or several."""
-    lines = readme.read_text(encoding="utf-8").split("\n")
-    places = [i for i, line in enumerate(lines) if line.startswith(ROW)]
-    if len(places) != 1:
-        raise ValueError(f"{readme}: {len(places)} lines begin with {ROW!r}; there must be one")
-    lines[places[0]] = readme_row(results)
-    readme.write_text("\n".join(lines), encoding="utf-8")
+def write_part(readme: Path, results: dict[str, Any]) -> None:
+    """Raises ValueError where README has not one part between BEGIN and END."""
+    text = readme.read_text(encoding="utf-8")
+    if (text.count(BEGIN), text.count(END)) != (1, 1):
+        raise ValueError(f"{readme}: there must be one line {BEGIN.strip()} and one line {END.strip()}")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    readme.write_text(before + BEGIN + readme_part(results) + END + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -155,7 +158,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "demo-figures", help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=README, help="file whose row is written from the results")
+    parser.add_argument("--readme", type=Path, default=README, help="file whose table is written from the results")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="for every run, such as trainer.steps=2")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
@@ -169,7 +172,7 @@ def main() -> None:
         print(json.dumps(runs[-1]), flush=True)
     results = {"machine": at_start, "keys": options.keys, "runs": runs}
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_row(options.readme, results)
+    write_part(options.readme, results)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class AllocationConfig(Section):
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
-    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits after which an observation counts half; not waterfill, cero
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
     static: bool = False  # learn from a prompt's first visit alone
     # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
     variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"

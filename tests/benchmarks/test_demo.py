@@ -1,4 +1,4 @@
-"""The demo's figures: README's row is that of benchmarks/results/demo.json, and the benchmark makes both."""
+"""The demo's figures: README's table is that of benchmarks/results/demo.json, and the benchmark makes both."""
 
 import json
 import subprocess
@@ -30,29 +30,44 @@ def results(*after: float) -> dict:
     return {"machine": {"cores": 2}, "runs": runs}
 
 
-def test_readme_has_the_row_of_the_results():
+def test_readme_has_the_table_of_the_results():
     if not demo.RESULTS.is_file():
         pytest.skip("no figures in this checkout: make demo-figures")
-    lines = [line for line in demo.README.read_text(encoding="utf-8").splitlines() if line.startswith(demo.ROW)]
-    assert lines == [demo.readme_row(json.loads(demo.RESULTS.read_text(encoding="utf-8")))]
+    part = demo.readme_part(json.loads(demo.RESULTS.read_text(encoding="utf-8")))
+    assert demo.README.read_text(encoding="utf-8").count(demo.BEGIN + part + demo.END) == 1
 
 
-def test_the_row_has_the_mean_and_the_spread_over_the_seeds():
-    row = demo.readme_row(results(0.7, 0.8, 0.75))
-    assert "mean of 3 seeds" in row and "from 41.0 (41.0 to 41.0) to 75.0 (70.0 to 80.0) % in 64 steps" in row
-    assert "gain 34.0 (29.0 to 39.0) points" in row and "1.60 (1.50 to 1.70) times" in row
-    assert "1.50 (1.50 to 1.50) s per step" in row and "3.0 (3.0 to 3.0) GB" in row
-    assert "one seed" in demo.readme_row(results(0.7)) and "to 70.0 % in" in demo.readme_row(results(0.7))
+def test_the_table_has_the_mean_and_the_range_over_the_seeds():
+    lines = demo.readme_part(results(0.7, 0.8, 0.75)).splitlines()
+    assert lines[0].startswith("`make demo` on 2 CPU cores, 3 runs with different seeds")
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[4:]]
+    assert rows[0] == ("pass@1 on 1024 held-out problems before the run, %", "41.0", "41.0 to 41.0")
+    assert rows[1] == ("the same after 64 steps, %", "75.0", "70.0 to 80.0")
+    assert [row[1:] for row in rows[2:]] == [
+        ("34.0", "29.0 to 39.0"),
+        ("1.60", "1.50 to 1.70"),
+        ("1.50", "1.50 to 1.50"),
+        ("5.0", "5.0 to 5.0"),
+        ("3.0", "3.0 to 3.0"),
+    ]
+    assert "2 CPU cores, one run" in demo.readme_part(results(0.7))
 
 
-def test_only_the_row_is_replaced(tmp_path):
+def test_a_figure_that_a_run_lacks_has_no_row():
+    made = results(0.7, 0.8)
+    made["runs"][1]["sometimes to always"] = None
+    part = demo.readme_part(made)
+    assert "earlier rollouts right" not in part and "gain" in part
+
+
+def test_only_the_table_is_replaced(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{demo.ROW}old |\nafter\n")
-    demo.write_row(readme, results(0.7))
-    assert readme.read_text() == f"before\n{demo.readme_row(results(0.7))}\nafter\n"
-    readme.write_text("no row\n")
-    with pytest.raises(ValueError, match="0 lines begin with"):
-        demo.write_row(readme, results(0.7))
+    readme.write_text(f"before\n{demo.BEGIN}old\n{demo.END}after\n")
+    demo.write_part(readme, results(0.7))
+    assert readme.read_text() == f"before\n{demo.BEGIN}{demo.readme_part(results(0.7))}{demo.END}after\n"
+    readme.write_text(f"no end\n{demo.BEGIN}")
+    with pytest.raises(ValueError, match="there must be one line"):
+        demo.write_part(readme, results(0.7))
 
 
 @pytest.mark.full
@@ -63,7 +78,7 @@ def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
 
     task, readme, out = tmp_path / "task", tmp_path / "README.md", tmp_path / "demo.json"
     run("tools/demo_task.py", task)
-    readme.write_text(f"{demo.ROW}old |\n")
+    readme.write_text(demo.BEGIN + demo.END)
     arguments = [
         "benchmarks/demo.py",
         *("--seeds", "0", "1", "--runs", tmp_path / "runs", "--out", out, "--readme", readme, "--"),
@@ -77,7 +92,7 @@ def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
         assert made["steps"] == 2 and made["problems"] == 20 and made["seconds"] > made["seconds per step"] > 0
         assert 3e8 < made["peak bytes"] < 2e10
         assert sum(made["parts of a step"].values()) <= 1.5 * made["seconds per step"]
-    assert readme.read_text() == demo.readme_row(first) + "\n"
+    assert readme.read_text() == demo.BEGIN + demo.readme_part(first) + demo.END
     run(*arguments)
     again = json.loads(out.read_text())
     assert [made["seconds"] for made in again["runs"]] == [made["seconds"] for made in first["runs"]]
