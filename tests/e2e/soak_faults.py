@@ -342,13 +342,7 @@ FAULTS = (
     Fault("reward service's answers altered", altered_answers, UNSCORED, most=4),
     Fault("/dev/shm full", full_shared_memory, SPACE, silent=True, codes=(None, 1)),
     Fault("disk full", full_disk, SPACE, silent=True, codes=(None, 1)),
-    Fault(
-        "rank killed",
-        kill_rank,
-        r"rank [01] was ended by SIGKILL|^rank [01], step \d+: ConnectionError: lost the connection to another rank",
-        most=2,
-        codes=(1,),
-    ),
+    Fault("rank killed", kill_rank, r"rank [01] was ended by SIGKILL", codes=(1,)),
     Fault(
         "rollout process killed",
         kill_rollout_process,
