@@ -24,6 +24,7 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
+from dynamo_megatron.runtime.process_signals import tell_launcher
 from dynamo_megatron.runtime.signed_store import forget_secret, share_secret
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 FORESEEN = (InputError, RolloutError, OSError)
 # What gloo says of a rank that has been killed; its launcher says how.
 LOST_CONNECTION = re.compile(r"gloo/transport/.*?(Connection \w+ by peer|Broken pipe)", re.DOTALL)
+LOST = "ConnectionError: lost the connection to another rank"
 
 
 class Job:
@@ -194,12 +196,12 @@ def _set_up_backend(deterministic: bool) -> None:
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
     refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and not running)
-    details, text, kind = "", str(error), type(error).__name__
+    details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
     if (broken := LOST_CONNECTION.search(text)) is not None:
-        kind, text = "ConnectionError", f"lost the connection to another rank ({broken[1]})"
-    message = printable(text if refused else f"{kind}: {text}")
+        text = f"{LOST} ({broken[1]})"
+    message = printable(text if refused or broken is not None else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
     first = message if coordinator is None else coordinator.fail(message)
@@ -211,6 +213,6 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
         show_exception(type(error), error, error.__traceback__)
     if details:
         show(details)
-    if rank == 0 or coordinator is None:
+    if (rank == 0 or coordinator is None) and not (LOST in first and tell_launcher(first)):
         show(first)
     return 2 if refused else 1

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.launcher.command import free_port
-from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
+from dynamo_megatron.runtime.plain_text import show
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended
@@ -53,8 +54,10 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
         print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
         return 130 if signal.SIGINT in received else 75
     port = free_port()
+    heard, told = os.pipe()
     for rank in range(ranks):
-        processes.append(_start(arguments, rank, ranks, port))
+        processes.append(_start(arguments, rank, ranks, port, told))
+    os.close(told)
     deadline = first_bad = None
     insisted: list[subprocess.Popen] = []
     while any(p.poll() is None for p in processes):
@@ -76,10 +79,18 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     _end_orphans()
     for number, handler in before.items():
         signal.signal(number, handler)
-    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir)
+    consequence = _all_of(heard)
+    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir, consequence)
 
 
-def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen:
+def _all_of(pipe: int) -> str:
+    """What the ranks, which have ended, have written; a process of theirs that has not may hold the pipe open."""
+    os.set_blocking(pipe, False)
+    with open(pipe, "rb", buffering=0) as file:
+        return (file.read(1 << 16) or b"").decode(errors="replace").strip()
+
+
+def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, told: int) -> subprocess.Popen:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -90,20 +101,27 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subpro
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        LAUNCHER_PIPE: str(told),
     }
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
         env=environment,
         preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
         process_group=0,
+        pass_fds=(told,),
     )
 
 
 def _exit_code(
-    codes: Sequence[int], first_bad: tuple[int, int] | None, received: Sequence[int], output_dir: Path
+    codes: Sequence[int],
+    first_bad: tuple[int, int] | None,
+    received: Sequence[int],
+    output_dir: Path,
+    consequence: str,
 ) -> int:
     """Of all ranks, which have ended with `codes`; says on stderr what no rank could. `first_bad`: (code, rank) of the
-    first that failed; `received`: the signals that came, in order."""
+    first that failed; `received`: the signals that came, in order; `consequence`: what a rank has told of another's
+    end, for where the cause is not known."""
     if signal.SIGINT in received:
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
@@ -114,6 +132,8 @@ def _exit_code(
     if code < 0:  # a rank that fails by itself has said why
         print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 1
+    if consequence:
+        show(consequence)
     return 2 if 2 in codes else code or max(codes)  # a refusal by one rank is a failure to the others
 
 

@@ -1,4 +1,4 @@
-"""Which signals are for the ranks alone, and who ends with whom. Light: small processes import it."""
+"""Which signals are for the ranks alone, who ends with whom, and who says why. Light: small processes import it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
 FOR_THE_RANKS = (signal.SIGINT, *ASK_TO_STOP)
 END = signal.SIGUSR2  # what ends the processes between a rank and its servers instead: nohup ignores SIGHUP
+LAUNCHER_PIPE = "DYNAMO_MEGATRON_LAUNCHER_PIPE"  # environment variable of ranks: the number of a file descriptor
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +30,15 @@ def die_with_parent(number: int, parent: int) -> None:
 def adopt_orphans() -> None:
     """What is below this process, and whose parent ends, becomes a child of this process and not of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def tell_launcher(message: str) -> bool:
+    """Leaves it to the launcher to print `message`, a consequence of another rank's end, or the cause, which it may
+    know. Returns False where it does not listen: `launch local` alone does."""
+    if (pipe := os.environ.get(LAUNCHER_PIPE)) is None:
+        return False
+    os.write(int(pipe), f"{message}\n".encode())
+    return True
 
 
 def _prctl(option: int, value: int) -> None:

@@ -63,10 +63,18 @@ def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_tracebac
     (tmp_path / "sitecustomize.py").write_text(DIES_ON_RANK_1)
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
     assert run.wait() == 1
-    *_, lost, killed = run.text.splitlines()
-    assert re.fullmatch(r"rank 0, step 3: ConnectionError: lost the connection to another rank \(.*\)", lost)
-    assert killed == "rank 1 was ended by SIGKILL" and "Traceback" not in run.text
+    before, killed = run.text.splitlines()[-2:]
+    assert killed == "rank 1 was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
     assert run.left_behind(within=10) == []
+
+
+def test_a_rank_that_ends_without_a_word_is_told_by_the_one_that_talks_to_it(recorded, workspace, start_run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(DIES_ON_RANK_1.replace("os.kill(os.getpid(), 9)", "os._exit(3)"))
+    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.wait() == 3
+    last = run.text.splitlines()[-1]
+    assert re.fullmatch(r"rank 0, step 3: ConnectionError: lost the connection to another rank \(.*\)", last)
+    assert "Traceback" not in run.text and run.left_behind(within=10) == []
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
