@@ -11,6 +11,8 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
+    # A rank that ends before the others would have torch's store write 30 lines of C++ frames on each of them.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from dynamo_megatron.commands import carry_out
 

@@ -29,6 +29,12 @@ DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
 )
 
 
+FAILS_ON_RANK_0 = FAILS_ON_RANK_1.replace('"1"', '"0"').replace(
+    'raise KeyError("this rank has had enough")',
+    'import time; time.sleep(2.0); raise OSError(28, "No space left on device")',  # by then rank 1 waits for it
+)
+
+
 @pytest.fixture
 def recorded(live, workspace, tmp_path):
     return (
@@ -44,6 +50,16 @@ def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
     assert run.wait() == 1
     assert run.text.splitlines()[-1] == "rank 1, step 3: KeyError: 'this rank has had enough'"
+    assert run.left_behind(within=10) == []
+
+
+def test_the_failure_of_rank_0_is_all_that_is_said(recorded, workspace, start_run, tmp_path):
+    """Its end takes the ranks' store from the others."""
+    (tmp_path / "sitecustomize.py").write_text(FAILS_ON_RANK_0)
+    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.wait() == 1
+    step, last = run.text.splitlines()[-2:]
+    assert step.startswith("step") and last == "rank 0, step 3: OSError: [Errno 28] No space left on device"
     assert run.left_behind(within=10) == []
 
 
