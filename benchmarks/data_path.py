@@ -54,7 +54,7 @@ def one_rollout(number: int, tokens: int, rng: np.random.Generator) -> RolloutBa
         engine_logprobs=-rng.random(response, np.float32),
         rewards=np.array([float(number % 2)]),
         successes=np.array([number % 2 == 0]),
-        weight_versions=np.zeros((1, 2), np.int64),
+        weight_versions=np.zeros(response, np.int32),
         finish_reasons=["stop"],
         servers=["server-0"],
     )

@@ -22,9 +22,10 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, Selection, joined, outcomes
+from dynamo_megatron.rounds_ahead import RoundsAhead
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
@@ -61,7 +62,8 @@ class Controller:
     ):
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
-        self.shape = BatchShape(config)
+        self.shape, self.ahead = BatchShape(config), RoundsAhead()
+        self._dispatched = 0  # the last step that was, by this process
         self._journal, self._coordinator = journal, coordinator
 
     def print_notes(self) -> None:
@@ -77,13 +79,30 @@ class Controller:
         self._journal.say(legend(self.config.trainer.steps, self._journal.width))
 
     # -- sampling --------------------------------------------------------------------------------------------------
+    def begin_round(self, step: int, rounds: Sequence[Round]) -> Round:
+        """The round of `step` after `rounds`: prompts, and how many rollouts each gets. With `rollout.max_staleness`
+        the first rounds of as many later steps are drawn, too, from what is known now, and all are dispatched."""
+        staleness, ahead = self.config.rollout.max_staleness, self.ahead.rounds
+        if staleness == 0:
+            return self.allocate(step, self.draw(step, rounds), rounds)
+        for later in range(step, min(step + staleness, self.config.trainer.steps) + 1):
+            if later not in ahead:
+                self.ahead.add(later, self.allocate(later, self.draw(later, []), []))
+                ahead[later].version = step - 1
+            if later > self._dispatched:
+                now = ahead[later]
+                self._rollout.dispatch(later, now.prompts, now.allocation.counts, self._coordinator.check_stop)
+                self._dispatched = later
+        return ahead.pop(step)
+
     def draw(self, step: int, rounds: Sequence[Round]) -> list[Prompt]:
         """Prompts of the data, by default the next ones (`data.selection`): a batch, or after the step's first round as
         many as it still misses groups. With `algorithm.sequential` those of the first round that get further ones."""
         self._journal.progress.phase("read data")
         if further := self._further(step, rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
-        return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop)
+        under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
+        return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
         """How many rollouts each of `prompts` gets in the round after `rounds`. Their share of the step's budget is
@@ -109,9 +128,11 @@ class Controller:
         progress, counts = self._journal.progress, now.allocation.counts
         self._coordinator.check_stop()
         progress.phase("generate", int(counts.sum()))
-        now.result = self._rollout.generate(
-            step, now.prompts, counts, self._coordinator.check_stop, progress.count, now.first
-        )
+        on_poll = self._coordinator.check_stop
+        if now.version is None:
+            now.result = self._rollout.generate(step, now.prompts, counts, on_poll, progress.count, now.first)
+        else:
+            now.result = self._rollout.collect(step, on_poll, progress.count)
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
@@ -127,6 +148,7 @@ class Controller:
             batch.weight_versions,
             step - 1,
             proof.max_mean_gap,
+            self.config.rollout.max_staleness,
         )
         now.sampled = len(batch.rollout_ids)
         now.kept = np.setdiff1d(np.arange(now.sampled), list(found)).astype(np.int64)
@@ -243,7 +265,7 @@ class Controller:
         sampled = joined(rounds, self._merges)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations = [r.allocation for r in rounds]
-        return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio)
+        return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio, rounds[0].version)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics and allocation, and its line for the user. What it has measured of the gradient's
@@ -257,11 +279,33 @@ class Controller:
 
     def end_of(self, step: int) -> StepEnd:
         """What comes after `step`. An evaluation from before a kill counts, since the kill may have prevented its
-        export."""
+        export. With `rollout.max_staleness` it may begin here, and end while the next step trains."""
         evaluation, journal = self._evaluation, self._journal
-        due = evaluation is not None and (journal.finished() is not None or evaluation.due(step))
+        lost = evaluation is not None and evaluation.under_way is not None and not self._end_evaluation()
+        due = evaluation is not None and (lost or journal.finished() is not None or evaluation.due(step))
         evaluated = due and journal.evaluated(step)
+        if due and not evaluated and self._evaluates_beside(step):
+            evaluation.begin(step, self._coordinator.check_stop)
+            due = False
         return StepEnd(due and not evaluated, evaluated and journal.best(step), journal.finished())
+
+    def _evaluates_beside(self, step: int) -> bool:
+        """Whether the next step may train while this one is evaluated: it is not the start's or the last evaluation,
+        and no export waits for it."""
+        config = self.config
+        between = 0 < step < config.trainer.steps and self._journal.finished() is None
+        return between and config.rollout.max_staleness > 0 and config.checkpoint.export_hf != "best"
+
+    def _end_evaluation(self) -> bool:
+        """False where its servers were lost."""
+        step, _ = self._evaluation.under_way
+        try:
+            # All is there, since the push has waited for it: a stop would lose it.
+            self._journal.evaluation(self._evaluation.end(self._coordinator.check))
+        except PushNeeded as lost:
+            self._journal.say(f"the evaluation of step {step} was lost: {lost}; the next one takes its place")
+            return False
+        return True
 
     def evaluate(self, step: int) -> StepEnd:
         """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises PushNeeded:

@@ -26,7 +26,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
             check_reference(spec, config.algorithm.kl.reference)
     except InputError as error:
         raise ConfigError(str(error)) from None
-    check_ranks(config, spec, world_size)
+    check_ranks(config, spec, world_size, gpus=torch.cuda.is_available())
     return spec
 
 
@@ -41,8 +41,9 @@ def missing_data(config: Config) -> list[str]:
     ]
 
 
-def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
-    """Raises ConfigError where the layout fits the model or not the number of ranks."""
+def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool = True) -> None:
+    """Raises ConfigError where the layout fits the model or not the number of ranks. `gpus`: it is for a machine that
+    has some."""
     p = config.parallel
     if world_size % p.model_ranks:
         raise ConfigError(
@@ -64,6 +65,11 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int) -> None:
         raise ConfigError(
             f"data.shape.every: with {why} no rank has the whole gradient of a sequence, of which the noise is "
             "measured; set it to null, and data.batch_prompts to a number"
+        )
+    if config.rollout.max_staleness and config.rollout.placement == "colocated" and gpus:
+        raise ConfigError(
+            f"rollout.max_staleness: {config.rollout.max_staleness} has servers generate while the ranks train, and "
+            "colocated ones have the same GPUs; set rollout.placement to split, or max_staleness to 0"
         )
     if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
         raise ConfigError(

@@ -43,6 +43,7 @@ class Round:
     result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
     sampled: int = 0  # trainable rollouts, before `reject`
     kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
+    version: int | None = None  # of the servers' weights when it was dispatched; None: those of the step before
 
     @property
     def dispatch(self) -> np.ndarray:

@@ -14,7 +14,8 @@ NonFiniteError, which names the prompts, is raised on every rank if a logprob or
 if the loss or gradient norm is (in `update`, before the optimizer's step). After a kill the same command continues from
 the last checkpoint: policy, optimizer, position in the data, allocator's history (and what `data.selection` has
 learned). Each rollout is on disk once it is scored. Those of the first step after the checkpoint are used again; later
-steps are sampled again.
+steps are sampled again. With `rollout.max_staleness` rollouts of the steps that were under way are used again, too, as
+far as the checkpoint's weights, or earlier ones, have sampled them.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RLTrainer(Trainer):
         self.log(step, sampled, batch, updates, pushed)
 
     def sample(self, step: int) -> Sampled:
-        """Rollouts from the weights of step - 1.
+        """Rollouts from the weights of step - 1, or of at most `rollout.max_staleness` steps before.
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
         equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
@@ -117,8 +118,9 @@ class RLTrainer(Trainer):
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
-        def draw_and_allocate() -> None:  # rank 0
-            rounds.append(controller.allocate(step, controller.draw(step, rounds), rounds))
+        def draw_and_allocate() -> None:  # rank 0; with `rollout.max_staleness` also for later steps, whose rollouts
+            # are sampled while this one is trained on
+            rounds.append(controller.begin_round(step, rounds))
 
         def generate() -> RolloutBatch:  # rank 0
             return controller.generate(step, rounds[-1])

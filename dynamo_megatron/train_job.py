@@ -171,6 +171,8 @@ class TrainJob(Job):
             )
             if config.chooses_shape:
                 state["shape"] = controller.shape
+            if config.rollout.max_staleness:
+                state["ahead"] = controller.ahead
         memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
         phases = Phases(journal.progress if leads else None, memory)
         pusher = WeightPusher(policy, rollout, coordinator)

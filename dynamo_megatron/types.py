@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LARGEST_REWARD = 1e18  # in size: advantages square rewards, and float32 ends at 3e38
 NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
+LARGEST_VERSION = 2**31 - 1  # of weights, in arrays; a server of somebody else's may name larger ones
 
 
 @dataclass
@@ -62,11 +63,13 @@ class Rollout:
 
     `group_id` names the dispatch: a prompt drawn twice in one batch is two groups. `tokens` is prompt + response,
     `response_mask` is 1 on the response; `engine_logprobs` has one natural-log entry a response token.
-    `weight_versions` are (version, start, end) spans over the response tokens.
+    `weight_versions` are (version, start, end) spans over the response tokens; a version never falls.
     `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
     the engine) or "error" (the server refused it).
     `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
-    weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
+    weights than it said); the last two are not trained on. Files also have "partial" ones: what there was of a response
+    when new weights came, which a resumed run continues; its finish_reason is "abort". `server`: the name of the server
+    that it came from.
     `reward_parts`: the value of each reward function, by its name in `reward.functions`. `prompt` (what the model was
     given, special tokens included), `response` (what the reward functions were given) and `answer` (plain data) are
     for people; None in the files of runs from before they were stored.
@@ -215,14 +218,14 @@ class RolloutBatch(Sequences):
     engine_logprobs: np.ndarray  # float32 [R], natural log
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
-    weight_versions: np.ndarray  # int64 [S, 2]: the oldest and the newest version a response was sampled from
+    weight_versions: np.ndarray  # int32 [R]: of the weights that each token was sampled from; -1 for an unknown one
     finish_reasons: list[str]
     servers: list[str]  # their names
 
     @property
     def nbytes(self) -> int:
         """Bytes of what there is one of for each token, which is nearly all."""
-        return self.tokens.nbytes + self.engine_logprobs.nbytes
+        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes
 
     def name(self, sequence: int) -> str:
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
@@ -263,7 +266,7 @@ class RolloutBatch(Sequences):
             engine_logprobs=self.engine_logprobs[self.per_token(kept)],
             rewards=self.rewards[members],
             successes=self.successes[members],
-            weight_versions=self.weight_versions[members],
+            weight_versions=self.weight_versions[self.per_token(kept)],
             finish_reasons=[self.finish_reasons[s] for s in members],
             servers=[self.servers[s] for s in members],
         )
@@ -279,8 +282,9 @@ class RolloutBatch(Sequences):
             if any(r.response_mask[: len(r.tokens) - response]):
                 raise InputError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
             prompt_lengths.append(len(r.tokens) - response)
-            spans = [span[0] for span in r.weight_versions]
-            versions.append((min(spans), max(spans)) if spans else (-1, -1))
+            versions.append(np.full(response, -1, np.int32))
+            for version, start, end in r.weight_versions:
+                versions[-1][start:end] = min(version, LARGEST_VERSION)
         return cls(
             rollout_ids=[r.rollout_id for r in rollouts],
             group_ids=[r.group_id for r in rollouts],
@@ -291,7 +295,7 @@ class RolloutBatch(Sequences):
             engine_logprobs=np.asarray([lp for r in rollouts for lp in r.engine_logprobs], np.float32),
             rewards=np.asarray([r.reward for r in rollouts], np.float64),
             successes=np.asarray([r.success for r in rollouts], bool),
-            weight_versions=np.asarray(versions, np.int64).reshape(-1, 2),
+            weight_versions=np.concatenate(versions or [np.zeros(0, np.int32)]),
             finish_reasons=[r.finish_reason for r in rollouts],
             servers=[r.server for r in rollouts],
         )

@@ -7,14 +7,19 @@ import numpy as np
 SHORTEST = 8  # tokens: a shorter response counts as this long, since one token alone may be far apart
 
 
-def mean_gaps(logprobs: np.ndarray, engine_logprobs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def mean_gaps(
+    logprobs: np.ndarray, engine_logprobs: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None = None
+) -> np.ndarray:
     """float64 [S]: mean |policy - engine logprob| of each response, nats; NaN or inf where one is not finite.
 
     `logprobs`, `engine_logprobs`: [R], natural log, through the responses of `lengths` (int [S], tokens) in order.
+    `counted`: bool [R], the tokens that the mean is over; None: all.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     with np.errstate(invalid="ignore"):
         gap = np.abs(logprobs.astype(np.float64) - engine_logprobs)
+        if counted is not None:
+            gap, lengths = np.where(counted, gap, 0 * gap), np.bincount(owner, weights=counted, minlength=len(lengths))
         return np.bincount(owner, weights=gap, minlength=len(lengths)) / np.maximum(lengths, SHORTEST)
 
 
@@ -25,20 +30,25 @@ def rejections(
     weight_versions: np.ndarray,
     version: int,
     max_mean_gap: float | None,
+    max_staleness: int = 0,
 ) -> dict[int, str]:
     """Rollout (index) -> why it is rejected.
 
-    weight_versions: int [S, 2], the oldest and newest that a response was sampled from; both must be `version`.
-    max_mean_gap: of `mean_gaps`, nats; None: any finite one. A response without tokens is never rejected.
+    weight_versions: int [R], of the weights that each token was sampled from: from `version` - `max_staleness` to
+    `version`, which is the policy's. max_mean_gap: of `mean_gaps` over the tokens of `version`, nats; None: any finite
+    one. A response without tokens is never rejected.
     """
-    gaps, reasons = mean_gaps(logprobs, engine_logprobs, lengths), {}
-    for i in np.flatnonzero(lengths):
-        oldest, newest = weight_versions[i]
-        if (oldest, newest) != (version, version):
-            spans = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
-            reasons[int(i)] = f"sampled from weight version {spans}, not {version}"
+    gaps, reasons = mean_gaps(logprobs, engine_logprobs, lengths, weight_versions == version), {}
+    responses = np.flatnonzero(lengths)
+    starts = (np.cumsum(lengths) - lengths)[responses]
+    oldest, newest = (f.reduceat(weight_versions, starts) if len(starts) else starts for f in (np.minimum, np.maximum))
+    for i, old, new in zip(responses.tolist(), oldest.tolist(), newest.tolist(), strict=True):
+        if not version - max_staleness <= old <= new <= version:
+            spans = f"{old}" if old == new else f"{old} to {new}"
+            allowed = f"{version - max_staleness} to {version}" if max_staleness else f"{version}"
+            reasons[i] = f"sampled from weight version {spans}, not {allowed}"
         elif not np.isfinite(gaps[i]):
-            reasons[int(i)] = "a logprob that is not finite"
+            reasons[i] = "a logprob that is not finite"
         elif max_mean_gap is not None and gaps[i] > max_mean_gap:
-            reasons[int(i)] = f"logprobs {gaps[i]:.3g} nats from the policy's on average"
+            reasons[i] = f"logprobs {gaps[i]:.3g} nats from the policy's on average"
     return reasons

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
-from dynamo_megatron.config.contradictions import FEWEST_PROMPTS, sequential_faults, shape_faults
+from dynamo_megatron.config.contradictions import FEWEST_PROMPTS, sequential_faults, shape_faults, staleness_faults
 from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -277,6 +277,7 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         yield from shape_faults(self)
+        yield from staleness_faults(self)
         prompts = self.batch_prompts
         try:
             yield from self._groups_of_one(*self.rollout_bounds)

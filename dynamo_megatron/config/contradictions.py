@@ -44,6 +44,36 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
 
 
+def staleness_faults(config: Config) -> Iterator[str]:
+    rollout, algorithm, loss = config.rollout, config.algorithm, config.algorithm.loss
+    if loss.old == "engine" and algorithm.rollout_correction is not None:
+        yield (
+            "algorithm.rollout_correction: corrects from the engine's logprobs to the old policy's, and with "
+            "algorithm.loss.old engine the loss does so; set one of them to its default"
+        )
+    if rollout.max_staleness == 0:
+        if rollout.at_push != "partial":
+            yield "rollout.at_push: with rollout.max_staleness 0 nothing is under way at a push; set it to partial"
+        return
+    what = f"rollout.max_staleness: {rollout.max_staleness}"
+    for key in ("dynamic_sampling", "sequential"):
+        if getattr(algorithm, key) is not None:
+            yield f"{what} has steps sampled ahead, and algorithm.{key} looks at a step's own outcomes; set it to null"
+    if rollout.step_deadline is not None:
+        yield f"{what} drops nothing, and rollout.step_deadline drops what is late; set it to null"
+    if rollout.stop and rollout.at_push == "partial":
+        yield (
+            f"{what} continues responses under new weights, and a server would not see a text of rollout.stop that "
+            "begins before a push; set rollout.at_push to drain"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"{what} has tokens of older weights than the step's, which the loss must know; set "
+            "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses, or "
+            "algorithm.loss.old to engine (docs/estimators.md)"
+        )
+
+
 def shape_faults(config: Config) -> Iterator[str]:
     algorithm, shape = config.algorithm, config.data.shape
     if shape.every is not None or config.chooses_shape:

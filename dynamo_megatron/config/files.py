@@ -359,6 +359,7 @@ _IDENTITY = (
     "algorithm",
     "rollout.temperature",
     "rollout.max_new_tokens",
+    "rollout.max_staleness",
     "rollout.stop",
 )
 

@@ -155,7 +155,7 @@ class KLCovConfig(Section):
 
 # Options of the built-in losses alone. What acts on advantages and weights before the loss goes with any function.
 BUILT_IN_LOSS = (
-    "ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coef", "clip_cov", "kl_cov"
+    "ratio", "old", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coef", "clip_cov", "kl_cov"
 )  # fmt: skip
 
 
@@ -166,6 +166,8 @@ class LossConfig(Section):
     # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
     # geometric mean (GSPO, arXiv 2507.18071)
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
+    # Whose logprobs the ratio divides by: the policy's at the start of the step, or the engine's when it sampled
+    old: Literal["policy", "engine"] = "policy"
     clip_ratio_low: Annotated[float, Field(ge=0, le=1)] = 0.2  # 1: no lower clip
     clip_ratio_high: Annotated[float, Field(ge=0)] = 0.2
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None  # dual clip; None: off
@@ -228,7 +230,7 @@ def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: K
             f"modulation: is a part of the built-in loss, which loss.kind {loss.kind} takes the place of; "
             "set it to null"
         )
-    for key, only in (("kind", "clip"), ("ratio", "token")):
+    for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
         if modulation is not None and (value := getattr(loss, key)) != only:
             raise ValueError(
                 f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "

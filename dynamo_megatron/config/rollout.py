@@ -46,7 +46,12 @@ class RolloutConfig(Section):
     top_p: float = 1.0
     max_new_tokens: Positive = 1024
     stop: list[str] = []  # texts that end a response besides the end token
-    mode: Literal["sync"] = "sync"
+    mode: Literal["sync"] = "sync"  # of old configs: `max_staleness` has taken its place
+    # steps between the weights that a token is sampled from and the step that trains on it; above 0 servers generate
+    # for later steps while the ranks train (docs/asynchronous.md)
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    # what a push does with responses under way: partial, they go on under the new weights; drain, it waits for them
+    at_push: Literal["partial", "drain"] = "partial"
     concurrency: Positive = 256  # requests under way at once, at each server
     # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
     timeout: Seconds | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,20 @@ class PromptSelection:
         self.stream = stream
         self._seed = config.shuffle_seed
         self._rule = None if kind == "uniform" else RULES[kind](config.selection, history)
+        self._weighs = config.selection.weights  # a prompt's probability must not depend on earlier draws
         self._candidates = 0
 
-    def draw(self, step: int, round_: int, wanted: int, on_poll: Callable[[], None]) -> list[Prompt]:
+    def draw(
+        self,
+        step: int,
+        round_: int,
+        wanted: int,
+        on_poll: Callable[[], None],
+        under_way: Collection[str] = (),
+    ) -> list[Prompt]:
         """`wanted` prompts with `tokens` and `weight` set. The candidates that are left out come again when the stream
-        gives them again. Raises what the stream's `candidates` does."""
+        gives them again. So do prompts `under_way` (ids), whose outcomes the rule does not know yet: without weights
+        they are no candidates where there are enough others. Raises what the stream's `candidates` does."""
         if self._rule is None:
             return self.stream.next(wanted, on_poll)
         rng = np.random.default_rng(derived_seed(self._seed, "prompt selection", str(step), str(round_)))
@@ -43,8 +52,9 @@ class PromptSelection:
             candidates = self.stream.candidates(self._rule.candidates(missing, self.stream.size), on_poll)
             self._candidates += len(candidates)
             distinct = {prompt.prompt_id: prompt for prompt in candidates}
+            others = {id_: prompt for id_, prompt in distinct.items() if id_ not in under_way or self._weighs}
             if len(distinct) >= missing:  # else the data have fewer prompts than a batch
-                candidates = list(distinct.values())
+                candidates = list((others if len(others) >= missing else distinct).values())
             choice = self._rule.choose([prompt.prompt_id for prompt in candidates], missing, rng)
             for index, weight in zip(choice.taken.tolist(), choice.weights.tolist(), strict=True):
                 drawn.append(dataclasses.replace(self.stream.encoded(candidates[index]), weight=weight))

@@ -17,6 +17,10 @@ from dynamo_megatron.types import ProblemResult, Prompt
 
 
 class AnswersProblems(Protocol):
+    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None]) -> None: ...
+
+    def end_evaluation(self, on_poll: Callable[[], None]) -> list[ProblemResult]: ...
+
     def evaluate(
         self, prompts: Sequence[Prompt], on_poll: Callable[[], None], on_count: Callable[[int, int], None]
     ) -> list[ProblemResult]: ...
@@ -27,15 +31,27 @@ class AnswersProblems(Protocol):
 
 
 class PeriodicEvaluation:
-    """Rank 0's. `prompts` are tokenized."""
+    """Rank 0's. `prompts` are tokenized. `under_way`: the step that `begin` has begun to evaluate, and when (monotonic
+    seconds)."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: AnswersProblems):
         self._config, self._prompts, self._rollout = config, prompts, rollout
         self.responses = len(prompts) * config.eval.samples
+        self.under_way: tuple[int, float] | None = None
 
     def due(self, step: int) -> bool:
         """Before the first step, every `eval.every` steps, and after the last."""
         return step % self._config.eval.every == 0 or step == self._config.trainer.steps
+
+    def begin(self, step: int, on_poll: Callable[[], None]) -> None:
+        """Has the servers, which have the weights of `step`, begin to answer. The next push waits for them."""
+        self.under_way = step, time.monotonic()
+        self._rollout.begin_evaluation(self._prompts, on_poll)
+
+    def end(self, on_poll: Callable[[], None]) -> dict[str, float]:
+        """As `run`, of what `begin` has begun. Raises PushNeeded where that was lost with its servers."""
+        (step, start), self.under_way = self.under_way, None
+        return self._summary(step, start, self._rollout.end_evaluation(on_poll))
 
     def run(
         self,
@@ -53,7 +69,9 @@ class PeriodicEvaluation:
         def sample() -> list[ProblemResult]:
             return self._rollout.evaluate(self._prompts, on_poll, on_count)
 
-        results = self._first(sample, on_poll, say) if kept else sample()
+        return self._summary(step, start, self._first(sample, on_poll, say) if kept else sample())
+
+    def _summary(self, step: int, start: float, results: list[ProblemResult]) -> dict[str, float]:
         write_results(results_file(Path(self._config.output_dir), step), results)
         return {"step": step, **summarise(results, self._config.eval.k), "eval/seconds": time.monotonic() - start}
 

@@ -95,6 +95,12 @@ class Times:
     push: float
     communication: float  # of logprobs and update
     bubble: float  # of logprobs and update
+    overlap: bool = False  # servers generate while the ranks train: `rollout.max_staleness`
+
+    @property
+    def waits(self) -> float:
+        """Seconds of a step in which the ranks wait for rollouts; below 0: in which the servers wait for the ranks."""
+        return self.generate - self.logprobs - self.update
 
     @property
     def training(self) -> float:
@@ -102,6 +108,8 @@ class Times:
 
     @property
     def step(self) -> float:
+        if self.overlap:
+            return max(self.generate, self.logprobs + self.update) + self.push
         return self.generate + self.training
 
 
@@ -337,6 +345,7 @@ def _times(
         push=push,
         communication=exchange_once + exchange_often + updates * reduce,
         bubble=once * idle_once + often * idle,
+        overlap=config.rollout.max_staleness > 0,
     )
 
 

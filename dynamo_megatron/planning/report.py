@@ -108,7 +108,7 @@ def _rest(plan: Plan) -> list[str]:
         "",
         "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
-        f"together {t.step:.1f}",
+        f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
         f"  of log-probs and update: pipeline bubble {t.bubble:.1f}, communication {t.communication:.1f}",
     ]
     if plan.servers is not None:
@@ -119,6 +119,12 @@ def _rest(plan: Plan) -> list[str]:
             f"  the servers make at most {budget / t.generate:.1f} rollouts a second; to keep up with training beside "
             f"them it would take {budget / t.training:.1f}",
         ]
+        if t.overlap:
+            who, whom = ("ranks", "servers") if t.waits > 0 else ("servers", "ranks")
+            lines.append(
+                f"  the {who} wait {abs(t.waits):.1f} s of each step for the {whom}: with rollout.placement split "
+                "`plan --search` divides the GPUs"
+            )
     shares = {"generation": t.generate, "log-probs": t.logprobs, "update": t.update, "the weights' push": t.push}
     longest = max(shares, key=lambda name: shares[name])
     fullest = max(plan.stages, key=lambda stage: stage.peak)

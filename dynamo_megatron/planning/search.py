@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.config.files import ConfigError
@@ -23,14 +24,37 @@ RECOMPUTE = ("none", "full")
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
     """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
     the shortest step first (within 10 % of it the simpler one), then those that do not, the least too much first.
-    Colocated servers are spread over all GPUs."""
+    Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split the cluster is divided
+    between ranks and servers in every way."""
+    plans = []
+    divided = _divided(cluster) if _divides(config) else [(cluster, None)]
+    for ranks, serving in divided:
+        plans += _of_ranks(config, spec, ranks, serving, work)
+    return _in_order(plans)
+
+
+def _divides(config: Config) -> bool:
+    return config.rollout.max_staleness > 0 and config.rollout.placement == "split"
+
+
+def _divided(cluster: Cluster) -> Iterator[tuple[Cluster, int]]:
+    """(the ranks' part, the servers' GPUs): whole nodes, or of a single node any numbers."""
+    unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
+    for gpus in range(unit, cluster.gpus, unit):
+        yield replace(cluster, gpus=gpus), cluster.gpus - gpus
+
+
+def _of_ranks(config: Config, spec: ModelSpec, cluster: Cluster, serving: int | None, work: Workload) -> list[Plan]:
+    """`cluster`: the ranks'. `serving`: GPUs of the servers where they have their own; None: as configured."""
     plans = []
     for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
         options = []
-        for server_tp in _powers(cluster.gpus_per_node):
+        for server_tp in _powers(min(cluster.gpus_per_node, serving or cluster.gpus_per_node)):
             changes = {"tp": server_tp}
             if config.rollout.placement == "colocated":
                 changes["servers"] = cluster.gpus // server_tp
+            elif serving is not None:
+                changes["servers"] = serving // server_tp
             candidate = config.model_copy(
                 update={
                     "parallel": parallel,
@@ -42,8 +66,9 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
                 options.append(make_plan(candidate, spec, cluster, work))
             except ConfigError:
                 continue  # the model's heads do not divide by this number of ranks
-        plans.append(_in_order(options)[0])
-    return _in_order(plans)
+        if options:
+            plans.append(_in_order(options)[0])
+    return plans
 
 
 def _in_order(plans: list[Plan]) -> list[Plan]:
@@ -85,13 +110,16 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
 def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
     """The best SHOWN of them, and what to write into a config for the first."""
     fitting = sum(plan.fits for plan in plans)
-    rows = [["rank", "tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "server tp", "GiB", "step s", "train s", "fits"]]
+    divides = bool(plans) and _divides(plans[0].config)
+    titles = ["rank", "tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "server tp", "GiB", "step s", "train s", "fits"]
+    rows = [[*titles[:1], "ranks", "server GPUs", *titles[1:]] if divides else titles]
     for number, plan in enumerate(plans[:SHOWN], 1):
         p = plan.config.parallel
         sizes = [p.tp, p.pp, p.vpp, p.cp, p.ep, plan.dp]
         rows.append(
             [
                 str(number),
+                *([str(plan.cluster.gpus), str(plan.servers.gpus)] if divides else []),
                 *map(str, sizes),
                 plan.config.trainer.recompute,
                 str(plan.config.rollout.tp),
@@ -111,5 +139,9 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         lines += cautions(plans[0])
+        if divides:
+            t, ranks = plans[0].times, plans[0].cluster.gpus
+            who, whom = ("ranks", "servers") if t.waits > 0 else ("servers", "ranks")
+            lines.append(f"with {ranks} ranks the {who} wait {abs(t.waits):.1f} s of each step for the {whom}")
         lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
     return "\n".join(lines)

@@ -225,7 +225,8 @@ class Policy:
             seed=self.config.seed,
         )
         engine_logprobs = torch.from_numpy(batch.rollouts.engine_logprobs)
-        tokens = StepTokens(stats.logprobs, engine_logprobs, reference_logprobs, shaped.advantages, shaped.weights)
+        old = engine_logprobs if self.config.algorithm.loss.old == "engine" else stats.logprobs
+        tokens = StepTokens(old, engine_logprobs, reference_logprobs, shaped.advantages, shaped.weights)
         if self.loss_function is not None:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:

@@ -30,6 +30,7 @@ class RecordedStep:
     successes: np.ndarray  # bool [S]
     energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 of the server: half of the energy to all of it
     lengths: np.ndarray | None = None  # int64 [S], response tokens
+    version: int | None = None  # its allocation knew the steps up to this one; None: all earlier steps and rounds
 
     @property
     def budget(self) -> int:
@@ -129,4 +130,5 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
             successes=np.array([rollout.success for rollout in rollouts], bool),
             energy=np.array([((1 - np.exp(r.engine_logprobs)) ** 2).sum() for r in rollouts], np.float64),
             lengths=np.array([len(rollout.engine_logprobs) for rollout in rollouts], np.int64),
+            version=dispatches[0].get("version"),
         )

@@ -31,14 +31,18 @@ def replay(
 ) -> np.ndarray:
     """Rollouts for every visit, int64 [V], by an allocator that sees the record as it would have in training.
 
-    Before a step it has observed the rollouts of the earlier ones: those that were sampled, whatever it would have
-    asked for. Its budget is the step's. `strata`: as for `RolloutAllocator`. Raises ValueError as `RolloutAllocator`.
+    Before a step it has observed the rollouts of the earlier ones, of a run that samples ahead those that were trained
+    on by then: what was sampled, whatever it would have asked for. Its budget is the step's. `strata`: as for
+    `RolloutAllocator`. Raises ValueError as `RolloutAllocator`.
     """
-    allocator, counts = RolloutAllocator(config, strata), []
-    for step in steps:
+    allocator, counts, observed = RolloutAllocator(config, strata), [], 0
+    for index, step in enumerate(steps):
+        while observed < index and (step.version is None or steps[observed].step <= step.version):
+            seen = steps[observed]
+            ids = [seen.prompt_ids[i] for i in seen.dispatch]
+            allocator.observe(ids, seen.rewards, seen.successes, seen.step, seen.energy, seen.lengths)
+            observed += 1
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
-        observed = [step.prompt_ids[i] for i in step.dispatch]
-        allocator.observe(observed, step.rewards, step.successes, step.step, step.energy, step.lengths)
     return np.concatenate(counts)
 
 

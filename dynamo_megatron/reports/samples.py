@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.run_record import read_config
-from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.store import read_typed_lines, step_files
 from dynamo_megatron.runtime.plain_text import escaped_line, printable
 from dynamo_megatron.types import Rollout
@@ -79,10 +78,10 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
             )
         files = [steps[choice.step]]
     elif choice.prompt_id is None:
-        files = next(([file] for file in reversed(files) if _begun(file)), files[-1:])
+        files = next(([file] for file in reversed(files) if next(_finished(file), None) is not None), files[-1:])
     found, prompts = {}, {}
     for file in files:
-        for rollout in read_typed_lines(file):
+        for rollout in _finished(file):
             prompts[rollout.prompt_id] = None
             if choice.prompt_id in (None, rollout.prompt_id):
                 found[rollout.rollout_id] = _Place(rollout.reward, rollout.step, rollout.rollout_id, file)
@@ -94,9 +93,9 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
     return [found[name] for name in sorted(found)]
 
 
-def _begun(file: Path) -> bool:
-    """Its first line is complete."""
-    return next(read_raw_lines(file), None) is not None
+def _finished(file: Path) -> Iterator[Rollout]:
+    """Without the responses that have only begun."""
+    return (rollout for rollout in read_typed_lines(file) if rollout.status != "partial")
 
 
 def _chosen(places: Sequence[_Place], choice: Choice) -> list[_Place]:
@@ -112,7 +111,7 @@ def _read(places: Sequence[_Place]) -> dict[str, Rollout]:
     """By rollout_id. A resumed run may discard lines meanwhile: so the later of two lines is found anew."""
     names = {place.rollout_id for place in places}
     files = dict.fromkeys(place.file for place in places)
-    found = {r.rollout_id: r for file in files for r in read_typed_lines(file) if r.rollout_id in names}
+    found = {r.rollout_id: r for file in files for r in _finished(file) if r.rollout_id in names}
     if gone := sorted(names - found.keys()):
         raise InputError(f"rollout {gone[0]} was discarded meanwhile by the run, which was resumed; try again")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -43,8 +43,8 @@ class Response:
     """A response of R tokens. `logprobs`: float [R], natural log of softmax(z/T) at the sampling temperature.
 
     `weight_versions`: (version, start, end) spans over the response. `finish_reason`: "stop" (the end token, if that is
-    what stopped it, is the last token), "length", or, with no tokens and `error` saying why, "abort" (timed out, or
-    ended by the engine) and "error" (refused by the server).
+    what stopped it, is the last token), "length", or, with `error` saying why, "abort" (timed out, or ended by the
+    engine, with the tokens until then where `rollout.max_staleness` is above 0) and "error" (refused by the server).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,6 +52,17 @@ class Response:
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     finish_reason: str = "error"
     error: str = ""
+
+    def continued(self, rest: Response) -> Response:
+        """This response and then `rest`, which was sampled after it."""
+        spans, start = list(self.weight_versions), len(self.tokens)
+        for version, first, end in rest.weight_versions:
+            if spans and spans[-1][0] == version:
+                first = spans.pop()[1] - start
+            spans.append((version, start + first, start + end))
+        return replace(
+            rest, tokens=self.tokens + rest.tokens, logprobs=self.logprobs + rest.logprobs, weight_versions=spans
+        )
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -181,9 +192,13 @@ class SGLangClient:
         """
         await self._control("POST", "/freeze_gc", CONTROL_TIMEOUT)
 
+    async def abort_all(self) -> None:
+        """Ends all requests under way. Raises RolloutError."""
+        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
+
     async def rest(self) -> None:
         """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
-        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
+        await self.abort_all()
         status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
         if status != 200:
             raise RolloutError(f"the rollout server {self.url} cannot come to rest: {status} {own_words(reply)}")
@@ -217,11 +232,31 @@ class SGLangClient:
         if meta["id"] != request.id:
             raise MalformedReply(f"a response to {own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
-            why = own_words(finish["message"])
-            return Response(finish_reason="abort", error=f"{request.name}: the engine aborted it: {why}")
+            aborted = Response(
+                finish_reason="abort", error=f"{request.name}: the engine aborted it: {own_words(finish['message'])}"
+            )
+            if not self._config.max_staleness or not meta.get("output_token_logprobs"):
+                return aborted
+            return self._until_aborted(request, self._sampled(request, meta, "length"), aborted.error)
         if isinstance(matched, str) and matched not in self._config.stop:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
             return Response(error=f"{request.name}: the engine stopped it: {own_words(matched)}")
+        response = self._sampled(request, meta, finish["type"])
+        end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
+        if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
+            raise MalformedReply(f"stopped by {own_words(matched)}, which the last token is not")
+        return response
+
+    def _until_aborted(self, request: Request, response: Response, why: str) -> Response:
+        """The engine samples one more token before it aborts, and does not look whether it ends the response."""
+        if response.tokens[-1] in self._sampling["stop_token_ids"]:
+            return replace(response, finish_reason="stop")
+        if len(response.tokens) == request.sampling["max_new_tokens"]:
+            return response
+        return replace(response, finish_reason="abort", error=why)
+
+    def _sampled(self, request: Request, meta: dict[str, Any], finish_reason: str) -> Response:
+        """Raises as `_response`."""
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         if not complete(meta):
             raise MalformedReply(f"{len(tokens)} tokens of a response of {own_words(meta['completion_tokens'])}")
@@ -232,7 +267,7 @@ class SGLangClient:
             tokens=tokens,
             logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
             weight_versions=[(_version(span["version"]), span["start"], span["end"]) for span in spans],
-            finish_reason=finish["type"],
+            finish_reason=finish_reason,
         )
         fault = response_fault(
             response.tokens,
@@ -242,9 +277,6 @@ class SGLangClient:
             vocab_size=self._vocab_size,
             max_new_tokens=request.sampling["max_new_tokens"],
         )
-        end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
-        if not fault and finish["type"] == "stop" and isinstance(end, int) and end != tokens[-1]:
-            fault = f"stopped by {own_words(matched)}, which the last token is not"
         if fault:
             raise MalformedReply(fault)
         return response

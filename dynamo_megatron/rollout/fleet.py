@@ -21,7 +21,7 @@ import aiohttp
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.announcements import Announced
-from dynamo_megatron.rollout.client import ConnectionLost, ServerLost, SGLangClient
+from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
@@ -30,6 +30,7 @@ from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
+ABORT_EVERY = 0.5  # seconds
 REFUSALS = 16  # requests in a row that a server does not take until it is restarted
 CONNECTIONS = REFUSALS // 2  # at most this many of the connections that are lost at one time count
 MOMENT = 1.0  # seconds
@@ -62,14 +63,41 @@ class Member:
     moment: float = -math.inf  # monotonic seconds: when the last moment began that connections were lost in
     lost: int = 0  # connections, in that moment
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
+    busy: float = 0.0  # seconds with a request under way, up to the last one's end
+    busy_since: float = 0.0  # monotonic seconds; of what is under way
+    rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
 
     @property
     def name(self) -> str:
         return self.endpoint.name
 
+    def enter(self, tokens: float) -> None:
+        """A request that is expected to come to `tokens`."""
+        if not self.load.requests:
+            self.busy_since = time.monotonic()
+        self.load.requests += 1
+        self.load.tokens += tokens
+
+    def leave(self, tokens: float) -> None:
+        self.load.requests -= 1
+        self.load.tokens -= tokens
+        if not self.load.requests:
+            self.busy += time.monotonic() - self.busy_since
+            self.rested.set()
+
+    def take_busy(self) -> float:
+        """Seconds with a request under way since the last call."""
+        now = time.monotonic()
+        if self.load.requests:
+            self.busy += now - self.busy_since
+            self.busy_since = now
+        busy, self.busy = self.busy, 0.0
+        return busy
+
 
 class Fleet:
-    """`on_change` is called when a server comes or goes. Use `open` within `session`'s life, and cancel nothing."""
+    """`listeners` are called when a server comes or goes, or has room again. Use `open` within `session`'s life, and
+    cancel nothing."""
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self._config, self._session = config, session
@@ -79,7 +107,10 @@ class Fleet:
         self._final: set[str] = set()  # names of those that will not come again
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first push
-        self.on_change: Callable[[], None] | None = None
+        self.pushing = False
+        self.listeners: list[Callable[[], None]] = []
+        self._watchers, self._watch_task = 0, None
+        self._idle_since: float | None = None
         self.restarts: Counter[str] = Counter()  # since the last report
         self.notes: list[str] = []  # since the last report
         self._names, self._sources = self._arrange()
@@ -154,8 +185,11 @@ class Fleet:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        if self.on_change is not None:
-            self.on_change()
+        self.wake()
+
+    def wake(self) -> None:
+        for listener in list(self.listeners):
+            listener()
 
     # -- who may answer --------------------------------------------------------------------------------------------
     def serving(self) -> dict[str, Member]:
@@ -180,6 +214,9 @@ class Fleet:
         """Until a server may answer. Raises PushNeeded where that takes a push, RolloutError where none comes up."""
         deadline = time.monotonic() + self._config.rollout.start_timeout
         while not self.serving():
+            if self.pushing:
+                await self._changed.wait()
+                continue
             if self.version is not None:
                 raise PushNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
             if self._final >= set(self._names) or not await self._change(deadline):
@@ -187,7 +224,7 @@ class Fleet:
 
     async def begin_push(self, version: int) -> list[Endpoint]:
         """As RolloutWorker.begin_push."""
-        self.version = version
+        self.version, self.pushing = version, True
         deadline = time.monotonic() + self._config.rollout.start_timeout
         while True:
             members = list(self._members.values())
@@ -207,27 +244,55 @@ class Fleet:
             elif (member := self._member(endpoint)) is not None:
                 member.version = version
                 member.source.served(endpoint.name)
+        self.pushing = False
+        self._announce()
         if not self.serving():
             raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
     async def _rest(self, member: Member) -> None:
         try:
-            await member.client.rest()
+            await self._finish_requests(member)
+            if not member.gone.done():
+                await member.client.rest()
         except RolloutError as error:
             self.condemn(member, str(error))
+
+    async def _finish_requests(self, member: Member) -> None:
+        """Until nothing of ours is under way there: by `rollout.at_push` each response is ended where it is, and goes
+        on under the new weights, or comes to its end."""
+        deadline, silence = time.monotonic() + CONTROL_TIMEOUT, Silence()
+        partial, limit = self._config.rollout.at_push == "partial", self._config.rollout.health_timeout
+        while member.load.requests and not member.gone.done():
+            member.rested.clear()
+            if partial:
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"{member.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
+                await member.client.abort_all()  # again and again: a request may have been on its way
+            elif await self._answers(member, silence):
+                silence.heard()
+            else:
+                raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_EVERY if partial else HEALTH_EVERY):
+                    await member.rested.wait()
 
     # -- watching --------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Meanwhile those that may answer are asked for their health, which an idle one generates a token for: neither
         a push nor released memory, as a restarted one's is, would stand that."""
-        watch = asyncio.create_task(self._watch())
+        self._watchers += 1
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch())
         try:
             yield
         finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            self._watchers -= 1
+            if not self._watchers:
+                watch, self._watch_task = self._watch_task, None
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
 
     async def _watch(self) -> None:
         tasks: dict[Member, asyncio.Task] = {}
@@ -246,11 +311,13 @@ class Fleet:
         limit, silence = self._config.rollout.health_timeout, Silence()
         while not member.gone.done():
             await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
-            if await self._answers(member, silence):
+            if member.version is None:
+                silence.heard()
+            elif await self._answers(member, silence):
                 silence.heard()
                 with contextlib.suppress(RolloutError):
                     member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share(HEALTH_EVERY))
-            elif silence.look() >= limit:
+            elif member.version is not None and silence.look() >= limit:  # a push may have begun meanwhile
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
     async def _answers(self, member: Member, silence: Silence) -> bool:
@@ -289,6 +356,17 @@ class Fleet:
         for name, share in shares.items():
             if share > REJECTED_SHARE and name in self._members:
                 self.condemn(self._members[name], f"{share:.0%} of its rollouts were rejected")
+
+    def work_begins(self) -> None:
+        self._idle_since = self._idle_since or time.monotonic()
+
+    def idle_share(self) -> float:
+        """Of the time since the last call (the first time: since `work_begins`), on average over the servers that are
+        up: without a request under way."""
+        before, self._idle_since = self._idle_since, time.monotonic()
+        busy = [member.take_busy() for member in self._members.values()]
+        seconds = max(1e-9, self._idle_since - before)
+        return 1 - min(1.0, sum(busy) / (seconds * len(busy))) if busy else 1.0
 
     def report(self) -> tuple[dict[str, ServerUse], list[str]]:
         """What happened since the last report: by server, and in words."""

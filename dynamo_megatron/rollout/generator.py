@@ -6,22 +6,26 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatched import Dispatched
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling
@@ -58,6 +62,10 @@ class Generator:
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         self._interrupted: StepSession | None = None  # the last one, where it ended for want of a server
+        self._dispatched: dict[int, Dispatched] = {}  # by step
+        self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
+        self._first_push: int | None = None  # the version of this process's first one
+        self._counted: StepSession | None = None  # whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -73,6 +81,7 @@ class Generator:
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
         self._fleet_run = asyncio.create_task(self._fleet.run())
         self._stack.push_async_callback(self._end_fleet)
+        self._stack.push_async_callback(self._end_dispatched)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         await self._watched(self._fleet.wait_started())
@@ -100,10 +109,31 @@ class Generator:
         raise RolloutError(f"the rollout servers are no longer looked after: {error!r}") from error
 
     async def begin_push(self, version: int) -> list[Endpoint]:
-        return await self._fleet.begin_push(version)
+        if self._first_push is None:
+            self._first_push = version
+            if staleness := self._config.rollout.max_staleness:
+                await self._on_disk(self._store.remove_after, version + 1 + staleness)
+        if self._evaluation is not None:  # it belongs to the weights that the servers still have
+            await asyncio.wait([self._evaluation])
+        endpoints = await self._fleet.begin_push(version)
+        for dispatched in self._dispatched.values():
+            await self._keep_begun(dispatched.session, dispatched.sampling.begun)
+        return endpoints
+
+    async def _keep_begun(self, session: StepSession, begun: Mapping[str, Response]) -> None:
+        """So that a resumed run continues these responses."""
+        if lines := self._partial(session.step, session.wanted, begun):
+            await self._on_disk(self._store.append, *lines)
+
+    def _partial(self, step: int, wanted: Mapping[str, Prompt], begun: Mapping[str, Response]) -> list[Rollout]:
+        """Lines of the step's file."""
+        lines = [self._unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
+        return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_push(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_push(version, outcomes)
+        for dispatched in self._dispatched.values():
+            dispatched.pushed()
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():
@@ -114,7 +144,7 @@ class Generator:
         rollout = self._config.rollout
         session = await self._open_session(step, prompts, counts, first)
         self._answered = session.answered
-        self.done = len(session.rollouts)
+        self._count(session)
         deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
         requests = session.requests(self._lengths, self._config.seed)
         sampling = Sampling(self._fleet, rollout, requests, functools.partial(self._take, session), deadline)
@@ -132,14 +162,48 @@ class Generator:
         session.use(uses)
         return session.result(said)
 
+    async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+        """As RolloutWorker.dispatch."""
+        self._fleet.work_begins()
+        session = await self._open_session(step, prompts, counts, 0)
+        older = [dispatched.sampling for dispatched in self._dispatched.values()]
+        requests = session.requests(self._lengths, self._config.seed)
+        take = functools.partial(self._take, session)
+        sampling = Sampling(self._fleet, self._config.rollout, requests, take, after=older)
+        self._dispatched[step] = Dispatched(session, sampling)
+
+    async def _end_dispatched(self) -> None:
+        for dispatched in self._dispatched.values():
+            await dispatched.end()
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.wait([self._evaluation])
+
+    async def collect(self, step: int) -> RolloutResult:
+        """As RolloutWorker.collect."""
+        dispatched = self._dispatched[step]
+        session = dispatched.session
+        self._answered = session.answered
+        self._count(session)
+        await dispatched.over()
+        del self._dispatched[step]
+        session.add(dispatched.sampling)
+        self._check_rewards(session)
+        uses, said = self._fleet.report()
+        session.use(uses)
+        ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
+        ahead = Ahead(ready, groups - ready, self._fleet.idle_share())
+        return dataclasses.replace(session.result(said), ahead=ahead)
+
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
     ) -> StepSession:
         """The interrupted session if it asks for the same, else one with the rollouts that are on disk already."""
         notes = []
+        complete = max(1, step - self._config.rollout.max_staleness)  # files of the steps before that are
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
-            notes = [f"step {step}: {note}" for note in await self._on_disk(self._retention.trim, step)]
+            notes = [f"step {step}: {note}" for note in await self._on_disk(self._retention.trim, complete)]
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
@@ -153,7 +217,7 @@ class Generator:
             uses = session.uses
         reuse = await self._on_disk(self._reusable, step, wanted, range(first, first + len(prompts)))
         notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-        session = StepSession(step, wanted, version, reuse.kept, notes, len(reuse.discarded), uses)
+        session = StepSession(step, wanted, version, reuse.kept, notes, len(reuse.discarded), reuse.begun, uses)
         reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
         await asyncio.to_thread(session.arena.grow, reused)
         return session
@@ -166,15 +230,16 @@ class Generator:
         rollout, failure = await self._score(session.step, request.name, prompt, response, server)
         await self._keep(rollout)
         session.keep(rollout, failure)
-        self._finished(response)
+        if session is self._counted:
+            self._finished(response)
 
     async def _keep(self, rollout: Rollout) -> None:
         """Until it is on disk. What gets ready during a write is written together by the next one."""
         self._ready.append(rollout)
         async with self._writing:
             ready, self._ready = self._ready, []
-            if ready:
-                await self._on_disk(self._store.append, *ready)
+            for _, of_step in itertools.groupby(ready, key=lambda rollout: rollout.step):
+                await self._on_disk(self._store.append, *of_step)
 
     async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
         """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
@@ -196,7 +261,8 @@ class Generator:
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 
-    async def evaluate(self, prompts: Sequence[Prompt]) -> list[ProblemResult]:
+    async def evaluate(self, prompts: Sequence[Prompt], beside: bool = False) -> list[ProblemResult]:
+        """`beside`: other commands are carried out meanwhile, whose responses `done` counts; a push waits for it."""
         config, samples = self._config.eval, self._config.eval.samples
         call = uuid.uuid4().hex[:8]
         outcomes: dict[str, tuple[Response, Score, str]] = {}
@@ -208,7 +274,8 @@ class Generator:
             if not response.error:
                 score = await self._pool.score(by_group[request.group], text)
             outcomes[request.name] = response, score, text
-            self._finished(response)
+            if not beside:
+                self._finished(response)
 
         requests = [
             Request(
@@ -224,7 +291,7 @@ class Generator:
             for group, prompt in by_group.items()
             for k in range(samples)
         ]
-        await Sampling(self._fleet, self._config.rollout, requests, take).run()
+        await Sampling(self._fleet, self._config.rollout, requests, take, urgent=beside).run()
         failed = [r.error for r, _, _ in outcomes.values() if r.error]
         if len(failed) == len(outcomes):
             raise RolloutError(f"evaluation: none of {len(outcomes)} responses came; the first: {failed[0]}")
@@ -252,6 +319,13 @@ class Generator:
             )
         return results
 
+    async def begin_evaluation(self, prompts: Sequence[Prompt]) -> None:
+        self._evaluation = asyncio.create_task(self.evaluate(prompts, beside=True))
+
+    async def end_evaluation(self) -> list[ProblemResult]:
+        task, self._evaluation = self._evaluation, None
+        return await task
+
     async def rescore(self, prompts: Sequence[Prompt], results: Sequence[ProblemResult]) -> list[ProblemResult]:
         async def scored(prompt: Prompt, result: ProblemResult) -> ProblemResult:
             scores = await asyncio.gather(*(self._pool.score(prompt, text) for text in result.responses))
@@ -266,6 +340,9 @@ class Generator:
 
         return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
+    def _count(self, session: StepSession) -> None:
+        self._counted, self.done = session, len(session.rollouts)
+
     def _finished(self, response: Response) -> None:
         self.done += 1
         self.tokens += len(response.tokens)
@@ -274,8 +351,16 @@ class Generator:
         self, step: int, name: str, prompt: Prompt, response: Response, server: str
     ) -> tuple[Rollout, str]:
         """The rollout, and how its reward failed where it did."""
-        failure = ""
-        rollout = Rollout(
+        failure, rollout = "", self._unscored(step, name, prompt, response, server)
+        if not response.error:
+            rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            score = await self._pool.score(prompt, text)
+            rollout.reward, rollout.success = score.reward, score.success
+            rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
+        return rollout, failure
+
+    def _unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
+        return Rollout(
             rollout_id=name,
             group_id=name.rpartition("-")[0],
             prompt_id=prompt.prompt_id,
@@ -294,17 +379,15 @@ class Generator:
             response="",
             answer=plain_data(prompt.answer),
         )
-        if not response.error:
-            rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            score = await self._pool.score(prompt, text)
-            rollout.reward, rollout.success = score.reward, score.success
-            rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
-        return rollout, failure
 
     def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> Reuse:
         """What an interrupted run left of these positions of the step. The file keeps nothing else of them."""
-        version, longest = self._fleet.version or 0, self._config.rollout.max_new_tokens
-        reuse = reusable(self._store.lines(step), wanted, positions, version, self._vocab_size, longest)
-        if reuse.discarded:
-            self._store.discard(step, reuse.discarded)
+        rollout, version = self._config.rollout, self._fleet.version or 0
+        versions = range(version, version + 1)
+        if rollout.max_staleness:  # later ones than the first are of weights that may not come again
+            versions = range(step - 1 - rollout.max_staleness, (self._first_push or 0) + 1)
+        lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
+        reuse = reusable(lines, wanted, positions, versions, *limits, continues=rollout.max_staleness > 0)
+        if gone := reuse.discarded.keys() | reuse.begun.keys():
+            self._store.discard(step, gone, self._partial(step, wanted, reuse.begun))
         return reuse

@@ -40,6 +40,7 @@ class RecordedRollouts:
         self._folder, self._evaluator = Path(folder), evaluator
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
+        self._dispatched: dict[int, tuple[list[Prompt], list[int]]] = {}
         if not (self._folder / "rollouts").is_dir():
             raise InputError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
@@ -70,6 +71,23 @@ class RecordedRollouts:
 
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
         """Nothing to do: the record stays as it is, and a replay of it rejects them again."""
+
+    def dispatch(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        counts: Sequence[int],
+        on_poll: Callable[[], None] | None = None,
+    ) -> None:
+        self._dispatched[step] = list(prompts), list(counts)
+
+    def collect(
+        self,
+        step: int,
+        on_poll: Callable[[], None] | None = None,
+        on_count: Callable[[int, int], None] | None = None,
+    ) -> RolloutResult:
+        return self.generate(step, *self._dispatched.pop(step), on_poll, on_count)
 
     def generate(
         self,

@@ -73,6 +73,16 @@ class Accounted:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Of a run whose servers work ahead of its ranks, when a step's rollouts were there: groups of later steps that
+    are complete, those that are not, and the share of the time since the step before in which servers were idle."""
+
+    ready: int
+    under_way: int
+    idle_share: float
+
+
+@dataclass(frozen=True)
 class RolloutResult:
     """The rollouts of one step.
 
@@ -92,6 +102,7 @@ class RolloutResult:
     reward_errors: int = 0
     rejected_tokens: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
+    ahead: Ahead | None = None  # None: nothing is generated ahead
 
     @classmethod
     def of(

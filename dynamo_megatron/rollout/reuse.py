@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.result import Accounted, position_of
 from dynamo_megatron.rollout.validation import identity_fault, rollout_fault
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
-DAMAGED = "damaged"
+DAMAGED, OTHER_VERSION = "damaged", "of another weight version"
 
 
 @dataclass
 class Reuse:
-    """`kept` and `discarded` (why) by rollout_id; `damage`: what is wrong with the first one that is damaged."""
+    """By rollout_id: those `kept`, those `discarded` (why), and responses that are `begun`: they are continued.
+    `damage`: what is wrong with the first one that is damaged."""
 
     kept: dict[str, Accounted] = field(default_factory=dict)
+    begun: dict[str, Response] = field(default_factory=dict)
     discarded: dict[str, str] = field(default_factory=dict)
     damage: str = ""
 
@@ -29,6 +32,8 @@ class Reuse:
         notes = []
         if self.kept:
             notes.append(f"{len(self.kept)} rollouts of an interrupted run are reused, with their rewards")
+        if self.begun:
+            notes.append(f"{len(self.begun)} responses that an interrupted run has begun are continued")
         if self.discarded:
             counts = sorted(Counter(self.discarded.values()).items())
             reasons = [f"{count} {why}" for why, count in counts]
@@ -41,12 +46,14 @@ def reusable(
     lines: Iterable[Rollout],
     wanted: Mapping[str, Prompt],
     positions: range,
-    version: int,
+    versions: range,
     vocab_size: int,
     max_new_tokens: int,
+    continues: bool = False,
 ) -> Reuse:
     """Of `lines` those at `positions` of the step: kept are the sound ones of the prompts `wanted` (by rollout_id) that
-    weights of `version` sampled. Of two lines with one rollout_id the later one counts."""
+    weights of `versions` sampled. Of two lines with one rollout_id the later one counts. `continues`: of the other
+    responses as many tokens as these weights have sampled are begun."""
     reuse = Reuse()
     for rollout in lines:
         name, damage = str(rollout.rollout_id), identity_fault(rollout)
@@ -54,16 +61,39 @@ def reusable(
             continue
         why = DAMAGED if damage else _unwanted(rollout, wanted)
         if not why:
-            damage = rollout_fault(rollout, vocab_size=vocab_size, max_new_tokens=max_new_tokens)
-            why = DAMAGED if damage else _of_others(rollout, wanted[name], version)
+            complete = replace(rollout, finish_reason="length") if rollout.status == "partial" else rollout
+            damage = rollout_fault(complete, vocab_size=vocab_size, max_new_tokens=max_new_tokens)
+            why = DAMAGED if damage else _of_others(rollout, wanted[name], versions)
         reuse.damage = reuse.damage or (damage and f"{on_one_line(name, 80)}: {damage}")
         reuse.kept.pop(name, None)
         reuse.discarded.pop(name, None)
-        if why:
-            reuse.discarded[name] = why
+        if why == "rejected":  # what its server began is not the policy's either
+            reuse.begun.pop(name, None)
+        if why in ("", OTHER_VERSION) and continues and (why or rollout.status == "partial"):
+            begun = _begun(rollout, versions)
+            if len(begun.tokens) > len(reuse.begun.get(name, begun).tokens) or name not in reuse.begun:
+                reuse.begun[name] = begun
+        elif why or rollout.status == "partial":
+            reuse.discarded[name] = why or OTHER_VERSION
         else:
             reuse.kept[name] = Accounted.of(rollout)
+    for name, response in list(reuse.begun.items()):
+        if name in reuse.kept or not response.tokens:
+            del reuse.begun[name]
+            if name not in reuse.kept:
+                reuse.discarded[name] = OTHER_VERSION
     return reuse
+
+
+def _begun(rollout: Rollout, versions: range) -> Response:
+    """What the first weights of the response have sampled, up to those that are not in `versions`."""
+    spans, prompt = [], rollout.response_mask.count(0)
+    for span in rollout.weight_versions:
+        if span[0] not in versions:
+            break
+        spans.append(span)
+    end = spans[-1][2] if spans else 0
+    return Response(rollout.tokens[prompt : prompt + end], rollout.engine_logprobs[:end], spans, "abort")
 
 
 def _unwanted(rollout: Rollout, wanted: Mapping[str, Prompt]) -> str:
@@ -75,10 +105,10 @@ def _unwanted(rollout: Rollout, wanted: Mapping[str, Prompt]) -> str:
     return "" if rollout.rollout_id in wanted else "of another prompt"
 
 
-def _of_others(rollout: Rollout, prompt: Prompt, version: int) -> str:
+def _of_others(rollout: Rollout, prompt: Prompt, versions: range) -> str:
     tokens = rollout.tokens[: rollout.response_mask.count(0)]
     if rollout.prompt_id != prompt.prompt_id or tokens != prompt.tokens:
         return "of another prompt"
-    if any(v != version for v, _, _ in rollout.weight_versions):
-        return "of another weight version"
+    if any(v not in versions for v, _, _ in rollout.weight_versions):
+        return OTHER_VERSION
     return ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response, ServerLost
@@ -34,6 +34,8 @@ class Request:
     lost: list[str] = field(default_factory=list)  # servers that it was lost with
     refused: list[str] = field(default_factory=list)  # servers that refused it
     limit: float | None = None  # monotonic seconds: the rollout has taken too long; from its first dispatch on
+    begun: Response | None = None  # what older weights have sampled of it
+    pushes: int = 0  # that interrupted it
 
 
 class Sampling:
@@ -50,11 +52,15 @@ class Sampling:
         requests: Sequence[Request],
         take: Callable[[Request, Response, str], Awaitable[None]],
         deadline: float | None = None,
+        after: Sequence[Sampling] = (),
+        urgent: bool = False,
     ):
         """`take(request, response, server)` is called once for each request as its response arrives. Requests without
-        an outcome at `deadline` (monotonic seconds) are aborted.
+        an outcome at `deadline` (monotonic seconds) are aborted. `after`: asks for nothing while one of these still
+        has something to ask for. `urgent`: the first to ask where a server has room again.
         """
         self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
+        self._after, self._urgent = after, urgent
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
         self._pending = deque(requests[i] for i in order)
         self._group_tokens: dict[str, float] = defaultdict(float)
@@ -63,6 +69,7 @@ class Sampling:
         self._home: dict[str, str] = {}  # group -> the server that it is on
         self._under_way = 0
         self._wake = asyncio.Event()
+        self._asked: Counter[Member] = Counter()  # requests under way
         self._busy_since: dict[Member, float] = {}
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
@@ -71,7 +78,7 @@ class Sampling:
     async def run(self) -> None:
         """Raises PushNeeded, once all that came has been taken, where no server is left to ask, RolloutError where
         none comes up, and what `take` raises at once."""
-        self._fleet.on_change = self._wake.set
+        self._fleet.listeners.insert(0 if self._urgent else len(self._fleet.listeners), self._wake.set)
         try:
             while self._pending:
                 await self._fleet.wait_serving()
@@ -80,26 +87,39 @@ class Sampling:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            self._fleet.on_change = None
+            self._fleet.listeners.remove(self._wake.set)
+            self._after = ()  # else each step would hold the one before it, and its rollouts
+
+    @property
+    def begun(self) -> dict[str, Response]:
+        """What there is, by request, of responses that a push has interrupted and that wait for the new weights."""
+        return {request.name: request.begun for request in self._pending if request.begun is not None}
 
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
         """Returns when nothing is under way and nothing can be: all have been asked, or no server is left."""
+        fleet = self._fleet
         while True:
             self._wake.clear()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 while self._pending:
                     tasks.create_task(self._done(self._pending.popleft(), self._late(), ""))
-            servers = self._fleet.serving()
-            while self._pending and (member := self._choose(self._pending[0], servers)) is not None:
+            servers, waiting = fleet.serving(), bool(self._pending)
+            while self._pending and self._first and (member := self._choose(self._pending[0], servers)) is not None:
                 request = self._pending.popleft()
                 self._enter(request, member)
                 tasks.create_task(self._one(request, member))
-            if not self._under_way:
+            if waiting and not self._pending:
+                fleet.wake()  # those after this one
+            if not self._under_way and not (self._pending and (servers or fleet.pushing)):
                 return
             with contextlib.suppress(TimeoutError):
                 left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
                 async with asyncio.timeout(left if self._pending else None):
                     await self._wake.wait()
+
+    @property
+    def _first(self) -> bool:
+        return not any(sampling._pending for sampling in self._after)
 
     def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
         failed = {*request.refused, *request.lost}  # there: another server is asked where there is one
@@ -112,18 +132,18 @@ class Sampling:
     def _enter(self, request: Request, member: Member) -> None:
         self._under_way += 1
         self._home[request.group] = member.name
-        if not member.load.requests:
+        if not self._asked[member]:
             self._busy_since[member] = time.monotonic()
-        member.load.requests += 1
-        member.load.tokens += request.expected
+        self._asked[member] += 1
+        member.enter(request.expected)
 
     def _leave(self, request: Request, member: Member) -> None:
         self._under_way -= 1
-        member.load.requests -= 1
-        member.load.tokens -= request.expected
-        if not member.load.requests:
+        self._asked[member] -= 1
+        member.leave(request.expected)
+        if not self._asked[member]:
             self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
-        self._wake.set()
+        self._fleet.wake()
 
     async def _one(self, request: Request, member: Member) -> None:
         """Asks one server; what it does not answer is pending again."""
@@ -140,6 +160,9 @@ class Sampling:
             response = Response(error=f"{request.name}: lost with {', '.join(request.lost)}; the last: {error}")
         finally:
             self._leave(request, member)
+        if response.finish_reason == "abort" and member.version is None and time.monotonic() < request.limit:
+            self._interrupted(request, response, member.name)
+            return
         if response.finish_reason == "error":
             if not request.refused and len(self._fleet.serving()) > 1:
                 request.refused.append(member.name)  # it may be that server's fault: another one is asked
@@ -151,19 +174,30 @@ class Sampling:
                 self._fleet.refused(name, f"it refused {request.name}, which {member.name} answered")
         await self._done(request, response, member.name)
 
+    def _interrupted(self, request: Request, response: Response, server: str) -> None:
+        """New weights came. It goes on under those."""
+        request.pushes += 1
+        if response.tokens:
+            request.begun = response if request.begun is None else request.begun.continued(response)
+            self.uses[server].tokens += len(response.tokens)
+        self._pending.appendleft(request)
+
     async def _ask(self, request: Request, member: Member) -> Response:
         """Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
         until = min(request.limit, self._deadline or request.limit)
-        attempts = len(request.lost) + len(request.refused)
+        attempts = len(request.lost) + len(request.refused) + request.pushes
+        most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
+        if begun:
+            most = (most or self._config.max_new_tokens) - len(begun)
         asked = asyncio.create_task(
             member.client.generate(
                 f"{request.name}-{attempts}" if attempts else request.name,
-                request.prompt_tokens,
+                [*request.prompt_tokens, *begun] if begun else request.prompt_tokens,
                 timeout=max(0.0, until - now),
                 temperature=request.temperature,
-                max_new_tokens=request.max_new_tokens,
+                max_new_tokens=most,
                 seed=request.seed,
             )
         )
@@ -186,6 +220,10 @@ class Sampling:
     async def _done(self, request: Request, response: Response, server: str) -> None:
         self.finished.append(time.monotonic())
         self.uses[server].tokens += len(response.tokens)
+        if response.error:
+            response = replace(response, tokens=[], logprobs=[], weight_versions=[])
+        elif request.begun is not None:
+            response = request.begun.continued(response)
         await self._take(request, response, server)
 
 

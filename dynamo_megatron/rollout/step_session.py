@@ -30,6 +30,7 @@ class StepSession:
     rollouts: dict[str, Accounted]  # those that have an outcome, by rollout_id
     notes: list[str]  # for the user
     discarded: int  # rollouts of an interrupted run
+    begun: Mapping[str, Response] = field(default_factory=dict)  # by it, by rollout_id
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
@@ -52,6 +53,7 @@ class StepSession:
                 prompt.tokens,
                 lengths(prompt.prompt_id),
                 derived_seed(seed, "rollout", name),
+                begun=self.begun.get(name),
             )
             for name, prompt in self.wanted.items()
             if name not in self.rollouts
@@ -98,6 +100,14 @@ class StepSession:
         """Whether there are rollouts, and the reward of each has failed."""
         statuses = {r.status for r in self.rollouts.values()} - set(NOT_TRAINED)
         return bool(statuses) and statuses <= set(UNSCORED)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups of which every rollout has an outcome, and all groups."""
+        groups = {name.rpartition("-")[0] for name in self.wanted}
+        return len(groups - {name.rpartition("-")[0] for name in self.wanted.keys() - self.rollouts.keys()}), len(
+            groups
+        )
 
     def result(self, said: Sequence[str]) -> RolloutResult:
         """`said`: the fleet's notes."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
@@ -17,6 +17,7 @@ from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
+OPEN_FILES = 16  # of steps that are written at the same time: with `rollout.max_staleness` several are
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -37,14 +38,15 @@ def step_files(folder: str | os.PathLike) -> dict[int, Path]:
 def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file in the order of their first line; of two lines with one rollout_id the later one counts.
 
-    A last line that a kill has torn is left out. Raises ValueError (path:line) for any other line that is not a
-    rollout of a step, and where bytes are damaged.
+    Responses that were only begun and a last line that a kill has torn are left out. Raises ValueError (path:line) for
+    any other line that is not a rollout of a step, and where bytes are damaged.
     """
     found = {}
     for number, rollout in enumerate(read_typed_lines(path), 1):
         if fault := identity_fault(rollout):
             raise InputError(f"{path}:{number}: {fault}")
-        found[rollout.rollout_id] = rollout
+        if rollout.status != "partial":
+            found[rollout.rollout_id] = rollout
     return list(found.values())
 
 
@@ -105,8 +107,7 @@ class RolloutStore:
 
     def __init__(self, output_dir: str | os.PathLike):
         self._folder = Path(output_dir)
-        self._step: int | None = None
-        self._descriptor = -1
+        self._descriptors: dict[int, int] = {}  # of the files that are open, by step
         step_file(self._folder, 0).parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, *rollouts: Rollout) -> None:
@@ -114,9 +115,7 @@ class RolloutStore:
         step = rollouts[0].step
         frames = b"".join(compressed(rollout.to_json().encode() + b"\n") for rollout in rollouts)
         try:
-            if step != self._step:
-                self._open(step)
-            written = os.write(self._descriptor, frames)
+            written = os.write(self._open(step), frames)
         except OSError as error:
             self.close()
             raise self._cannot_write(step, error.strerror) from error
@@ -140,38 +139,53 @@ class RolloutStore:
         if found:
             self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
 
-    def discard(self, step: int, rollout_ids: Collection[str]) -> None:
-        """Leaves these rollouts out of the file of this step. The file may be another's, and its ids any JSON: those
-        that are no texts go by `str` of them."""
+    def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
+        """Leaves these rollouts out of the file of this step, and adds `instead`, at once. The file may be another's,
+        and its ids any JSON: those that are no texts go by `str` of them."""
         names = set(rollout_ids)
         self.close()
         try:
-            self._rewrite(step, lambda line: str(Rollout.from_json(line).rollout_id) not in names)
+            self._rewrite(step, lambda line: str(Rollout.from_json(line).rollout_id) not in names, instead)
         except OSError as error:
             raise self._cannot_write(step, error.strerror) from error
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._step, self._descriptor = None, -1
-
-    def _open(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
+        """The files of later steps."""
         self.close()
+        try:
+            for later, path in step_files(self._folder).items():
+                if later > step:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._cannot_write(later, error.strerror) from error
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _open(self, step: int) -> int:
+        if step in self._descriptors:
+            return self._descriptors[step]
         path = step_file(self._folder, step)
         if path.suffix != ".zst":
             self._rewrite(step, lambda line: True)
             path = step_file(self._folder, step)
         path.with_suffix("").unlink(missing_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        self._step = step
-        os.ftruncate(self._descriptor, max((end for _, end in whole_frames(self._descriptor, path)), default=0))
+        while len(self._descriptors) >= OPEN_FILES:
+            os.close(self._descriptors.pop(min(self._descriptors)))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        self._descriptors[step] = descriptor
+        os.ftruncate(descriptor, max((end for _, end in whole_frames(descriptor, path)), default=0))
+        return descriptor
 
-    def _rewrite(self, step: int, keeps: Callable[[bytes], bool]) -> None:
-        """The file of this step with the lines for which `keeps` is true, compressed if it was not."""
+    def _rewrite(self, step: int, keeps: Callable[[bytes], bool], more: Sequence[Rollout] = ()) -> None:
+        """The file of this step with the lines for which `keeps` is true and those of `more`, compressed if it was
+        not."""
         path = step_file(self._folder, step)
         final = path.with_name(f"step-{step:06d}.jsonl.zst")
         with replacing(final) as kept:
             kept.writelines(compressed(line) for line in read_raw_lines(path) if keeps(line))
+            kept.writelines(compressed(rollout.to_json().encode() + b"\n") for rollout in more)
 
     def _cannot_write(self, step: int, why: str) -> RolloutError:
         return RolloutError(f"{step_file(self._folder, step)}: cannot write rollouts: {why}")

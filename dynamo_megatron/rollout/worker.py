@@ -103,6 +103,30 @@ class RolloutWorker:
         check_request(prompts, counts)
         return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)
 
+    def dispatch(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        counts: Sequence[int],
+        on_poll: Callable[[], None] | None = None,
+    ) -> None:
+        """Begins what `generate` does, and returns: `collect` waits for it. Steps are dispatched in order, and servers
+        are asked for those of a step once all of the steps before it have been asked for. A push leaves what is under
+        way as `rollout.at_push` says. Rollouts of an interrupted run are reused where weights sampled them that the
+        step may have (`rollout.max_staleness`) and that this run began with. Raises ValueError for a malformed request.
+        """
+        check_request(prompts, counts)
+        self._call("dispatch", (step, list(prompts), [int(n) for n in counts]), on_poll)
+
+    def collect(
+        self,
+        step: int,
+        on_poll: Callable[[], None] | None = None,
+        on_count: Callable[[int, int], None] | None = None,
+    ) -> RolloutResult:
+        """The rollouts of a step that was dispatched, once all are there. Raises as `generate`."""
+        return self._call("collect", (step,), on_poll, on_count)
+
     def evaluate(
         self,
         prompts: Sequence[Prompt],
@@ -115,6 +139,15 @@ class RolloutWorker:
         """
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
+
+    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None] | None = None) -> None:
+        """Begins what `evaluate` does, and returns: `end_evaluation` waits for it, and so does the next push."""
+        check_request(prompts, [self._config.eval.samples] * len(prompts))
+        self._call("begin_evaluation", (list(prompts),), on_poll)
+
+    def end_evaluation(self, on_poll: Callable[[], None] | None = None) -> list[ProblemResult]:
+        """As `evaluate`. Raises PushNeeded, too, where its servers were lost."""
+        return self._call("end_evaluation", (), on_poll)
 
     def rescore(
         self,

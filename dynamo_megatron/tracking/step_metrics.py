@@ -13,6 +13,7 @@ from dynamo_megatron.algorithm.gradient_noise import PREFIX
 from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.result import KINDS
 from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 from dynamo_megatron.tracking.variance_proxy import variance_proxy
 
@@ -43,6 +44,7 @@ class StepRecord:
     result: RolloutResult  # of all rounds, without what was rejected
     drawing: Mapping[str, float]  # metrics of the prompts' selection
     score_ratio: float | None = None  # of the baselines; None: the method has none from history
+    version: int | None = None  # of the weights when a step that is sampled ahead was dispatched
 
     @property
     def counts(self) -> np.ndarray:
@@ -57,7 +59,8 @@ class StepRecord:
         """The lines of allocation.jsonl; those of a later round say which."""
         for number, allocation in enumerate(self.allocations):
             for row in allocation.rows():
-                yield {**row, "round": number} if number else row
+                row |= {"round": number} if number else {}
+                yield row if self.version is None else {**row, "version": self.version}
 
 
 def _mean(values) -> float:
@@ -76,10 +79,15 @@ def step_metrics(
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
     `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
-    what was trained on. An option brings its own: `policy/selected_share`, `reward/overlong_penalty`,
+    what was trained on, the gap about its tokens of the newest weights. An option brings its own:
+    `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-    `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`.
+    `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`. With
+    `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
+    sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always
+    0), `rollout/groups_ready` and `groups_under_way` (of later steps), `fleet/idle_share` (of the servers' time since
+    the step before, without a request) and `time/wait_rollouts` (the same as `time/generate`).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
@@ -89,7 +97,7 @@ def step_metrics(
     differs = informative(sampled.rewards, sampled.group_ids)
     differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
-    gap = np.abs(difference)
+    gap = np.abs(difference[rollouts.weight_versions == record.step - 1])
     apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
     made = [u for u in updates if not u["skipped"]]
     grad_norm = sum(u["grad_norm"] for u in made) / max(1, len(made))
@@ -98,8 +106,8 @@ def step_metrics(
         "step": record.step,
         **_sampled(result),
         "rollout/zero_variance_groups": 1 - differing / groups,
-        "rollout/weight_version_min": int(sampled.weight_versions.min()),
-        "rollout/weight_version_max": int(sampled.weight_versions.max()),
+        "rollout/weight_version_min": int(sampled.weight_versions.min()) if len(sampled.weight_versions) else -1,
+        "rollout/weight_version_max": int(sampled.weight_versions.max(initial=-1)),
         "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
         "rollout/logprob_gap_mean": _mean(gap),
         **fleet_metrics(result),
@@ -110,19 +118,19 @@ def step_metrics(
         "allocation/history_share": record.history_share,
         **record.drawing,
         "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
-        "policy/entropy": float(stats.entropy.double().mean()) if len(gap) else 0.0,
-        **_shares(updates, len(gap), config),
+        "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
+        **_shares(updates, len(difference), config),
         "policy/grad_norm": grad_norm,
         **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),
-        "policy/tokens": len(gap),
+        "policy/tokens": len(difference),
         "reshard/bytes": pushed.bytes,
         "reshard/floor_bytes": pushed.floor_bytes,
         **times,
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
-        **_of_options(record, differing, len(rollouts.rollout_ids), config),
+        **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
         **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
@@ -171,8 +179,9 @@ def _times(pushed: PushReport, clock: Clock) -> dict[str, float]:
     }
 
 
-def _of_options(record: StepRecord, differing: int, trained: int, config: Config) -> dict[str, float]:
-    """What an option that is on brings. `differing`: groups whose rewards differ; `trained`: rollouts trained on."""
+def _of_options(record: StepRecord, differing: int, trained: int, waited: float, config: Config) -> dict[str, float]:
+    """What an option that is on brings. `differing`: groups whose rewards differ; `trained`: rollouts trained on;
+    `waited`: seconds for rollouts."""
     algorithm, options = config.algorithm, {}
     if (buffer := algorithm.advantage.overlong_buffer) is not None:
         most = algorithm.advantage.overlong_penalty
@@ -187,4 +196,24 @@ def _of_options(record: StepRecord, differing: int, trained: int, config: Config
         options["sequential/trained_share"] = trained / max(1, record.result.counts["requested"])
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
-    return options
+    return options | _of_staleness(record, waited)
+
+
+def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
+    result = record.result
+    if result.ahead is None:
+        return {}
+    versions, lengths = result.batch.weight_versions, result.batch.response_lengths
+    staleness, counts = record.step - 1 - versions, result.counts
+    ends = np.cumsum(lengths)[lengths > 0]
+    mixed = versions[ends - 1] != versions[ends - lengths[lengths > 0]]
+    return {
+        "rollout/staleness_mean": _mean(staleness),
+        "rollout/staleness_max": int(staleness.max(initial=0)),
+        "rollout/mixed_versions": _mean(mixed),
+        "rollout/dropped": counts["requested"] - sum(counts[kind] for kind in KINDS),
+        "rollout/groups_ready": result.ahead.ready,
+        "rollout/groups_under_way": result.ahead.under_way,
+        "fleet/idle_share": result.ahead.idle_share,
+        "time/wait_rollouts": waited,
+    }

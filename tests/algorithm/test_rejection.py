@@ -4,7 +4,7 @@ import pytest
 from dynamo_megatron.algorithm.rejection import mean_gaps, rejections
 
 LENGTHS = np.array([20, 1, 0, 3])
-VERSIONS = np.array([[4, 4], [4, 4], [-1, -1], [4, 4]])
+VERSIONS = np.full(24, 4)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_what_is_rejected_and_why(pair):
     policy, engine = pair
     assert rejections(policy, engine, LENGTHS, VERSIONS, 5, None).keys() == {0, 1, 3}
     older = VERSIONS.copy()
-    older[3, 0] = 3
+    older[21] = 3
     assert rejections(policy, engine, LENGTHS, older, 4, 0.3) == {3: "sampled from weight version 3 to 4, not 4"}
     assert rejections(policy, engine, LENGTHS, older, 3, 0.3)[3] == "sampled from weight version 3 to 4, not 3"
     engine[:20] = policy[:20] - 0.5
@@ -44,3 +44,22 @@ def test_what_is_not_finite_is_always_rejected(pair, bad, both):
     if both:
         policy[22] = bad
     assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {3: "a logprob that is not finite"}
+
+
+def test_older_weights_within_the_bound_are_no_reason_and_their_gap_is_none(pair):
+    policy, engine = pair
+    versions = np.array([2] * 10 + [4] * 11 + [1, 2, 4])
+    engine[:10] = policy[:10] - 5.0  # of older weights: another policy
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {}
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 2) == {
+        3: "sampled from weight version 1 to 4, not 2 to 4"
+    }
+    assert (
+        rejections(policy, engine, LENGTHS, versions, 3, 0.3, 2)[0] == "sampled from weight version 2 to 4, not 1 to 3"
+    )
+    engine[10:20] = policy[10:20] - 0.5  # of the present ones
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {
+        0: "logprobs 0.5 nats from the policy's on average"
+    }
+    engine[3] = np.nan
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {0: "a logprob that is not finite"}

@@ -52,6 +52,19 @@ def plain(state: dict) -> dict:
     return json.loads(json.dumps(state, default=np.ndarray.tolist))
 
 
+@pytest.mark.parametrize("kind", ["priority", "thompson"])  # greso draws in the stream's order
+def test_prompts_under_way_are_not_drawn_again_while_there_are_others(kind):
+    def drawn(step: int, under_way: set[str], **options) -> set[str]:
+        run = Run({"kind": kind, "candidates": None, **options})
+        return {p.prompt_id for p in run.selection.draw(step, 0, 4, lambda: None, under_way)}
+
+    for step in range(1, 6):
+        assert drawn(step, {f"p{i}" for i in range(8)}) == {f"p{i}" for i in range(8, 12)}
+        assert len(drawn(step, {f"p{i}" for i in range(9)})) == 4
+        if kind == "priority":
+            assert drawn(step, {f"p{i}" for i in range(8)}, weights=True) == drawn(step, set(), weights=True)
+
+
 @pytest.mark.parametrize("selection", ["uniform", {"kind": "uniform"}])
 def test_uniform_is_the_stream(selection):
     run, alone = Run(selection, long=[3]), Run("uniform", long=[3]).stream

@@ -182,7 +182,7 @@ def audit(output: Path, steps: Sequence[int]) -> tuple[dict[int, int], list[str]
         wanted = {rollout_id(group_id(step, i), k) for i, n in enumerate(allocated[step]) for k in range(n)}
         rollouts[step] = len(wanted)
         try:
-            found = list(store.lines(step))
+            found = [r for r in store.lines(step) if r.status != "partial"]
         except ValueError as error:
             problems.append(f"step {step}: {error}")
             continue

@@ -159,6 +159,56 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
     assert f"together {rows[0][10]}" in capsys.readouterr().out
 
 
+AHEAD = [
+    *("model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048"),
+    *(
+        "rollout.max_staleness=1",
+        "rollout.placement=split",
+        "algorithm.rollout_correction.kind=truncate",
+        "--gpu",
+        "h100-80",
+    ),
+]
+
+
+def floors(said: str) -> dict[str, float]:
+    (line,) = [line for line in said.splitlines() if line.startswith("  generate ")]
+    words = line.replace(",", "").replace(";", "").replace("-", "").split()
+    return {name: float(words[words.index(name) + 1]) for name in ("generate", "logprobs", "update", "weights")} | {
+        "step": float(words[words.index("together") + 1])
+    }
+
+
+MANY = ["model.path=Qwen2.5-14B", "rollout.servers=64", "algorithm.allocation.budget=4096", "data.batch_prompts=512"]
+
+
+@pytest.mark.parametrize(("keys", "who"), [(["rollout.servers=1"], "ranks wait"), (MANY, "servers wait")])
+def test_a_plan_says_who_waits_for_whom(keys, who, capsys):
+    main(["plan", *AHEAD, *keys, "--gpus", "8"])
+    said = capsys.readouterr().out
+    found = floors(said)
+    training = found["logprobs"] + found["update"]
+    assert found["step"] == pytest.approx(max(found["generate"], training) + found["weights"], abs=0.11)
+    wait = abs(found["generate"] - training)
+    assert float(said.partition(f"the {who} ")[2].split()[0]) == pytest.approx(wait, abs=0.16)
+    main(["plan", *AHEAD, *keys, "--gpus", "8", "rollout.max_staleness=0"])
+    said = capsys.readouterr().out
+    assert floors(said)["step"] == pytest.approx(sum(found.values()) - found["step"], abs=0.21) and who not in said
+
+
+@pytest.mark.parametrize(("gpus", "unit"), [(8, 1), (32, 8)])
+def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsys):
+    assert main(["plan", *AHEAD, "--gpus", str(gpus), "--search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines[3:] if line.split()[0].isdecimal()]
+    divided = [(int(row[1]), int(row[2])) for row in rows]
+    assert all(ranks % unit == 0 and ranks > 0 and 0 < serving <= gpus - ranks for ranks, serving in divided)
+    assert len(set(divided)) > 1 and any(" wait " in line for line in lines)
+    keys = lines[-1].removeprefix("the first: ").split()
+    assert main(["plan", *AHEAD, "--gpus", rows[0][1], *keys]) == 0
+    assert f"together {rows[0][12]}," in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

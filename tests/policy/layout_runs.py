@@ -68,7 +68,7 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         engine_logprobs=np.concatenate(logprobs),
         rewards=np.asarray(rewards),
         successes=np.asarray(rewards) > 0,
-        weight_versions=np.zeros((len(rows), 2), np.int64),
+        weight_versions=np.zeros(sum(map(len, responses)), np.int32),
         finish_reasons=["stop"] * len(rows),
         servers=[""] * len(rows),
     )

@@ -44,7 +44,7 @@ def rollouts() -> RolloutBatch:
         engine_logprobs=np.zeros(int(lengths.sum()), np.float32),
         rewards=rewards,
         successes=rewards > 0,
-        weight_versions=np.zeros((len(names), 2), np.int64),
+        weight_versions=np.zeros(int(lengths.sum()), np.int32),
         finish_reasons=["stop"] * len(names),
         servers=[""] * len(names),
     )

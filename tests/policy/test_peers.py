@@ -140,7 +140,7 @@ def make_batch(seed: int) -> SimpleNamespace:
         engine_logprobs=batch.engine.astype(np.float32),
         rewards=batch.rewards,
         successes=batch.rewards > 0.5,
-        weight_versions=np.zeros((len(groups), 2), np.int64),
+        weight_versions=np.zeros(count, np.int32),
         finish_reasons=["stop"] * len(groups),
         servers=[""] * len(groups),
     )

@@ -155,6 +155,7 @@ def external(urls: list[str], output="none", **rollout) -> Config:
     return Config(
         model={"path": "none"},
         data={"source": "none"},
+        algorithm={"rollout_correction": {}} if "max_staleness" in rollout else {},
         output_dir=str(output),
         rollout={"placement": "external", "urls": urls, "start_timeout": 20, "health_timeout": 1.0, **rollout},
     )

@@ -102,9 +102,8 @@ def rejected(response: Response, attempt: Attempt) -> bool:
     """By training's own rule, with the server's own logprobs for the policy's."""
     policy = np.array([logprob for _, logprob in tokens_of(attempt)])
     engine = np.array(response.logprobs, np.float32)
-    versions = [version for version, *_ in response.weight_versions]
-    spans = np.array([[min(versions), max(versions)]])
-    return bool(rejections(policy, engine, np.array([len(policy)]), spans, 0, MAX_GAP))
+    versions = np.concatenate([np.full(end - start, version) for version, start, end in response.weight_versions])
+    return bool(rejections(policy, engine, np.array([len(policy)]), versions, 0, MAX_GAP))
 
 
 def account(outcomes: dict[str, Response], proxies: list[AlteringProxy]) -> dict[str, Counter]:

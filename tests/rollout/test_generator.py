@@ -1,7 +1,6 @@
 """What a step's rollouts come to where servers, time or the disk give out."""
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -9,51 +8,16 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import VOCABULARY, Server, external, listening
+from stand_ins import Server
 
-from dynamo_megatron.data.templates import decoder_of, load_tokenizer
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.external import External
-from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.runtime import arena
 from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
-REWARDS = """
-import time
-def slow(prompt, response):
-    if prompt.prompt_id == "broken":
-        raise KeyError("no answer")
-    time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
-    return 1.0
-"""
-
-
-@pytest.fixture
-def with_generator(tiny_model, tmp_path, monkeypatch):
-    """run(work, *servers, **rollout): `work(generator, push)` with a Generator of these servers."""
-    (tmp_path / "generator_rewards.py").write_text(REWARDS)
-    monkeypatch.chdir(tmp_path)
-
-    async def go(work, servers, rollout, seed, samples):
-        async with contextlib.AsyncExitStack() as stack:
-            urls = [await stack.enter_async_context(listening(server)) for server in servers]
-            config = external(urls, output=tmp_path, **rollout)
-            reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
-            model = config.model.model_copy(update={"path": str(tiny_model)})
-            evaluation = config.eval.model_copy(update={"samples": samples})
-            update = {"reward": reward, "model": model, "seed": seed, "eval": evaluation}
-            decoder = decoder_of(load_tokenizer(str(tiny_model)))
-            generator = Generator(config.model_copy(update=update), [], VOCABULARY, stack, decoder)
-
-            async def push(version):
-                await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
-
-            await generator.open()
-            return await work(generator, push)
-
-    return lambda work, *servers, seed=0, samples=1, **rollout: asyncio.run(go(work, servers, rollout, seed, samples))
 
 
 def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
@@ -63,7 +27,7 @@ def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_ge
 
     async def work(generator, push):
         await push(0)
-        for before in ([0] + 6 * [5 * 8 + 3 * 4], [6 * (5 * 8 + 3 * 4)]):  # the second time all six are on disk
+        for before in ([0] + 6 * [5 * 8 + 3 * 8], [6 * (5 * 8 + 3 * 8)]):  # the second time all six are on disk
             grown.clear()
             batch = (await generator.generate(1, PROMPTS, [2, 2, 2], 0)).batch
             assert grown[: len(before)] == before

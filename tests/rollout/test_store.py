@@ -222,7 +222,7 @@ def test_whatever_ids_a_file_has_they_are_discarded_by_and_shown_short(tmp_path)
     escaped = spaced.replace(b'"000003-0000-007"', b'"\\u003000003-0000-008"')
     path.write_bytes(path.read_bytes() + compressed(spaced + b"\n") + compressed(escaped + b"\n"))
     prompt = Prompt(sound.prompt_id, text="a", tokens=[1])
-    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, range(1), 2, 100, 4)
+    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, range(1), range(2, 3), 100, 4)
     assert list(reuse.kept) == [sound.rollout_id] and len(reuse.discarded) == 7
     (_, note) = reuse.notes(path)
     assert note.isprintable() and len(note) < 500

@@ -17,7 +17,7 @@ CASES = {  # the local rank of every rank, and the ranks that cannot open the me
     "rank 0 killed": ([0, 1], []),
 }
 RUNNING = [name for name in CASES if name != "rank 0 killed"]
-LARGE = 60 * 5000 * 12 + sum(8 * (2 + i % 3) for i in range(60))  # bytes of tokens and logprobs
+LARGE = 60 * 5000 * 16 + sum(8 * (2 + i % 3) for i in range(60))  # bytes of tokens, logprobs and weight versions
 MESSAGE = 30_000  # bytes: names, small arrays
 
 

@@ -37,7 +37,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, reject
         engine_logprobs=engine,
         rewards=np.array([0.0, 1.0]),
         successes=np.array([False, True]),
-        weight_versions=np.zeros((2, 2), np.int64),
+        weight_versions=np.zeros(10, np.int32),
         finish_reasons=["stop", "stop"],
         servers=["", ""],
     )

@@ -1,0 +1,138 @@
+"""What servers that generate ahead of the training save: the time of the same steps at several bounds.
+
+    python -P benchmarks/asynchrony.py [--steps 40] [--repetitions 3] [--bounds 0 1 2]
+
+One rank has one core, and its SGLang server another one. The lengths of responses are heavy-tailed: Pareto, drawn by
+the seed of each rollout, so that every run has the same ones (benchmarks/long_tail). Runs of the bounds take turns.
+Reported of each run: seconds of its steps, and means of its metrics; of each bound the ratio to bound 0 by repetition.
+Writes benchmarks/results/asynchrony.json. Run nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measure import machine
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "asynchrony.json"
+PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang")
+LEAST, MOST, ALPHA = 12, 400, 1.1  # of the responses' lengths, tokens
+PROMPTS, ROLLOUTS = 8, 64  # a step
+LIMIT = 900  # seconds, for a run
+SHOWN = (
+    "time/step",
+    "time/generate",
+    "time/logprobs",
+    "time/update",
+    "time/reshard",
+    "rollout/response_length_mean",
+    "rollout/staleness_mean",
+    "rollout/mixed_versions",
+    "fleet/idle_share",
+)
+
+
+def prepare(folder: Path, cores: tuple[int, int]) -> Path:
+    """Model, problems, the server's interpreter, and a config; returns the config."""
+    model = runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"](
+        folder / "model", layers=4, hidden=256, heads=4, kv_heads=2, ffn=768
+    )
+    rows = [{"id": f"p{i}", "problem": f"{i} + {i} =", "answer": str(2 * i)} for i in range(400)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "length_reward.py").write_text("def even(prompt, response):\n    return float(len(response) % 2)\n")
+    environment = {
+        "LONG_TAIL_LEAST": LEAST,
+        "LONG_TAIL_MOST": MOST,
+        "LONG_TAIL_ALPHA": ALPHA,
+        "SGLANG_CPU_OMP_THREADS_BIND": cores[1],
+    }
+    command = ["taskset", "-c", str(cores[1]), "env", *(f"{k}={v}" for k, v in environment.items()), sys.executable]
+    server = folder / "server"
+    lengths = shlex.quote(str(ROOT / "benchmarks" / "long_tail"))
+    server.write_text(f'#!/bin/sh\nexport PYTHONPATH={lengths}:"$PYTHONPATH"\nexec {shlex.join(command)} "$@"\n')
+    server.chmod(0o755)
+    config = {
+        "model": {"path": str(model), "dtype": "float32", "max_length": 512},
+        "data": {"source": str(folder / "problems.jsonl"), "batch_prompts": PROMPTS, "template": "{prompt}\n"},
+        "rollout": {"max_new_tokens": MOST, "python": str(server), "start_timeout": 400},
+        "reward": {"functions": ["length_reward:even"], "workers": 1},
+        "algorithm": {"allocation": {"budget": ROLLOUTS}, "rollout_correction": {"kind": "truncate"}},
+        "optimizer": {"lr": 1e-5},
+        "trainer": {"micro_batch_tokens": 2048},
+        "checkpoint": {"every": None},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def run(config: Path, bound: int, steps: int, core: int) -> dict[str, Any]:
+    """Seconds of all steps of one run, and means of its metrics."""
+    output, log = config.parent / f"run-{bound}", config.parent / f"log-{bound}"
+    words = [f"rollout.max_staleness={bound}", f"trainer.steps={steps}", f"output_dir={output}"]
+    command = ["taskset", "-c", str(core), sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", config, *words]
+    with open(log, "w") as file:
+        code = subprocess.run(
+            command,
+            cwd=config.parent,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=LIMIT,
+        ).returncode
+    if code != 0:
+        sys.exit(f"the run at bound {bound} ended with exit code {code}:\n{log.read_text()[-3000:]}")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run(["rm", "-r", output], check=True)
+    means = {name: statistics.mean(row[name] for row in rows) for name in SHOWN if name in rows[0]}
+    return {"seconds": sum(row["time/step"] for row in rows), **means}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="the rank's, the server's")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    at_start, runs = machine(PACKAGES), []
+    with tempfile.TemporaryDirectory() as folder:
+        config = prepare(Path(folder), tuple(options.cores))
+        for repetition in range(options.repetitions):
+            for bound in options.bounds:
+                found = {
+                    "bound": bound,
+                    "repetition": repetition,
+                    **run(config, bound, options.steps, options.cores[0]),
+                }
+                print(json.dumps(found), flush=True)
+                runs.append(found)
+    seconds = {(r["bound"], r["repetition"]): r["seconds"] for r in runs}
+    ratios = {
+        bound: [seconds[bound, k] / seconds[options.bounds[0], k] for k in range(options.repetitions)]
+        for bound in options.bounds[1:]
+    }
+    for bound, values in ratios.items():
+        print(f"bound {bound}: {', '.join(f'{v:.3f}' for v in values)} of the time at bound {options.bounds[0]}")
+    shape = {"steps": options.steps, "prompts": PROMPTS, "rollouts": ROLLOUTS, "lengths": [LEAST, MOST, ALPHA]}
+    result = {**shape, "runs": runs, "ratios": ratios, "machine": at_start}
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Runs whose servers work ahead of their ranks, with real servers: versions, kills, and what hurts them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from soak_run import audit
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.checkpoint.exports import every_export
+from dynamo_megatron.checkpoint.folder import latest_checkpoint
+from dynamo_megatron.replay.allocators import base_allocator
+from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.what_if import first_difference, replay
+from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file, step_files
+from dynamo_megatron.types import Rollout
+
+pytestmark = pytest.mark.full
+KILLS = 20
+# Responses of up to 220 tokens, of which an untrained model ends one in a hundred: they last for several steps.
+AHEAD = ("rollout.max_new_tokens=220", "algorithm.rollout_correction.kind=truncate", "optimizer.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def ahead(workspace, start_run, tiny_model) -> tuple[Path, dict[int, torch.nn.Module]]:
+    """(output, the model of each version) of 10 steps at a bound of 2, whose weights change a lot in each of them."""
+    output = workspace / "ahead"
+    exports = ("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.export_hf=every", "trainer.steps=10")
+    command = (workspace / "config.yaml", *AHEAD, *exports, "rollout.max_staleness=2", f"output_dir={output}")
+    run = start_run(workspace, *command)
+    assert run.wait(400) == 0, run.text[-3000:]
+    models = {step: AutoModelForCausalLM.from_pretrained(every_export(output, step)) for step in range(1, 10)}
+    return output, {0: AutoModelForCausalLM.from_pretrained(tiny_model), **models}
+
+
+def largest_gap(rollout: Rollout, models: dict[int, torch.nn.Module], shift: int = 0) -> float:
+    """Nats, between the engine's logprobs and those of the weights that the rollout names (`shift`: other ones)."""
+    tokens, prompt, gap = torch.tensor([rollout.tokens]), rollout.response_mask.count(0), 0.0
+    for version, start, end in rollout.weight_versions:
+        with torch.no_grad():
+            logprobs = models[max(0, version + shift)](tokens).logits[0, prompt - 1 : -1].log_softmax(-1)
+        own = logprobs.gather(1, tokens[0, prompt:, None])[start:end, 0]
+        gap = max(gap, (own - torch.tensor(rollout.engine_logprobs[start:end])).abs().max().item())
+    return gap
+
+
+def test_each_token_has_the_logprob_of_the_weights_that_it_names(ahead, step_lines):
+    output, models = ahead
+    rollouts = [r for step in range(1, 11) for r in read_rollouts(step_file(output, step))]
+    mixed = [r for r in rollouts if len(r.weight_versions) > 1]
+    gaps = [largest_gap(r, models) for r in rollouts]
+    print(f"{len(rollouts)} rollouts, {len(mixed)} of several versions, largest gap {max(gaps):.2g}")
+    assert max(gaps) <= 1e-4 and len(mixed) > 20
+    assert min(largest_gap(r, models, shift=1) for r in mixed if r.weight_versions[-1][0] < 9) > 1e-2
+    rows = step_lines(output)
+    assert [row["rollout/staleness_max"] for row in rows] == [min(row["step"] - 1, 2) for row in rows]
+    assert all(row["rollout/dropped"] == 0 and row["rollout/logprob_gap_max"] <= 1e-4 for row in rows)
+    assert sum(row["rollout/mixed_versions"] > 0 for row in rows) > 2
+
+
+def sampled_by(rollout: Rollout, version: int) -> list[int]:
+    """Tokens of the response that weights up to `version` have sampled, before any newer ones."""
+    prompt, end = rollout.response_mask.count(0), 0
+    for own, _, last in rollout.weight_versions:
+        if own > version:
+            break
+        end = last
+    return rollout.tokens[prompt : prompt + end]
+
+
+def left(output: Path) -> dict[str, tuple[list[int], bool]]:
+    """Of each response on disk that the checkpoint knows nothing of: what the weights up to the checkpoint have sampled
+    of it, and whether that is all of it."""
+    found = latest_checkpoint(output / "checkpoints")
+    saved, kept = (found[0] if found else 0), {}
+    for step, path in step_files(output).items():
+        for rollout in read_lines(path) if step > saved else ():
+            tokens = sampled_by(rollout, saved)
+            whole = rollout.status == "ok" and len(tokens) == sum(rollout.response_mask)
+            if whole or len(tokens) >= len(kept.get(rollout.rollout_id, ([], False))[0]):
+                kept[rollout.rollout_id] = tokens, whole
+    return kept
+
+
+@pytest.mark.timeout(2400)
+def test_a_run_killed_again_and_again_generates_nothing_twice(workspace, start_run, step_lines):
+    output, rng = workspace / "ahead-killed", random.Random(0)
+    steps = ("trainer.steps=400", "checkpoint.every=3", "checkpoint.keep_last=1", "rollout.max_staleness=2")
+    command = (workspace / "config.yaml", *AHEAD, *steps, "optimizer.lr=1e-3", f"output_dir={output}")
+    continued = whole = 0
+    for _ in range(KILLS):
+        run = start_run(workspace, *command)
+        done = len(step_lines(output))
+        run.wait_until(lambda done=done: len(step_lines(output)) > done, "a step more")
+        time.sleep(rng.uniform(0.0, 3.0))
+        run.kill()
+        assert run.left_behind(within=30) == []
+        kept = left(output)
+        run = start_run(workspace, *command)
+        last = max((int(name[:6]) for name in kept), default=0)
+        run.wait_until(lambda last=last: len(step_lines(output)) >= last, f"step {last} again")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 75, run.text[-3000:]
+        for step in {int(name[:6]) for name in kept}:
+            final = {r.rollout_id: r for r in read_rollouts(step_file(output, step))}
+            for name in (n for n in kept if int(n[:6]) == step):
+                tokens, complete = kept[name]
+                rollout = final[name]
+                response = rollout.tokens[rollout.response_mask.count(0) :]
+                assert response == tokens if complete else response[: len(tokens)] == tokens, name
+                continued += bool(tokens) and not complete
+                whole += complete
+    print(f"{whole} finished rollouts were used again, {continued} begun ones continued")
+    assert whole > KILLS and continued > KILLS
+    done = len(step_lines(output))
+    rollouts, problems = audit(output, range(1, done + 1))
+    assert problems == [] and len(rollouts) == done
+    record = read_run(output)
+    assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
+
+
+@pytest.mark.timeout(1200)
+def test_a_server_killed_and_one_frozen_break_no_bound(workspace, start_run, step_lines):
+    output = workspace / "ahead-hurt"
+    options = ("trainer.steps=100", "rollout.max_staleness=2", "rollout.servers=2", "rollout.health_timeout=6")
+    run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options, f"output_dir={output}")
+    run.wait_until(lambda: len(step_lines(output)) >= 10, "ten steps")
+    for process in run.servers()["server-1"]:
+        process.kill()
+    run.wait_until(lambda: len(step_lines(output)) >= 40, "forty steps")
+    frozen = run.servers()["server-0"]
+    for process in frozen:
+        process.suspend()
+    assert run.wait(900) == 0, run.text[-3000:]
+    rows = step_lines(output)
+    assert len(rows) == 100 and all(row["rollout/dropped"] == 0 for row in rows)
+    assert max(row["rollout/staleness_max"] for row in rows) == 2
+    assert sum(row["fleet/restarts"] for row in rows) == 2
+    assert audit(output, range(1, 101))[1] == []
+    assert run.left_behind(within=30) == []

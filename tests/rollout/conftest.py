@@ -1,0 +1,48 @@
+"""A Generator before servers that can be made to misbehave."""
+
+import asyncio
+import contextlib
+
+import pytest
+from stand_ins import VOCABULARY, external, listening
+
+from dynamo_megatron.data.templates import decoder_of, load_tokenizer
+from dynamo_megatron.rollout.generator import Generator
+
+REWARDS = """
+import time
+def slow(prompt, response):
+    if prompt.prompt_id == "broken":
+        raise KeyError("no answer")
+    time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def with_generator(tiny_model, tmp_path, monkeypatch):
+    """run(work, *servers, **rollout): `work(generator, push)` with a Generator of these servers."""
+    (tmp_path / "generator_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+    async def go(work, servers, rollout, seed, samples, end):
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(listening(server)) for server in servers]
+            config = external(urls, output=tmp_path, **rollout)
+            reward = config.reward.model_copy(update={"functions": ["generator_rewards:slow"], "workers": 1})
+            model = config.model.model_copy(update={"path": str(tiny_model)})
+            evaluation = config.eval.model_copy(update={"samples": samples})
+            update = {"reward": reward, "model": model, "seed": seed, "eval": evaluation}
+            decoder = decoder_of(load_tokenizer(str(tiny_model)))
+            generator = Generator(config.model_copy(update=update), end, VOCABULARY, stack, decoder)
+
+            async def push(version):
+                await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
+
+            await generator.open()
+            return await work(generator, push)
+
+    def run(work, *servers, seed=0, samples=1, end=(), **rollout):
+        return asyncio.run(go(work, servers, rollout, seed, samples, end))
+
+    return run

@@ -1,0 +1,53 @@
+"""A server whose tokens say which weights have made them."""
+
+import asyncio
+
+from aiohttp import web
+from stand_ins import ABORTED, Server, name_of, reply
+
+PROMPT = 2  # tokens of every prompt
+FIRST = 40  # the token that version 0 makes; version 1 makes the next one, and so on
+
+
+class Engine(Server):
+    """Makes a token of each request every `seconds`. `length(prompt's tokens)`: of a whole response, whatever of it the
+    request has already; its last token is `end`, where one is given. Aborted, a request is answered with its tokens so
+    far and one more, as SGLang does."""
+
+    def __init__(self, length, seconds: float = 0.01, end: int | None = None):
+        super().__init__()
+        self.length, self.seconds, self.end, self.version = length, seconds, end, 0
+        self.broken = False  # it breaks all connections
+        self.begun: dict[str, int] = {}  # request -> tokens of its response that it came with
+
+    async def generate(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        rid, tokens, most = payload["rid"], payload["input_ids"], payload["sampling_params"]
+        if isinstance(rid, list):
+            return web.json_response({"error": {"message": "no lists"}}, status=400)
+        self.asked.append(name_of(rid))
+        self.begun[name_of(rid)] = begun = len(tokens) - PROMPT
+        left, made = self.length(tokens[:PROMPT]) - begun, []
+        assert 0 < left <= most["max_new_tokens"], f"{rid}: {left} tokens are left of the response"
+        aborted = asyncio.get_running_loop().create_future()
+        self.running.append((rid, aborted))
+        try:
+            while len(made) < left:
+                over = aborted.done()
+                await asyncio.sleep(self.seconds)
+                if self.broken and request.transport is not None:
+                    request.transport.close()
+                made.append(self.end if self.end is not None and len(made) == left - 1 else FIRST + self.version)
+                if over:
+                    break
+        finally:
+            self.running.remove((rid, aborted))
+        ends_by_itself = self.end is None and len(made) == left < most["max_new_tokens"]
+        return web.json_response(self._reply(rid, made, aborted.done() and not ends_by_itself, left))
+
+    def _reply(self, rid: str, made: list[int], aborted: bool, left: int) -> dict:
+        finish = {"type": "length", "length": left} if self.end is None else {"type": "stop", "matched": self.end}
+        sent = reply(rid, len(made), ABORTED if aborted else finish)
+        sent["meta_info"]["output_token_logprobs"] = [[-1.0, token, None] for token in made]
+        sent["meta_info"]["weight_versions"] = [{"version": str(self.version), "start": 0, "end": len(made)}]
+        return sent

@@ -1,0 +1,303 @@
+"""Rollouts of later steps are generated while the ranks train, and every token is of the weights that it names."""
+
+import asyncio
+import dataclasses
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from engine_stand_in import FIRST, Engine
+from stand_ins import VOCABULARY
+
+from dynamo_megatron.rollout.dispatched import Dispatched
+from dynamo_megatron.rollout.line_files import read_raw_lines
+from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.reuse import reusable
+from dynamo_megatron.rollout.store import RolloutStore, read_lines, read_rollouts, step_file
+from dynamo_megatron.types import Prompt, Rollout
+
+PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
+COUNTS = [2] * len(PROMPTS)
+SMALL = {"max_new_tokens": 40, "concurrency": 5}
+
+
+def length(prompt: list[int]) -> int:
+    """4 to 39 tokens."""
+    return 7 * prompt[0] - 3
+
+
+def names(step: int) -> list[str]:
+    return [f"{step:06d}-{i:04d}-{k:03d}" for i, n in enumerate(COUNTS) for k in range(n)]
+
+
+async def run(generator, push, engines, steps: int, staleness: int, first: int = 1, ends: int | None = None):
+    """{step: its result}, of a loop as the trainer's. `ends`: the step in whose middle it does."""
+    results, dispatched = {}, first - 1
+
+    async def pushed(version):
+        endpoints = await generator.begin_push(version)
+        assert not any(engine.running for engine in engines if not engine.broken), "a push while something is under way"
+        for engine in engines:
+            engine.version = version
+        await generator.end_push(version, dict.fromkeys(endpoints))
+
+    await pushed(first - 1)
+    for step in range(first, steps + 1):
+        while dispatched < min(step + staleness, steps):
+            dispatched += 1
+            await generator.dispatch(dispatched, PROMPTS, COUNTS)
+        if step == ends:
+            await asyncio.sleep(0.1)
+            return results
+        results[step] = await generator.collect(step)
+        await asyncio.sleep(0.05)  # the update
+        await pushed(step)
+    return results
+
+
+def check_tokens(batch) -> None:
+    np.testing.assert_array_equal(batch.tokens[response_of(batch)] - FIRST, batch.weight_versions)
+
+
+def response_of(batch) -> np.ndarray:
+    """bool, of each token."""
+    pairs = zip(batch.prompt_lengths, batch.response_lengths, strict=True)
+    return np.concatenate([np.arange(p + r) >= p for p, r in pairs])
+
+
+@pytest.mark.parametrize("at_push", ["partial", "drain"])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generator, tmp_path, staleness, at_push):
+    engines, steps = [Engine(length, 0.004), Engine(length, 0.009)], 6
+
+    async def work(generator, push):
+        return await run(generator, push, engines, steps, staleness)
+
+    results = with_generator(work, *engines, max_staleness=staleness, at_push=at_push, **SMALL)
+    oldest, mixed = [], 0
+    for step, result in results.items():
+        batch = result.batch
+        result.check_accounts(sum(COUNTS))
+        assert batch.rollout_ids == names(step)
+        assert batch.response_lengths.tolist() == [length(p.tokens) for p in PROMPTS for _ in range(2)]
+        check_tokens(batch)
+        assert (batch.weight_versions < step).all() and (batch.weight_versions >= step - 1 - staleness).all()
+        oldest.append(step - 1 - batch.weight_versions.min())
+        starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+        newest, least = (f.reduceat(batch.weight_versions, starts) for f in (np.maximum, np.minimum))
+        mixed += (newest > least).sum()
+        stored = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, step))}
+        assert sorted(stored) == names(step)
+        for rollout in stored.values():
+            spans = [FIRST + version for version, start, end in rollout.weight_versions for _ in range(start, end)]
+            assert rollout.tokens[2:] == spans
+    assert max(oldest) > 0, "nothing was sampled ahead"
+    assert (mixed > 0) == (at_push == "partial")
+
+
+def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(with_generator):
+    engine = Engine(lambda prompt: 20, 0.002)
+
+    async def work(generator, push):
+        for step in (1, 2, 3):
+            await generator.dispatch(step, PROMPTS, COUNTS)
+        for step in (1, 2, 3):
+            (await generator.collect(step)).check_accounts(sum(COUNTS))
+
+    with_generator(work, engine, max_staleness=2, max_new_tokens=40, concurrency=2)
+    steps = [name[:6] for name in engine.asked]
+    assert steps == sorted(steps) and len(steps) == 3 * sum(COUNTS)
+
+
+def test_a_step_waits_for_its_own_rollouts_alone(with_generator):
+    """Step 2 has a response that takes long; servers are busy with steps 2 and 3 when step 1 is there."""
+    engine = Engine(lambda prompt: 400 if prompt[0] == 6 else 4, 0.002)
+
+    async def work(generator, push):
+        await generator.dispatch(1, PROMPTS[:5], COUNTS[:5])
+        await generator.dispatch(2, PROMPTS, COUNTS)
+        await generator.dispatch(3, PROMPTS[:5], COUNTS[:5])
+        first = await generator.collect(1)
+        await asyncio.sleep(0.3)
+        assert engine.running and first.ahead.ready + first.ahead.under_way == 11
+        second = await generator.collect(2)
+        assert second.ahead.ready == 5 and second.ahead.under_way == 0, "those of step 3 did not wait for step 2"
+        assert 0 <= second.ahead.idle_share < 0.5
+
+    with_generator(work, engine, max_staleness=2, max_new_tokens=400)
+
+
+def test_steps_that_are_over_leave_nothing_behind(with_generator):
+    engine = Engine(lambda prompt: 4, 0.002)
+
+    async def work(generator, push):
+        sessions = {}
+        for step in range(1, 6):
+            await generator.dispatch(step, PROMPTS, COUNTS)
+            sessions[step] = weakref.ref(generator._dispatched[step].session)
+            if step > 1:
+                await generator.collect(step - 1)
+        gc.collect()
+        return [step for step, session in sessions.items() if session() is not None]
+
+    assert set(with_generator(work, engine, max_staleness=1, max_new_tokens=40)) <= {4, 5}
+
+
+def test_who_waits_hears_at_once_that_a_push_is_needed():
+    class NoServer:
+        async def run(self):
+            raise PushNeeded("no server is left")
+
+    async def work():
+        dispatched = Dispatched(None, NoServer())
+        with pytest.raises(PushNeeded):
+            async with asyncio.timeout(2.0):
+                await dispatched.over()
+        dispatched.pushed()
+        with pytest.raises(PushNeeded):
+            async with asyncio.timeout(2.0):
+                await asyncio.sleep(0)
+                await dispatched.over()
+        await dispatched.end()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("last", ["rejected", "ok"])
+def test_what_a_rejected_response_began_is_not_continued(last):
+    prompt = PROMPTS[0]
+    begun = Rollout(
+        rollout_id=names(3)[0],
+        group_id="000003-0000",
+        prompt_id="q0",
+        step=3,
+        tokens=[1, 30, 7],
+        response_mask=[0, 0, 1],
+        engine_logprobs=[-1.0],
+        weight_versions=[(1, 0, 1)],
+        finish_reason="abort",
+        reward=0.0,
+        success=False,
+        reward_parts={},
+        status="partial",
+    )
+    ended = {"engine_logprobs": [-1.0, -1.0], "weight_versions": [(1, 0, 1), (2, 1, 2)], "finish_reason": "length"}
+    whole = dataclasses.replace(begun, tokens=[1, 30, 7, 8], response_mask=[0, 0, 1, 1], status=last, **ended)
+    found = reusable([begun, whole], {begun.rollout_id: prompt}, range(1), range(1, 2), VOCABULARY, 9, continues=True)
+    assert not found.kept
+    assert set(found.begun) == (set() if last == "rejected" else {begun.rollout_id})
+    assert found.discarded == ({begun.rollout_id: "rejected"} if last == "rejected" else {})
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_response_that_is_complete_when_it_is_aborted_is_complete(with_generator, end):
+    """The engine does not look at the one token that it makes after the abort."""
+    engine = Engine(lambda prompt: 2, 0.2, end=99 if end else None)
+
+    async def work(generator, push):
+        await generator.dispatch(1, PROMPTS[:1], [1])
+        await asyncio.sleep(0.3)  # one token is there
+        await push(1)
+        return await generator.collect(1)
+
+    result = with_generator(work, engine, max_staleness=1, max_new_tokens=2, end=[99])
+    assert engine.aborted and len(engine.asked) == 1
+    assert result.batch.finish_reasons == ["stop" if end else "length"]
+    assert result.batch.response_lengths.tolist() == [2]
+
+
+def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
+    """The run ends in step 4, whose checkpoint was of step 2: what versions up to 2 have sampled is kept."""
+    engine = Engine(length, 0.02)
+
+    async def first(generator, push):
+        await run(generator, push, [engine], 8, 2, ends=4)
+
+    with_generator(first, engine, max_staleness=2, max_new_tokens=40)
+    left = {step: list(read_lines(step_file(tmp_path, step))) for step in (3, 4, 5)}
+    finished = {r.rollout_id for r in left[3] if r.status == "ok" and max(v for v, _, _ in r.weight_versions) <= 2}
+    assert finished and any(r.status == "partial" for lines in left.values() for r in lines)
+    kept = {}
+    for rollout in left[3] + left[4] + left[5]:
+        tokens = sum(end - start for version, start, end in rollout.weight_versions if version <= 2)
+        kept[rollout.rollout_id] = max(kept.get(rollout.rollout_id, 0), tokens)
+
+    again = Engine(length, 0.005)
+
+    async def second(generator, push):
+        return await run(generator, push, [again], 5, 2, first=3)
+
+    results = with_generator(second, again, max_staleness=2, max_new_tokens=40)
+    assert not finished & {name[:15] for name in again.asked}, "a finished rollout was generated again"
+    for name, tokens in kept.items():
+        if name in again.asked:
+            assert again.begun[name] == tokens
+    assert any(again.begun[name] for name in kept if name in again.asked)
+    for step, result in results.items():
+        result.check_accounts(sum(COUNTS))
+        check_tokens(result.batch)
+        assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, step))) == names(step)
+        assert result.batch.response_lengths.tolist() == [length(p.tokens) for p in PROMPTS for _ in range(2)]
+
+
+def test_files_of_steps_that_the_resumed_run_has_not_drawn_are_removed(with_generator, tmp_path):
+    store = RolloutStore(tmp_path)
+    old = Rollout("x", "g", "p", 1, [1, 30, 7], [0, 0, 1], [-1.0], [(0, 0, 1)], "length", 1.0, True, {}, "ok")
+    for step in (2, 3, 4, 5):
+        store.append(dataclasses.replace(old, step=step, group_id=f"{step:06d}-0000", rollout_id=names(step)[0]))
+    store.close()
+
+    async def work(generator, push):
+        await push(1)
+        await push(2)
+
+    with_generator(work, Engine(length), max_staleness=2)
+    assert [step for step in (2, 3, 4, 5) if step_file(tmp_path, step).exists()] == [2, 3, 4]
+    assert list(read_raw_lines(step_file(tmp_path, 4)))
+
+
+def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
+    engines = [Engine(length, 0.003), Engine(length, 0.003)]
+
+    async def work(generator, push):
+        async def fail():
+            await asyncio.sleep(0.2)
+            engines[1].healthy, engines[1].broken = False, True
+
+        failing = asyncio.create_task(fail())
+        results = await run(generator, push, engines, 5, 2)
+        await failing
+        return results
+
+    for step, result in with_generator(work, *engines, max_staleness=2, **SMALL).items():
+        result.check_accounts(sum(COUNTS))
+        assert result.batch.rollout_ids == names(step)
+        check_tokens(result.batch)
+    assert VOCABULARY > FIRST + 6
+
+
+def test_an_evaluation_beside_the_training_is_of_one_version(with_generator):
+    """It takes longer than the step: the push waits for it, and not for the rollouts."""
+    engine = Engine(lambda prompt: 60 if prompt[0] <= 2 else 400, 0.01)
+
+    async def work(generator, push):
+        engine.version = 3
+        await push(3)
+        await generator.dispatch(4, PROMPTS, COUNTS)
+        await generator.begin_evaluation(PROMPTS[:2])
+        await asyncio.sleep(0.2)
+        evaluation = generator._evaluation
+        endpoints = await generator.begin_push(4)
+        assert evaluation.done() and not engine.running
+        engine.version = 4
+        await generator.end_push(4, dict.fromkeys(endpoints))
+        results = await generator.end_evaluation()
+        return results, (await generator.collect(4)).batch
+
+    results, batch = with_generator(work, engine, samples=2, max_staleness=1, max_new_tokens=400)
+    assert [len(r.responses) for r in results] == [2, 2]
+    letter = results[0].responses[0][0]
+    assert all(response == 60 * letter for r in results for response in r.responses)
+    check_tokens(batch)
+    assert set(batch.weight_versions.tolist()) == {3, 4}

@@ -1,0 +1,79 @@
+"""Rounds that are dispatched before their step: by whom, in which order, and after a resume."""
+
+import json
+
+import numpy as np
+import pytest
+from step_sampling import Answering, Policy, make_controller, sample
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rounds import Round
+from dynamo_megatron.rounds_ahead import RoundsAhead
+from dynamo_megatron.types import Prompt
+
+STEPS = 8
+
+
+class Ahead(Answering):
+    """Answers at `collect`; `dispatched`: (step, prompts, counts) in the order in which they came."""
+
+    def __init__(self, store: RolloutStore):
+        super().__init__(store)
+        self.dispatched: list[tuple[int, list[str], list[int]]] = []
+        self._waiting = {}
+
+    def dispatch(self, step, prompts, counts, on_poll):
+        self.dispatched.append((step, [p.prompt_id for p in prompts], list(counts)))
+        self._waiting[step] = prompts, counts
+
+    def collect(self, step, on_poll, on_count):
+        return self.generate(step, *self._waiting.pop(step), on_poll, on_count, 0)
+
+
+def run(folder, staleness: int, steps: range, states=None, kind: str = "history"):
+    """(what was dispatched, ids by step, the controller's states after the last of `steps`)."""
+    rollout = Ahead(RolloutStore(folder))
+    method = {"advantage": {"kind": kind}, "modulation": None, "loss": {"old": "engine"}}
+    sampling = {"max_staleness": staleness, "proof": {"max_mean_gap": None}}
+    controller = make_controller(folder, 12, rollout, method, {}, sampling if staleness else {})
+    parts = [controller._prompts.stream, controller._allocator.history, controller.ahead]
+    for part, state in zip(parts, states or [], strict=False):
+        part.load_state_dict(state)
+    ids = {}
+    for step in steps:
+        sampled = sample(controller, step, Policy(lambda rollouts: rollouts.engine_logprobs))
+        ids[step] = sampled.rollouts.prompt_ids, sampled.selection.baseline.mean.tolist(), sampled.rounds[0].version
+    return rollout.dispatched, ids, [part.state_dict() for part in parts]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_steps_are_dispatched_in_order_and_as_early_as_the_bound_allows(tmp_path, staleness):
+    dispatched, ids, _ = run(tmp_path, staleness, range(1, STEPS + 1))
+    assert [step for step, *_ in dispatched] == list(range(1, STEPS + 1 + staleness))
+    assert [version for *_, version in ids.values()] == [max(0, step - 1 - staleness) for step in ids]
+    together, alone = (
+        [p for i, _, _ in run(tmp_path / n, k, range(1, STEPS + 1))[1].values() for p in dict.fromkeys(i)]
+        for n, k in (("a", staleness), ("b", 0))
+    )
+    assert together == alone, "the prompts are those of the synchronous loop"
+
+
+def test_a_resumed_run_dispatches_what_was_under_way_again(tmp_path):
+    whole = run(tmp_path / "whole", 2, range(1, STEPS + 1))
+    _, first, states = run(tmp_path / "first", 2, range(1, 5))
+    states = json.loads(json.dumps(states, default=np.ndarray.tolist))
+    dispatched, second, _ = run(tmp_path / "second", 2, range(5, STEPS + 1), states)
+    assert first | second == whole[1]
+    assert dispatched == whole[0][4:]
+
+
+def test_a_prompt_that_a_checkpoint_cannot_hold_is_refused():
+    prompt = Prompt("p", text="", tokens=[1], answer={1, 2})
+    with pytest.raises(InputError, match="the answer or the other columns of prompt"):
+        RoundsAhead().add(3, Round([prompt], None, None, 0, np.arange(1)))
+
+
+def test_a_damaged_state_is_said_in_a_line():
+    with pytest.raises(InputError, match="rounds under way are damaged"):
+        RoundsAhead().load_state_dict({"rounds": {"3": {"prompts": [{"name": "p"}]}}})
