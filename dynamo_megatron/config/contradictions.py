@@ -58,7 +58,7 @@ def staleness_faults(config: Config) -> Iterator[str]:
     what = f"rollout.max_staleness: {rollout.max_staleness}"
     for key in ("dynamic_sampling", "sequential"):
         if getattr(algorithm, key) is not None:
-            yield f"{what} has steps sampled ahead, and algorithm.{key} looks at a step's own outcomes; set it to null"
+            yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
     if rollout.step_deadline is not None:
         yield f"{what} drops nothing, and rollout.step_deadline drops what is late; set it to null"
     if rollout.stop and rollout.at_push == "partial":
@@ -68,7 +68,7 @@ def staleness_faults(config: Config) -> Iterator[str]:
         )
     if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
         yield (
-            f"{what} has tokens of older weights than the step's, which the loss must know; set "
+            f"{what} trains on tokens of older weights, which the loss has to correct for; set "
             "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses, or "
             "algorithm.loss.old to engine (docs/estimators.md)"
         )
