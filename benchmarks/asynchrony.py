@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import machine
+
+from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "asynchrony.json"
@@ -44,6 +48,7 @@ SHOWN = (
     "rollout/mixed_versions",
     "fleet/idle_share",
 )
+REPORTED = ("bound", "repetition", "seconds", *SHOWN)
 
 
 def prepare(folder: Path, cores: tuple[int, int]) -> Path:
@@ -97,9 +102,15 @@ def run(config: Path, bound: int, steps: int, core: int) -> dict[str, Any]:
     if code != 0:
         sys.exit(f"the run at bound {bound} ended with exit code {code}:\n{log.read_text()[-3000:]}")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    subprocess.run(["rm", "-r", output], check=True)
+    rollouts = [read_rollouts(step_file(output, step)) for step in range(1, steps + 1)]
+    shutil.rmtree(output)
     means = {name: statistics.mean(row[name] for row in rows) for name in SHOWN if name in rows[0]}
-    return {"seconds": sum(row["time/step"] for row in rows), **means}
+    found = {"seconds": sum(row["time/step"] for row in rows), **means}
+    if bound == 0:  # what benchmarks/asynchrony_simulated.py goes by
+        found["generate"] = [row["time/generate"] for row in rows]
+        found["lengths"] = [sorted(sum(r.response_mask) for r in of_step) for of_step in rollouts]
+        found["prompt tokens"] = statistics.mean(r.response_mask.count(0) for of_step in rollouts for r in of_step)
+    return found
 
 
 def main() -> None:
@@ -120,7 +131,7 @@ def main() -> None:
                     "repetition": repetition,
                     **run(config, bound, options.steps, options.cores[0]),
                 }
-                print(json.dumps(found), flush=True)
+                print(json.dumps({name: value for name, value in found.items() if name in REPORTED}), flush=True)
                 runs.append(found)
     seconds = {(r["bound"], r["repetition"]): r["seconds"] for r in runs}
     ratios = {
@@ -129,7 +140,13 @@ def main() -> None:
     }
     for bound, values in ratios.items():
         print(f"bound {bound}: {', '.join(f'{v:.3f}' for v in values)} of the time at bound {options.bounds[0]}")
-    shape = {"steps": options.steps, "prompts": PROMPTS, "rollouts": ROLLOUTS, "lengths": [LEAST, MOST, ALPHA]}
+    shape = {
+        "concurrency": RolloutConfig().concurrency,
+        "steps": options.steps,
+        "prompts": PROMPTS,
+        "rollouts": ROLLOUTS,
+        "lengths": [LEAST, MOST, ALPHA],
+    }
     result = {**shape, "runs": runs, "ratios": ratios, "machine": at_start}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

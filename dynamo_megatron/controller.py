@@ -291,10 +291,12 @@ class Controller:
 
     def _evaluates_beside(self, step: int) -> bool:
         """Whether the next step may train while this one is evaluated: it is not the start's or the last evaluation,
-        and no export waits for it."""
+        and neither an export nor the end of the run depends on it."""
         config = self.config
         between = 0 < step < config.trainer.steps and self._journal.finished() is None
-        return between and config.rollout.max_staleness > 0 and config.checkpoint.export_hf != "best"
+        stop = config.trainer.stop_when
+        needed = config.checkpoint.export_hf == "best" or (stop and (stop.metric or "").startswith("eval/"))
+        return between and config.rollout.max_staleness > 0 and not needed
 
     def _end_evaluation(self) -> bool:
         """False where its servers were lost."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -122,6 +124,20 @@ def test_a_run_killed_again_and_again_generates_nothing_twice(workspace, start_r
     assert problems == [] and len(rollouts) == done
     record = read_run(output)
     assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
+
+
+def test_evaluations_run_beside_the_steps_that_follow(workspace, start_run, step_lines):
+    output = workspace / "ahead-evaluated"
+    evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.every=2", "eval.samples=2", "eval.cache=false")
+    options = (*evaluation, "rollout.max_staleness=1", "trainer.steps=7", f"output_dir={output}")
+    run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options)
+    assert run.wait() == 0, run.text[-3000:]
+    said = re.findall(r"^(s)tep +(\d+)/|^(e)valuation at step (\d+)", run.text, re.MULTILINE)
+    places = ["".join(found) for found in said]
+    assert places == ["e0", "s1", "s2", "s3", "e2", "s4", "s5", "e4", "s6", "s7", "e6", "e7"]
+    rows = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4, 6, 7]
+    assert all(row["time/evaluate"] < 0.05 for row in step_lines(output)[1:6]), "a step waited for an evaluation"
 
 
 @pytest.mark.timeout(1200)
