@@ -49,13 +49,14 @@ class Server:
     service: Service
     iteration: float = 0.0
     busy: float = 0.0
+    prefill: float = 0.0  # seconds of it that are still to come
     ends: list[tuple[float, float, int]] = field(default_factory=list)
 
     def next_end(self) -> float:
         """Seconds until a response ends."""
         if not self.ends:
             return float("inf")
-        return (self.ends[0][0] - self.iteration) * self.pace
+        return self.prefill + (self.ends[0][0] - self.iteration) * self.pace
 
     @property
     def pace(self) -> float:
@@ -63,15 +64,16 @@ class Server:
         return self.service.base + self.service.each * len(self.ends)
 
     def start(self, tokens: float, prompt: int, step: int) -> None:
-        # The prefill of one response delays all that run: it counts as iterations without a token.
-        self.iteration -= prompt * self.service.prefill / self.pace if self.ends else 0.0
+        self.prefill += prompt * self.service.prefill  # it delays all that run
         heapq.heappush(self.ends, (self.iteration + tokens, self.iteration, step))
 
     def advance(self, seconds: float) -> list[int]:
         """Steps of the responses that end by then; no more than `next_end` at once."""
         if self.ends:
             self.busy += seconds
-            self.iteration += seconds / self.pace
+            spent = min(self.prefill, seconds)
+            self.prefill -= spent
+            self.iteration += (seconds - spent) / self.pace
         ended = []
         while self.ends and self.ends[0][0] <= self.iteration + 1e-9:
             ended.append(heapq.heappop(self.ends)[2])
@@ -141,8 +143,10 @@ def fitted(runs: Sequence[dict]) -> Service:
         for lengths, generate in zip(run["lengths"], run["generate"], strict=True):
             rows.append([max(lengths), sum(lengths), len(lengths) * run["prompt tokens"]])
             seconds.append(generate)
-    (base, each, prefill), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)
-    return Service(float(base), float(each), max(0.0, float(prefill)))
+    constants = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
+    if constants[2] < 0:  # too small to be told from the rest
+        constants = np.append(np.linalg.lstsq(np.array(rows)[:, :2], np.array(seconds), rcond=None)[0], 0.0)
+    return Service(*map(float, constants))
 
 
 def beside_the_measured(measured: dict) -> dict:
