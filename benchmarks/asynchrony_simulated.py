@@ -98,7 +98,7 @@ class Simulation:
         self.servers = [Server(service) for _ in range(shape.servers)]
         self.queue: list[tuple[int, int]] = []  # (step, tokens), the next one last
         self.left = [len(step) for step in lengths]
-        self.now = self.paused = 0.0
+        self.now = 0.0
 
     def run(self) -> Outcome:
         outcome, sent = Outcome(), 0

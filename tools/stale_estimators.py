@@ -54,7 +54,7 @@ LOSSES = {
 
 
 def policies() -> tuple[np.ndarray, dict[int, Policy]]:
-    """(rewards, the policy after so many steps)."""
+    """(rewards, the policy after each number of steps)."""
     problem, theta, offsets = estimators.make_problem(), *_parameters()
     found = {0: Policy.at(theta, offsets)}
     for step in range(1, max(STALENESS) + 1):

@@ -224,9 +224,9 @@ class Policy:
             self.config.algorithm,
             seed=self.config.seed,
         )
-        engine_logprobs = torch.from_numpy(batch.rollouts.engine_logprobs)
-        old = engine_logprobs if self.config.algorithm.loss.old == "engine" else stats.logprobs
-        tokens = StepTokens(old, engine_logprobs, reference_logprobs, shaped.advantages, shaped.weights)
+        engine = torch.from_numpy(batch.rollouts.engine_logprobs)
+        old = engine if self.config.algorithm.loss.old == "engine" else stats.logprobs
+        tokens = StepTokens(old, engine, reference_logprobs, shaped.advantages, shaped.weights)
         if self.loss_function is not None:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:

@@ -13,8 +13,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
 
@@ -22,9 +20,9 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.announcements import Announced
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
-from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
+from dynamo_megatron.rollout.member import Member, Source
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Supervisor
@@ -37,67 +35,9 @@ MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
 
 
-class Source(Protocol):
-    """Where servers come from; it tells the fleet by `up` and `down`."""
-
-    def condemn(self, name: str, incarnation: int, why: str) -> None:
-        """Has this incarnation of the server, or an earlier one, restarted."""
-
-    def served(self, name: str) -> None:
-        """The server took a push: its failures before that no longer slow a restart."""
-
-    async def run(self) -> None: ...
-
-
-@dataclass(eq=False)
-class Member:
-    """A server that is up. `version`: its weights, None if they are not the policy's. `gone`: set when it is out."""
-
-    endpoint: Endpoint
-    client: SGLangClient
-    source: Source
-    version: int | None
-    gone: asyncio.Future
-    load: Load = field(default_factory=Load)
-    refusals: int = 0  # in a row
-    moment: float = -math.inf  # monotonic seconds: when the last moment began that connections were lost in
-    lost: int = 0  # connections, in that moment
-    kv_cache: float | None = None  # the largest share in use that was seen since the last report
-    busy: float = 0.0  # seconds with a request under way, up to the last one's end
-    busy_since: float = 0.0  # monotonic seconds; of what is under way
-    rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
-
-    @property
-    def name(self) -> str:
-        return self.endpoint.name
-
-    def enter(self, tokens: float) -> None:
-        """A request that is expected to come to `tokens`."""
-        if not self.load.requests:
-            self.busy_since = time.monotonic()
-        self.load.requests += 1
-        self.load.tokens += tokens
-
-    def leave(self, tokens: float) -> None:
-        self.load.requests -= 1
-        self.load.tokens -= tokens
-        if not self.load.requests:
-            self.busy += time.monotonic() - self.busy_since
-            self.rested.set()
-
-    def take_busy(self) -> float:
-        """Seconds with a request under way since the last call."""
-        now = time.monotonic()
-        if self.load.requests:
-            self.busy += now - self.busy_since
-            self.busy_since = now
-        busy, self.busy = self.busy, 0.0
-        return busy
-
-
 class Fleet:
-    """`listeners` are called when a server comes or goes, or has room again. Use `open` within `session`'s life, and
-    cancel nothing."""
+    """`listeners` are called when a server joins or leaves, or can take another request. Use it while `session` is
+    open, and cancel nothing."""
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self._config, self._session = config, session
@@ -258,8 +198,8 @@ class Fleet:
             self.condemn(member, str(error))
 
     async def _finish_requests(self, member: Member) -> None:
-        """Until nothing of ours is under way there: by `rollout.at_push` each response is ended where it is, and goes
-        on under the new weights, or comes to its end."""
+        """Waits until the server has no request of ours. By `rollout.at_push` each response is interrupted and
+        continues under the new weights, or is generated to its end."""
         deadline, silence = time.monotonic() + CONTROL_TIMEOUT, Silence()
         partial, limit = self._config.rollout.at_push == "partial", self._config.rollout.health_timeout
         while member.load.requests and not member.gone.done():

@@ -71,7 +71,7 @@ def reusable(
             reuse.begun.pop(name, None)
         if why in ("", OTHER_VERSION) and continues and (why or rollout.status == "partial"):
             begun = _begun(rollout, versions)
-            if len(begun.tokens) > len(reuse.begun.get(name, begun).tokens) or name not in reuse.begun:
+            if name not in reuse.begun or len(begun.tokens) > len(reuse.begun[name].tokens):
                 reuse.begun[name] = begun
         elif why or rollout.status == "partial":
             reuse.discarded[name] = why or OTHER_VERSION

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.fleet import Fleet, Member
+from dynamo_megatron.rollout.fleet import Fleet
+from dynamo_megatron.rollout.member import Member
 from dynamo_megatron.rollout.result import ServerUse
 
 ATTEMPTS = 4  # servers that a request may be lost with
@@ -56,8 +57,8 @@ class Sampling:
         urgent: bool = False,
     ):
         """`take(request, response, server)` is called once for each request as its response arrives. Requests without
-        an outcome at `deadline` (monotonic seconds) are aborted. `after`: asks for nothing while one of these still
-        has something to ask for. `urgent`: the first to ask where a server has room again.
+        an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still
+        has requests to send. `urgent`: sends its requests before all others when a server can take one.
         """
         self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
         self._after, self._urgent = after, urgent
@@ -175,7 +176,7 @@ class Sampling:
         await self._done(request, response, member.name)
 
     def _interrupted(self, request: Request, response: Response, server: str) -> None:
-        """New weights came. It goes on under those."""
+        """By a push. The request is sent again, and continues under the new weights."""
         request.pushes += 1
         if response.tokens:
             request.begun = response if request.begun is None else request.begun.continued(response)

@@ -105,9 +105,8 @@ class StepSession:
     def groups(self) -> tuple[int, int]:
         """Groups of which every rollout has an outcome, and all groups."""
         groups = {name.rpartition("-")[0] for name in self.wanted}
-        return len(groups - {name.rpartition("-")[0] for name in self.wanted.keys() - self.rollouts.keys()}), len(
-            groups
-        )
+        under_way = {name.rpartition("-")[0] for name in self.wanted.keys() - self.rollouts.keys()}
+        return len(groups - under_way), len(groups)
 
     def result(self, said: Sequence[str]) -> RolloutResult:
         """`said`: the fleet's notes."""

@@ -24,9 +24,6 @@ YOUNG = 5.0  # seconds of a process's life in which it may still have its parent
 # Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts
 # half until the child ends, and a fault may end it.
 FORKED = 8 << 20
-# Samples of which the least memory counts. A rank gives freed memory back at a save, every 10 steps, of which half are
-# sampled; between two saves glibc keeps it, more or less by chance: 320 to 510 MB of a rank that uses 140 MB.
-LOWEST_OF = 8
 COUNTED = ("descriptors", "threads", "sockets", "entries", "folders")  # one more is no growth
 
 
@@ -44,8 +41,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Growth:
-    """Medians of the first and the last quarter of `samples` values, of memory of the least of each LOWEST_OF in a
-    row."""
+    """Medians of the first and the last quarter of `samples` values."""
 
     what: str
     samples: int
@@ -57,12 +53,8 @@ class Growth:
 
 def growth(what: str, values: Sequence[float]) -> Growth:
     """Only growth counts: memory that is given back is no leak. Of what is counted one more is still flat."""
-    if what.endswith("memory"):
-        judged = [min(values[i : i + LOWEST_OF]) for i in range(len(values) - LOWEST_OF + 1)]
-    else:
-        judged = values
-    quarter = max(1, len(judged) // 4)
-    first, last = statistics.median(judged[:quarter]), statistics.median(judged[-quarter:])
+    quarter = max(1, len(values) // 4)
+    first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
     least = 1.0 if what.endswith(COUNTED) else FORKED if what.endswith("memory") else 0.0
     allowed = max(SHARE * first, least)
     flat = last - first <= allowed
@@ -77,11 +69,11 @@ def usage(pid: int) -> Usage | None:
         names = [_link(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
         if not pages:
             return None
-        names = [name for name in names if not name.startswith(SERVERS_LOAD)]
+        counters = min(2, sum(name.startswith(SERVERS_LOAD) for name in names))  # more than two would be a leak
         return Usage(
             memory=pages["Pss_Anon:"] + pages["Pss_Shmem:"],
             pss=pages["Pss:"],
-            descriptors=len(names),
+            descriptors=len(names) - counters,
             threads=psutil.Process(pid).num_threads(),
             sockets=sum(name.startswith("socket:") for name in names),
         )
