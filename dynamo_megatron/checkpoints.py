@@ -13,7 +13,6 @@ from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_check
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.weight_sync.folder import export_huggingface
 
 
@@ -92,7 +91,6 @@ class Checkpoints:
         if self._under_way is not None:
             self._under_way.complete(self._config.keep_last, self._timeout, self._say)
             self._under_way = None
-            give_back_freed_memory()
 
     def export_best(self) -> None:
         """What was reached is the best so far. Saved first, so that an export that fails loses no step."""

@@ -11,6 +11,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.phases import Phases
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
+from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.tracking.journal import Journal
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class TrainingRun:
         """The policy has the weights of `step`. A save in the background that has just been written is completed."""
         self.phases.clock.begin("save")
         self.checkpoints.reached(step)
+        give_back_freed_memory()
         self.phases.clock.begin("")
 
     def save(self) -> None:
