@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=20, help="steps from one fault's end to the next one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--health-timeout", type=float, default=30.0, help="seconds; freezes are 1/6, 2/3, 3/2 of it")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further config of the run")
     parser.add_argument("--folder", type=Path, help="of the run, kept at the end; default: a temporary one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "soak.json")
     parser.add_argument("kinds", nargs="*", help="names of faults; default: all")
@@ -62,7 +63,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it clears away what it has started
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     at_start, started = machine(PACKAGES), time.monotonic()
-    site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated)
+    site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated, words=options.set)
     soak = Soak(site, options.every, options.steps, options.minutes, options.rounds)
     try:
         kinds = possible(site, options.kinds)
@@ -70,7 +71,12 @@ def main() -> int:
     except KeyboardInterrupt:
         soak.problems.append("interrupted")
     finally:
-        settings = {"seed": options.seed, "every": options.every, "health timeout": options.health_timeout}
+        settings = {
+            "seed": options.seed,
+            "every": options.every,
+            "health timeout": options.health_timeout,
+            "config": options.set,
+        }
         result = {**settings, "seconds": time.monotonic() - started, **soak.result(), "machine": at_start}
         site.close()
         options.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")

@@ -88,7 +88,7 @@ class Controller:
         for later in range(step, min(step + staleness, self.config.trainer.steps) + 1):
             if later not in ahead:
                 self.ahead.add(later, self.allocate(later, self.draw(later, []), []))
-                ahead[later].version = step - 1
+                ahead[later].version, ahead[later].drawing = step - 1, self._prompts.metrics()
             if later > self._dispatched:
                 now = ahead[later]
                 self._rollout.dispatch(later, now.prompts, now.allocation.counts, self._coordinator.check_stop)
@@ -264,8 +264,8 @@ class Controller:
         """What the step sampled."""
         sampled = joined(rounds, self._merges)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
-        allocations = [r.allocation for r in rounds]
-        return StepRecord(step, allocations, sampled, self._prompts.metrics(), ratio, rounds[0].version)
+        allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
+        return StepRecord(step, allocations, sampled, drawing, ratio, rounds[0].version)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics and allocation, and its line for the user. What it has measured of the gradient's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ class Round:
     sampled: int = 0  # trainable rollouts, before `reject`
     kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
     version: int | None = None  # of the servers' weights when it was dispatched; None: those of the step before
+    drawing: Mapping[str, float] | None = None  # metrics of the prompts' selection then; None: they are those of now
 
     @property
     def dispatch(self) -> np.ndarray:

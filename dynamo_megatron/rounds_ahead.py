@@ -44,6 +44,7 @@ def _plain(round_: Round) -> dict[str, Any]:
         "allocation": _lists(vars(round_.allocation)),
         "baseline": None if baseline is None else _lists(vars(baseline)),
         "version": round_.version,
+        "drawing": round_.drawing,
     }
 
 
@@ -58,7 +59,9 @@ def _round(plain: Mapping[str, Any]) -> Round:
         baseline = plain["baseline"] and Baseline(**_arrays(plain["baseline"], {}))
     except (KeyError, TypeError) as error:
         raise InputError(f"the checkpoint's rounds under way are damaged: {error}") from None
-    return Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), version=plain["version"])
+    origin = np.arange(len(prompts))
+    drawing = plain.get("drawing")
+    return Round(prompts, allocation, baseline, 0, origin, version=plain["version"], drawing=drawing)
 
 
 ARRAYS = ("counts", "variance", "history", "tokens", "mean", "strength")

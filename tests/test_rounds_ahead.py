@@ -43,7 +43,9 @@ def run(folder, staleness: int, steps: range, states=None, kind: str = "history"
     ids = {}
     for step in steps:
         sampled = sample(controller, step, Policy(lambda rollouts: rollouts.engine_logprobs))
-        ids[step] = sampled.rollouts.prompt_ids, sampled.selection.baseline.mean.tolist(), sampled.rounds[0].version
+        record = controller.record(step, sampled.rounds)
+        baselines = sampled.selection.baseline.mean.tolist()
+        ids[step] = sampled.rollouts.prompt_ids, baselines, record.drawing["data/epoch"], record.version
     return rollout.dispatched, ids, [part.state_dict() for part in parts]
 
 
@@ -53,10 +55,11 @@ def test_steps_are_dispatched_in_order_and_as_early_as_the_bound_allows(tmp_path
     assert [step for step, *_ in dispatched] == list(range(1, STEPS + 1 + staleness))
     assert [version for *_, version in ids.values()] == [max(0, step - 1 - staleness) for step in ids]
     together, alone = (
-        [p for i, _, _ in run(tmp_path / n, k, range(1, STEPS + 1))[1].values() for p in dict.fromkeys(i)]
+        [(epoch, *dict.fromkeys(i)) for i, _, epoch, _ in run(tmp_path / n, k, range(1, STEPS + 1))[1].values()]
         for n, k in (("a", staleness), ("b", 0))
     )
-    assert together == alone, "the prompts are those of the synchronous loop"
+    assert together == alone, "the prompts, and what is told of them, are those of the synchronous loop"
+    assert alone[-1][0] > 0, "one epoch would not show whose epoch it is"
 
 
 def test_a_resumed_run_dispatches_what_was_under_way_again(tmp_path):

@@ -21,16 +21,18 @@ from pathlib import Path
 import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
-from soak_site import VICTIM, Site
+from soak_site import SERVERS, VICTIM, Site
 
 from dynamo_megatron.checkpoint.folder import complete_checkpoints
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 
 STRANGERS = 2000
 FROZEN = (1 / 6, 2 / 3, 3 / 2)  # of rollout.health_timeout
+CLOSED = 4.0  # of rollout.health_timeout
 FULL_FOR = 10.0  # seconds
 OUT = f"step \\d+: {VICTIM} (left the rotation|did not come up): "
 LOST = r"step \d+: \d+ of \d+ rollouts (failed|rejected)"
+ALL_OUT = f"step \\d+: server-[01] (left the rotation|did not come up): |no server (has|took) the weights|{LOST}"
 UNSCORED = r"step \d+: \d+ of \d+ rollouts have reward 0 for a reward_(error|timeout)"
 SPACE = "(disk is full|No space left on device)"
 
@@ -69,7 +71,7 @@ def _frozen(site: Site, processes: list[psutil.Process], share: float) -> str:
 
 # -- servers -----------------------------------------------------------------------------------------------------------
 def kill_server(site: Site, rng: random.Random) -> str:
-    processes = site.victim()  # the guard first
+    processes = site.server()  # the guard first
     some = rng.choice([processes, processes[1:2], processes[-1:]])
     _send(signal.SIGKILL, some)
     return f"SIGKILL to {len(some)} of {len(processes)} processes"
@@ -77,15 +79,25 @@ def kill_server(site: Site, rng: random.Random) -> str:
 
 def kill_guard(site: Site, rng: random.Random) -> str:
     """What it guards ends with it."""
-    processes = site.victim()
+    processes = site.server()
     _send(signal.SIGKILL, processes[:1])
     if not site.gone(processes):
         raise TimeoutError(f"of {len(processes)} processes some outlive their guard")
     return f"SIGKILL; the other {len(processes) - 1} processes have ended"
 
 
+def close_servers(site: Site, rng: random.Random) -> str:
+    """All servers are gone, and none comes back for a while."""
+    seconds = CLOSED * site.health_timeout
+    with site.closed():
+        for name in SERVERS:
+            _send(signal.SIGKILL, site.server(name)[1:])
+        site.pause(seconds)
+    return f"SIGKILL to all; none starts for {seconds:g} s"
+
+
 def freeze_server(site: Site, rng: random.Random) -> str:
-    processes = site.victim()[1:]
+    processes = site.server()[1:]
     some = rng.choice([processes, processes[:1], processes[-1:]])
     return f"{_frozen(site, some, rng.choice(FROZEN))} of {len(some)} of {len(processes)} processes"
 
@@ -325,6 +337,7 @@ NONE = "$^"
 FAULTS = (
     Fault("server killed", kill_server, f"{OUT}|{LOST}", most=2, litters=True),
     Fault("server's guard killed", kill_guard, f"{OUT}|{LOST}", most=2, litters=True),
+    Fault("no server", close_servers, ALL_OUT, most=4),
     Fault("server frozen", freeze_server, f"{OUT}|{LOST}", silent=True, most=2),
     Fault("server's replies altered", alter_replies, f"{OUT}|{LOST}", silent=True, most=4),
     Fault("server slow", slow_server, NONE, silent=True),

@@ -4,8 +4,8 @@
 
 Starts that server at another port, and answers at PORT. While the file CONTROL/SERVER.json is there it says what
 becomes of replies to /generate: {"share": of them that are altered, "delay": seconds, "seed": int, "model": a folder
-whose weights the server loads before it generates}. Any other command runs as it is: the transports ask the interpreter
-for its version of torch.
+whose weights the server loads before it generates}. While the file CONTROL/closed is there, no server starts. Any other
+command runs as it is: the transports ask the interpreter for its version of torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -138,6 +139,8 @@ def main(control: Path, words: list[str]) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         words[place] = str(probe.getsockname()[1])
+    while (control / "closed").exists():
+        time.sleep(UP_EVERY)
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())  # as the guard's child has it
     server = subprocess.Popen([sys.executable, *words], preexec_fn=on_death)
     proxy = Proxy(f"http://{host}:{words[place]}", control / f"{name}.json")

@@ -35,10 +35,19 @@ VICTIM = "server-1"  # what hurts a server hurts this one, so that the other one
 
 
 class Site:
-    """`health_timeout`: of the run (rollout.health_timeout); freezes are measured by it. `small_disks`: whether the
-    output folder and /dev/shm are file systems that may be filled."""
+    """`health_timeout`: of the run (rollout.health_timeout); freezes are measured by it. `words`: further config of the
+    run. `small_disks`: whether the output folder and /dev/shm are file systems that may be filled."""
 
-    def __init__(self, folder: Path, steps: int, seed: int, health_timeout: float, *, isolated: bool):
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        seed: int,
+        health_timeout: float,
+        *,
+        isolated: bool,
+        words: Sequence[str] = (),
+    ):
         self.folder, self.health_timeout = folder, health_timeout
         self.disk, self.output = folder / "disk", folder / "disk" / "run"
         self.shared_memory, self.temporary = Path("/dev/shm"), folder / "tmp"
@@ -49,7 +58,7 @@ class Site:
         self.calm = False  # samples are taken in steps that no fault is part of
         self.run: Run | None = None
         self._sampled = -1
-        self._words = [folder / "config.yaml", ROOT / "configs" / "methods" / "dynamo.yaml", f"seed={seed}"]
+        self._words = [folder / "config.yaml", ROOT / "configs" / "methods" / "dynamo.yaml", f"seed={seed}", *words]
         with contextlib.ExitStack() as mounts:
             sizes = {self.disk: DISK, self.shared_memory: SHARED_MEMORY} if isolated else {}
             mounted = [mounts.enter_context(mounting(place, size)) for place, size in sizes.items()]
@@ -164,21 +173,21 @@ class Site:
             return kind_of(process, self.run.process.pid)
         return ""
 
-    def victim(self) -> list[psutil.Process]:
-        """The processes of the server that is hurt: the guard, the proxy, SGLang's."""
+    def server(self, name: str = VICTIM) -> list[psutil.Process]:
+        """The processes of a server, by default the one that is hurt: the guard, the proxy, SGLang's."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self.alive():
-            found = self.run.servers().get(VICTIM, [])
+            found = self.run.servers().get(name, [])
             with contextlib.suppress(psutil.NoSuchProcess):
                 lasting = [p for p in found if "resource_tracker" not in " ".join(p.cmdline())]
                 if len(lasting) > 2:
                     return [lasting[0].parent(), *lasting]
             time.sleep(POLL_EVERY)
-        raise TimeoutError(f"{VICTIM} has no processes after 120 s")
+        raise TimeoutError(f"{name} has no processes after 120 s")
 
     def ports(self) -> list[int]:
         """Those of the hurt server's proxy and of its HTTP process."""
-        commands = [p.cmdline() for p in self.victim()[1:]]
+        commands = [p.cmdline() for p in self.server()[1:]]
         return [int(words[words.index("--port") + 1]) for words in commands if "--port" in words]
 
     # -- what stands around it -----------------------------------------------------------------------------------------
@@ -189,6 +198,16 @@ class Site:
         aside = file.with_suffix(".tmp")
         aside.write_text(json.dumps(fault))
         aside.rename(file)
+        try:
+            yield
+        finally:
+            file.unlink()
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Meanwhile no server starts (soak_server.py)."""
+        file = self.folder / "control" / "closed"
+        file.touch()
         try:
             yield
         finally:
