@@ -3,7 +3,8 @@
     python -P benchmarks/asynchrony.py [--steps 40] [--repetitions 3] [--bounds 0 1 2]
 
 One rank has one core, and its SGLang server another one. The lengths of responses are heavy-tailed: Pareto, drawn by
-the seed of each rollout, so that every run has the same ones (benchmarks/long_tail). Runs of the bounds take turns.
+the seed of each rollout, so that every run has the same ones (benchmarks/long_tail). Training takes about as long as
+generation. Runs of the bounds take turns, after the server alone has been timed (benchmarks/asynchrony_service.py).
 Reported of each run: seconds of its steps, and means of its metrics; of each bound the ratio to bound 0 by repetition.
 Writes benchmarks/results/asynchrony.json. Run nothing else meanwhile.
 """
@@ -26,9 +27,10 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+import asynchrony_service
 from measure import machine
 
-from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 ROOT = Path(__file__).parents[1]
@@ -54,22 +56,12 @@ REPORTED = ("bound", "repetition", "seconds", *SHOWN)
 def prepare(folder: Path, cores: tuple[int, int]) -> Path:
     """Model, problems, the server's interpreter, and a config; returns the config."""
     model = runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"](
-        folder / "model", layers=4, hidden=256, heads=4, kv_heads=2, ffn=768
+        folder / "model", layers=4, hidden=384, heads=6, kv_heads=2, ffn=1152
     )
     rows = [{"id": f"p{i}", "problem": f"{i} + {i} =", "answer": str(2 * i)} for i in range(400)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "length_reward.py").write_text("def even(prompt, response):\n    return float(len(response) % 2)\n")
-    environment = {
-        "LONG_TAIL_LEAST": LEAST,
-        "LONG_TAIL_MOST": MOST,
-        "LONG_TAIL_ALPHA": ALPHA,
-        "SGLANG_CPU_OMP_THREADS_BIND": cores[1],
-    }
-    command = ["taskset", "-c", str(cores[1]), "env", *(f"{k}={v}" for k, v in environment.items()), sys.executable]
-    server = folder / "server"
-    lengths = shlex.quote(str(ROOT / "benchmarks" / "long_tail"))
-    server.write_text(f'#!/bin/sh\nexport PYTHONPATH={lengths}:"$PYTHONPATH"\nexec {shlex.join(command)} "$@"\n')
-    server.chmod(0o755)
+    server = server_at(folder / "server", cores[1], LEAST)
     config = {
         "model": {"path": str(model), "dtype": "float32", "max_length": 512},
         "data": {"source": str(folder / "problems.jsonl"), "batch_prompts": PROMPTS, "template": "{prompt}\n"},
@@ -83,6 +75,30 @@ def prepare(folder: Path, cores: tuple[int, int]) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def server_at(file: Path, core: int, least: int) -> Path:
+    """The interpreter of a server on this core, whose responses have at least so many tokens."""
+    environment = {
+        "LONG_TAIL_LEAST": least,
+        "LONG_TAIL_MOST": MOST,
+        "LONG_TAIL_ALPHA": ALPHA,
+        "SGLANG_CPU_OMP_THREADS_BIND": core,
+    }
+    command = ["taskset", "-c", str(core), "env", *(f"{k}={v}" for k, v in environment.items()), sys.executable]
+    lengths = shlex.quote(str(ROOT / "benchmarks" / "long_tail"))
+    file.write_text(f'#!/bin/sh\nexport PYTHONPATH={lengths}:"$PYTHONPATH"\nexec {shlex.join(command)} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def probe(config: Path, core: int) -> list[dict[str, float]]:
+    """What the server takes alone (asynchrony_service.py). Each response is as long as it may be."""
+    plain, folder = yaml.safe_load(config.read_text()), config.parent
+    rollout = plain["rollout"] | {"python": str(server_at(folder / "server-of-one-length", core, MOST))}
+    vocab_size = json.loads((Path(plain["model"]["path"]) / "config.json").read_text())["vocab_size"]
+    model = ModelConfig(**plain["model"])
+    return asynchrony_service.probe(RolloutConfig(**rollout), model, vocab_size, folder / "probe.log")
 
 
 def run(config: Path, bound: int, steps: int, core: int) -> dict[str, Any]:
@@ -124,6 +140,7 @@ def main() -> None:
     at_start, runs = machine(PACKAGES), []
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), tuple(options.cores))
+        probes = probe(config, options.cores[1])
         for repetition in range(options.repetitions):
             for bound in options.bounds:
                 found = {
@@ -147,7 +164,7 @@ def main() -> None:
         "rollouts": ROLLOUTS,
         "lengths": [LEAST, MOST, ALPHA],
     }
-    result = {**shape, "runs": runs, "ratios": ratios, "machine": at_start}
+    result = {**shape, "probes": probes, "runs": runs, "ratios": ratios, "machine": at_start}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

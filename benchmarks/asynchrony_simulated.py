@@ -2,9 +2,10 @@
 
     python -P benchmarks/asynchrony_simulated.py
 
-The servers decode in iterations: one token of each running response takes base + each * (responses that run) seconds.
-A response that a weight sync interrupts pays for its tokens' prefill again. benchmarks/asynchrony.py measures the
-constants and writes results/asynchrony.json; this writes results/asynchrony_simulated.json.
+The servers decode in iterations, each one token of every running response. A response that a weight sync interrupts is
+read again before it continues. benchmarks/asynchrony.py measures what a server takes for requests that come together,
+what ranks take without a bound, and how long runs last; it writes results/asynchrony.json. Of these runs only those
+without a bound enter the constants. This writes results/asynchrony_simulated.json.
 """
 
 from __future__ import annotations
@@ -12,76 +13,97 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Service:
-    """Seconds of a server: of an iteration `base` and for `each` running response; for a token of a prefill."""
+    """Seconds of a server: of an iteration `base`, for `each` running response, and for each token of `context` that
+    these have; for a token of a `prefill`, and for a `request`."""
 
     base: float
     each: float
+    context: float
     prefill: float
+    request: float
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a run. train, push: seconds of the ranks in a step; the servers generate nothing during a push."""
+    """Of a run. train, push: seconds of the ranks in a step; the servers generate nothing during a push. collect:
+    seconds from the last response of a step until the ranks have all of them."""
 
     servers: int
     concurrency: int  # responses at once, at each server
     prompt: int  # tokens
     train: float
     push: float
+    collect: float = 0.0
 
 
 @dataclass
 class Server:
-    """`ends` has the running responses as (iteration in which it ends, begun in, step)."""
+    """`ends` has the running responses as (iteration in which it ends, begun in, step). `context`: their tokens, with
+    the prompts'."""
 
     service: Service
     iteration: float = 0.0
     busy: float = 0.0
     prefill: float = 0.0  # seconds of it that are still to come
+    context: float = 0.0
     ends: list[tuple[float, float, int]] = field(default_factory=list)
 
     def next_end(self) -> float:
         """Seconds until a response ends."""
-        if not self.ends:
-            return float("inf")
-        return self.prefill + (self.ends[0][0] - self.iteration) * self.pace
+        return self.prefill + self.seconds(self.ends[0][0] - self.iteration) if self.ends else float("inf")
 
-    @property
-    def pace(self) -> float:
-        """Seconds of an iteration."""
-        return self.service.base + self.service.each * len(self.ends)
+    def _pace(self) -> tuple[float, float]:
+        """Seconds of the next iteration, and by how much each further one takes longer."""
+        service, running = self.service, len(self.ends)
+        return service.base + service.each * running + service.context * self.context, service.context * running
+
+    def seconds(self, iterations: float) -> float:
+        first, growth = self._pace()
+        return first * iterations + growth * iterations**2 / 2
+
+    def _iterations(self, seconds: float) -> float:
+        """The inverse of `seconds`."""
+        first, growth = self._pace()
+        return 2 * seconds / (first + math.sqrt(first**2 + 2 * growth * seconds))
 
     def start(self, tokens: float, prompt: int, step: int) -> None:
-        self.prefill += prompt * self.service.prefill  # it delays all that run
+        self.prefill += prompt * self.service.prefill + self.service.request  # it delays all that run
+        self.context += prompt
         heapq.heappush(self.ends, (self.iteration + tokens, self.iteration, step))
 
-    def advance(self, seconds: float) -> list[int]:
+    def advance(self, seconds: float, prompt: int) -> list[int]:
         """Steps of the responses that end by then; no more than `next_end` at once."""
         if self.ends:
             self.busy += seconds
             spent = min(self.prefill, seconds)
             self.prefill -= spent
-            self.iteration += (seconds - spent) / self.pace
+            iterations = self._iterations(seconds - spent)
+            self.iteration += iterations
+            self.context += iterations * len(self.ends)
         ended = []
         while self.ends and self.ends[0][0] <= self.iteration + 1e-9:
-            ended.append(heapq.heappop(self.ends)[2])
+            _, begun, step = heapq.heappop(self.ends)
+            self.context -= prompt + self.iteration - begun
+            ended.append(step)
         return ended
 
-    def interrupted(self, prompt: int) -> float:
-        """Seconds until all responses that a push has interrupted are read again."""
-        return sum(prompt + self.iteration - begun for _, begun, _ in self.ends) * self.service.prefill
+    def interrupt(self) -> None:
+        """By a push: all that run are read again."""
+        self.prefill = self.context * self.service.prefill + len(self.ends) * self.service.request
 
 
 @dataclass
@@ -108,10 +130,12 @@ class Simulation:
                 sent += 1
             before = self.now
             self._until(lambda step=step: self.left[step] == 0, float("inf"))
+            self._until(lambda: False, self.now + self.shape.collect)
             outcome.waited += self.now - before
             self._until(lambda: False, self.now + self.shape.train)
-            again = max(server.interrupted(self.shape.prompt) for server in self.servers)
-            self.now += self.shape.push + again
+            for server in self.servers:
+                server.interrupt()
+            self.now += self.shape.push
         outcome.seconds = self.now
         outcome.idle = 1 - sum(server.busy for server in self.servers) / (self.now * len(self.servers))
         return outcome
@@ -122,7 +146,7 @@ class Simulation:
             ahead = min((server.next_end() for server in self.servers), default=float("inf"))
             seconds = min(ahead, limit - self.now)
             for server in self.servers:
-                for step in server.advance(seconds):
+                for step in server.advance(seconds, self.shape.prompt):
                     self.left[step] -= 1
             self.now += seconds
 
@@ -135,31 +159,32 @@ class Simulation:
             server.start(tokens, self.shape.prompt, step)
 
 
-def fitted(runs: Sequence[dict]) -> Service:
-    """Of the steps of bound 0, whose generation takes base * iterations + each * tokens + prefill * prompts' tokens: an
-    iteration is one token of every running response, and all begin together. Least squares."""
-    rows, seconds = [], []
-    for run in runs:
-        for lengths, generate in zip(run["lengths"], run["generate"], strict=True):
-            rows.append([max(lengths), sum(lengths), len(lengths) * run["prompt tokens"]])
-            seconds.append(generate)
-    constants = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
-    if constants[2] < 0:  # too small to be told from the rest
-        constants = np.append(np.linalg.lstsq(np.array(rows)[:, :2], np.array(seconds), rcond=None)[0], 0.0)
+def fitted(probes: Sequence[dict[str, float]]) -> Service:
+    """Of requests that come together: the first token comes with the prefill, each other one of all of them with an
+    iteration. Least squares of the relative errors; no constant below 0."""
+    rows, seconds = [], np.array([probe["seconds"] for probe in probes])
+    for probe in probes:
+        running, prompt, iterations = probe["running"], probe["prompt"], probe["tokens"] - 1
+        context = running * iterations * (prompt + 1 + iterations / 2)
+        rows.append([iterations, iterations * running, context, running * prompt, running])
+    constants, _ = nnls(np.array(rows) / seconds[:, None], np.ones(len(rows)))
     return Service(*map(float, constants))
 
 
 def beside_the_measured(measured: dict) -> dict:
-    """Seconds of each bound, simulated from the constants and the phases of bound 0, and the mean measured ones."""
-    runs = measured["runs"]
+    """Seconds of each bound, simulated from the server's constants and the phases of bound 0, and the mean measured
+    ones."""
+    runs, service = measured["runs"], fitted(measured["probes"])
     at_0 = [run for run in runs if run["bound"] == 0]
-    service = fitted(at_0)
     push = statistics.mean(run["time/reshard"] for run in at_0)
     train = statistics.mean(run["time/step"] - run["time/generate"] - run["time/reshard"] for run in at_0)
     shape = Shape(1, measured["concurrency"], round(at_0[0]["prompt tokens"]), train, push)
+    lengths = at_0[0]["lengths"]
+    generated = Simulation(shape, service, lengths, 0).run().waited / len(lengths)
+    shape = replace(shape, collect=max(0.0, statistics.mean(run["time/generate"] for run in at_0) - generated))
     found = {"service": asdict(service), "shape": asdict(shape), "bounds": {}}
     for bound in sorted({run["bound"] for run in runs}):
-        simulated = Simulation(shape, service, at_0[0]["lengths"], bound).run()
+        simulated = Simulation(shape, service, lengths, bound).run()
         seconds = statistics.mean(run["seconds"] for run in runs if run["bound"] == bound)
         error = simulated.seconds / seconds - 1
         of_bound = {"simulated": simulated.seconds, "measured": seconds, "error": error, "idle": simulated.idle}

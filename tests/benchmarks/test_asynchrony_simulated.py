@@ -18,7 +18,7 @@ def simulator() -> SimpleNamespace:
 
 def seconds(simulator, bound: int, train: float, servers: int = 1, concurrency: int = 8, lengths=LENGTHS) -> float:
     shape = simulator.Shape(servers, concurrency, 5, train, 0.5)
-    return simulator.Simulation(shape, simulator.Service(0.1, 0.01, 0.0), lengths, bound).run().seconds
+    return simulator.Simulation(shape, simulator.Service(0.1, 0.01, 0.0, 0.0, 0.0), lengths, bound).run().seconds
 
 
 def test_without_a_bound_generation_and_training_take_turns(simulator):
@@ -42,9 +42,32 @@ def test_a_long_response_delays_its_own_step_alone(simulator):
     assert seconds(simulator, 1, 12.0, lengths=lengths) < 0.75 * alone
 
 
-def test_the_constants_are_found_from_the_steps_of_bound_0(simulator):
-    rng = random.Random(1)
-    lengths = [[rng.randint(5, 200) for _ in range(rng.randint(8, 32))] for _ in range(40)]
-    generate = [0.02 * max(of) + 0.003 * sum(of) + 0.001 * 12 * len(of) for of in lengths]
-    found = simulator.fitted([{"lengths": lengths, "generate": generate, "prompt tokens": 12}])
-    assert (found.base, found.each, found.prefill) == pytest.approx((0.02, 0.003, 0.001))
+def test_a_response_costs_its_context_and_a_weight_sync_reads_it_again(simulator):
+    shape, service = simulator.Shape(1, 8, 5, 2.0, 0.5), simulator.Service(0.1, 0.01, 0.001, 0.002, 0.03)
+    together = 4 * (0.03 + 5 * 0.002) + sum(0.14 + 0.001 * 4 * (5 + i) for i in range(30)) + 0.001 * 4 * 30 / 2
+    alone = simulator.Simulation(shape, service, LENGTHS, 0).run()
+    assert alone.waited == pytest.approx(10 * together, rel=1e-6)
+    server = simulator.Server(service)
+    for _ in range(4):
+        server.start(30, 5, 1)
+    assert server.advance(server.prefill + server.seconds(10), 5) == [] and server.iteration == pytest.approx(10)
+    server.interrupt()
+    assert server.prefill == pytest.approx(4 * (15 * 0.002 + 0.03))
+    assert server.advance(server.next_end(), 5) == [1] * 4 and server.context == pytest.approx(0)
+
+
+def test_the_constants_are_found_from_requests_that_come_together(simulator):
+    known = simulator.Service(0.02, 0.003, 1e-5, 0.001, 0.004)
+    probes = []
+    for running in (1, 8, 32):
+        for prompt in (12, 100):
+            for tokens in (1, 20, 60):
+                server = simulator.Server(known)
+                for _ in range(running):
+                    server.start(tokens - 1, prompt + 1, 0)
+                    server.prefill -= known.prefill  # the first token comes with the prompt
+                seconds = server.next_end()
+                probes.append({"running": running, "prompt": prompt, "tokens": tokens, "seconds": seconds})
+    found = simulator.fitted(probes)
+    for name in ("base", "each", "context", "prefill", "request"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-3), name
