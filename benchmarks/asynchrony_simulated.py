@@ -15,7 +15,7 @@ import heapq
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -53,9 +53,11 @@ class Shape:
 @dataclass
 class Server:
     """`ends` has the running responses as (iteration in which it ends, begun in, step). `context`: their tokens, with
-    the prompts'."""
+    the prompts'. All is as of `clock` (seconds)."""
 
     service: Service
+    prompt: int
+    clock: float = 0.0
     iteration: float = 0.0
     busy: float = 0.0
     prefill: float = 0.0  # seconds of it that are still to come
@@ -63,30 +65,33 @@ class Server:
     ends: list[tuple[float, float, int]] = field(default_factory=list)
 
     def next_end(self) -> float:
-        """Seconds until a response ends."""
-        return self.prefill + self.seconds(self.ends[0][0] - self.iteration) if self.ends else float("inf")
+        """When a response ends."""
+        if not self.ends:
+            return math.inf
+        return self.clock + self.prefill + self._seconds(self.ends[0][0] - self.iteration)
 
     def _pace(self) -> tuple[float, float]:
         """Seconds of the next iteration, and by how much each further one takes longer."""
         service, running = self.service, len(self.ends)
         return service.base + service.each * running + service.context * self.context, service.context * running
 
-    def seconds(self, iterations: float) -> float:
+    def _seconds(self, iterations: float) -> float:
         first, growth = self._pace()
         return first * iterations + growth * iterations**2 / 2
 
     def _iterations(self, seconds: float) -> float:
-        """The inverse of `seconds`."""
+        """The inverse of `_seconds`."""
         first, growth = self._pace()
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * growth * seconds))
 
-    def start(self, tokens: float, prompt: int, step: int) -> None:
-        self.prefill += prompt * self.service.prefill + self.service.request  # it delays all that run
-        self.context += prompt
+    def start(self, tokens: float, step: int) -> None:
+        self.prefill += self.prompt * self.service.prefill + self.service.request  # it delays all that run
+        self.context += self.prompt
         heapq.heappush(self.ends, (self.iteration + tokens, self.iteration, step))
 
-    def advance(self, seconds: float, prompt: int) -> list[int]:
-        """Steps of the responses that end by then; no more than `next_end` at once."""
+    def advance(self, now: float) -> list[int]:
+        """Steps of the responses that end by then; not beyond `next_end`."""
+        seconds, self.clock = now - self.clock, now
         if self.ends:
             self.busy += seconds
             spent = min(self.prefill, seconds)
@@ -97,12 +102,13 @@ class Server:
         ended = []
         while self.ends and self.ends[0][0] <= self.iteration + 1e-9:
             _, begun, step = heapq.heappop(self.ends)
-            self.context -= prompt + self.iteration - begun
+            self.context -= self.prompt + self.iteration - begun
             ended.append(step)
         return ended
 
-    def interrupt(self) -> None:
-        """By a push: all that run are read again."""
+    def interrupt(self, until: float) -> None:
+        """By a push, which is over then: all that run are read again."""
+        self.clock = until
         self.prefill = self.context * self.service.prefill + len(self.ends) * self.service.request
 
 
@@ -117,7 +123,7 @@ class Simulation:
     def __init__(self, shape: Shape, service: Service, lengths: Sequence[Sequence[int]], bound: int):
         """`lengths`: tokens of each response, by step."""
         self.shape, self.lengths, self.bound = shape, lengths, bound
-        self.servers = [Server(service) for _ in range(shape.servers)]
+        self.servers = [Server(service, shape.prompt) for _ in range(shape.servers)]
         self.queue: list[tuple[int, int]] = []  # (step, tokens), the next one last
         self.left = [len(step) for step in lengths]
         self.now = 0.0
@@ -129,34 +135,48 @@ class Simulation:
                 self.queue[:0] = [(sent, tokens) for tokens in reversed(self.lengths[sent])]
                 sent += 1
             before = self.now
-            self._until(lambda step=step: self.left[step] == 0, float("inf"))
-            self._until(lambda: False, self.now + self.shape.collect)
+            self._until(math.inf, step)
+            self._until(self.now + self.shape.collect)
             outcome.waited += self.now - before
-            self._until(lambda: False, self.now + self.shape.train)
-            for server in self.servers:
-                server.interrupt()
+            self._until(self.now + self.shape.train)
             self.now += self.shape.push
+            for server in self.servers:
+                server.interrupt(self.now)
         outcome.seconds = self.now
         outcome.idle = 1 - sum(server.busy for server in self.servers) / (self.now * len(self.servers))
         return outcome
 
-    def _until(self, reached: Callable[[], bool], limit: float) -> None:
-        while not reached() and self.now < limit:
-            self._admit()
-            ahead = min((server.next_end() for server in self.servers), default=float("inf"))
-            seconds = min(ahead, limit - self.now)
-            for server in self.servers:
-                for step in server.advance(seconds, self.shape.prompt):
-                    self.left[step] -= 1
-            self.now += seconds
+    def _until(self, limit: float, complete: int | None = None) -> None:
+        """Until then, or until all responses of the step `complete` are there."""
+        self._admit()
+        ends = [(server.next_end(), number) for number, server in enumerate(self.servers)]
+        heapq.heapify(ends)  # the earliest end of each server
+        while complete is None or self.left[complete]:
+            now, number = ends[0]
+            if now > limit:
+                break
+            server, self.now = self.servers[number], now
+            for step in server.advance(now):
+                self.left[step] -= 1
+                if self.queue:
+                    following, tokens = self.queue.pop()
+                    server.start(tokens, following)
+            heapq.heapreplace(ends, (server.next_end(), number))
+        self.now = limit if limit < math.inf else self.now
+        for server in self.servers:
+            server.advance(self.now)
 
     def _admit(self) -> None:
-        while self.queue:
-            server = min(self.servers, key=lambda server: len(server.ends))
-            if len(server.ends) >= self.shape.concurrency:
-                return
+        """As many as there is room for, each to the server with the fewest."""
+        for server in self.servers:
+            server.advance(self.now)
+        loads = [(len(server.ends), number) for number, server in enumerate(self.servers)]
+        heapq.heapify(loads)
+        while self.queue and loads[0][0] < self.shape.concurrency:
+            load, number = loads[0]
             step, tokens = self.queue.pop()
-            server.start(tokens, self.shape.prompt, step)
+            self.servers[number].start(tokens, step)
+            heapq.heapreplace(loads, (load + 1, number))
 
 
 def fitted(probes: Sequence[dict[str, float]]) -> Service:

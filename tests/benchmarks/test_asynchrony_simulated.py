@@ -47,13 +47,14 @@ def test_a_response_costs_its_context_and_a_weight_sync_reads_it_again(simulator
     together = 4 * (0.03 + 5 * 0.002) + sum(0.14 + 0.001 * 4 * (5 + i) for i in range(30)) + 0.001 * 4 * 30 / 2
     alone = simulator.Simulation(shape, service, LENGTHS, 0).run()
     assert alone.waited == pytest.approx(10 * together, rel=1e-6)
-    server = simulator.Server(service)
+    server = simulator.Server(service, 5)
     for _ in range(4):
-        server.start(30, 5, 1)
-    assert server.advance(server.prefill + server.seconds(10), 5) == [] and server.iteration == pytest.approx(10)
-    server.interrupt()
-    assert server.prefill == pytest.approx(4 * (15 * 0.002 + 0.03))
-    assert server.advance(server.next_end(), 5) == [1] * 4 and server.context == pytest.approx(0)
+        server.start(30, 1)
+    ten = server.prefill + 10 * (0.14 + 0.001 * 20) + 0.001 * 4 * 10**2 / 2
+    assert server.advance(ten) == [] and server.iteration == pytest.approx(10)
+    server.interrupt(ten + 3.0)
+    assert server.prefill == pytest.approx(4 * (15 * 0.002 + 0.03)) and server.next_end() > ten + 3.0
+    assert server.advance(server.next_end()) == [1] * 4 and server.context == pytest.approx(0)
 
 
 def test_the_constants_are_found_from_requests_that_come_together(simulator):
@@ -62,9 +63,9 @@ def test_the_constants_are_found_from_requests_that_come_together(simulator):
     for running in (1, 8, 32):
         for prompt in (12, 100):
             for tokens in (1, 20, 60):
-                server = simulator.Server(known)
+                server = simulator.Server(known, prompt + 1)
                 for _ in range(running):
-                    server.start(tokens - 1, prompt + 1, 0)
+                    server.start(tokens - 1, 0)
                     server.prefill -= known.prefill  # the first token comes with the prompt
                 seconds = server.next_end()
                 probes.append({"running": running, "prompt": prompt, "tokens": tokens, "seconds": seconds})
