@@ -1,21 +1,24 @@
 """The training loop. Every rank runs it; the functions marked "rank 0" run on rank 0 alone.
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
-rollouts among the prompts of a step: a prompt whose rewards have varied more so far gets more (algorithm.allocation).
+rollouts among the prompts of a step, from the history of each prompt and of all prompts together. By default a prompt
+whose rewards have varied more so far gets more (algorithm.allocation).
 `Policy.update` scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
-servers, and the run's record. The policy is distributed over all ranks. The other ranks get three things from rank 0:
-the rollouts; which of them are trained on, with what was known of their prompts before; and whether the run evaluates,
-exports or ends after a step. Besides, ranks exchange what the policy's own collectives need, and what is gathered for
-the metrics.
+servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
+rank 0: the rollouts; a `Selection`, which says which of them are trained on, and has each prompt's baseline from before
+it was sampled; and whether the run evaluates, exports or ends after the step. Besides, ranks exchange what the policy's
+own collectives need, the weights for the servers, and what is gathered for the metrics.
 
-NonFiniteError, which names the prompts, is raised on every rank if a logprob or entropy is NaN (in `token_stats`), or
-if the loss or gradient norm is (in `update`, before the optimizer's step). After a kill the same command continues from
-the last checkpoint: policy, optimizer, position in the data, allocator's history (and what `data.selection` has
-learned). Each rollout is on disk once it is scored. Those of the first step after the checkpoint are used again; later
-steps are sampled again. With `rollout.max_staleness` rollouts of the steps that were under way are used again, too, as
-far as the checkpoint's weights, or earlier ones, have sampled them.
+NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
+`token_stats`), or the loss or the gradient norm is (in `update`, before the optimizer's step).
+
+After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
+history, prompts and counts of rounds that were under way. Each rollout is on disk once it is scored. Those of the steps
+after the checkpoint are used again, since these steps give the same weights again. If settings have changed that the
+weights depend on (optimizer, layout, kernels), only those of the first step after the checkpoint are. With
+`rollout.max_staleness` tokens are used again up to the first one that later weights than the checkpoint's have sampled.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class Sampled(NamedTuple):
 
 
 class RLTrainer(Trainer):
-    """`controller` is rank 0's and None on the other ranks. `end_servers` ends the rollout servers of this node."""
+    """One rank of a run. `controller`: rank 0's, None on the other ranks. `end_servers` ends the rollout servers of
+    this node."""
 
     def __init__(
         self, parts: RunParts, serving: Serving, controller: Controller | None, end_servers: Callable[[], None]
@@ -94,17 +98,18 @@ class RLTrainer(Trainer):
 
     def train_step(self, step: int) -> None:
         sampled = self.sample(step)
-        # Each rollout gets an advantage from the rewards of its group (kind history: and from earlier steps), and each
-        # of its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by default the mini-batch's prompts
-        # times the rollouts of this prompt times rollout.max_new_tokens. The mini-batch's loss is sum(weight * loss of
-        # the token).
+        # Each rollout gets an advantage from the rewards of its group (with algorithm.advantage.kind: history also from
+        # those of earlier steps), and each of its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by
+        # default the mini-batch's groups times the rollouts of the token's group times rollout.max_new_tokens.
+        # selection.weights multiplies it. The mini-batch's loss is sum(weight * loss of the token).
         selection, gather = sampled.selection, self.policy.layout.gather
         batch = TrainBatch.build(sampled.rollouts, self.config, gather, selection.baseline, selection.weights)
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
-        # Returns once every server has proved by checksums that it has the new weights. They sample step + 1.
+        # Returns once each server has proved by checksums (rollout.proof) that it has the new weights; one that fails
+        # is restarted. They sample step + 1.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -112,9 +117,10 @@ class RLTrainer(Trainer):
         """Rollouts from the weights of step - 1, or of at most `rollout.max_staleness` steps before.
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
-        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one prompt
-        of one round; `Controller.generate` gives them its group_id. With `algorithm.sequential` further rounds sample
-        prompts of the first one again, and the rollouts of a prompt are one group (`Selection.group_ids`).
+        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one drawn
+        prompt in one round; `Controller.generate` gives them its group_id. With `algorithm.sequential` further rounds
+        sample prompts of the first one again, and except with its key `explore` the rollouts of a prompt in all rounds
+        are one group (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
@@ -126,7 +132,8 @@ class RLTrainer(Trainer):
             return controller.generate(step, rounds[-1])
 
         def select() -> Selection | None:  # rank 0
-            controller.reject(step, rounds, stats.logprobs.numpy())  # rollouts whose server had other weights
+            # Rejects rollouts of weights that the step may not train on, by version or by the gap of the logprobs.
+            controller.reject(step, rounds, stats.logprobs.numpy())
             # Updates the history that `allocate` reads in later rounds and steps.
             controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
@@ -146,7 +153,8 @@ class RLTrainer(Trainer):
 
     def pack_and_measure(self, step: int, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,
-        entropy) and the updates run over the same micro-batches: in the first update every ratio is exactly 1."""
+        entropy) and the updates run over the same micro-batches: in the first update the ratio of every token to the
+        policy at the start of the step is exactly 1."""
         self.phases.begin("logprobs")
         rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
         mini_batches = self.policy.pack(rollouts, rows, self.config.measures_noise(step))

@@ -120,6 +120,8 @@ class SGLangServer:
         self.log = Path(log)
         self._config, self._model, self._slot, self._slots = config, model, slot, slots
         self._process: subprocess.Popen | None = None
+        self._folder: Path | None = None
+        self._meeting: Path | None = None
         self._log_start = (0, 0)
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
@@ -141,6 +143,17 @@ class SGLangServer:
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
+        self._log_start = mark(self.log)
+        descriptor = open_log(self.log, 0o600)
+        try:
+            self._process = self._start(descriptor)
+        except OSError:
+            self._remove_folders()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _start(self, log: int) -> subprocess.Popen:
         on_cpu = not cuda_available()
         # What it leaves in its temporary folder goes with that; it is mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
@@ -149,28 +162,15 @@ class SGLangServer:
         secret = self._folder / "server.yaml"
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        self._log_start = mark(self.log)
-        descriptor = open_log(self.log, 0o600)
-        try:
-            guard = [
-                sys.executable,
-                "-P",
-                "-m",
-                "dynamo_megatron.rollout.guard",
-                str(self._folder),
-                str(self._meeting),
-                "--",
-            ]
-            self._process = subprocess.Popen(
-                [*guard, *self._command(on_cpu), "--config", str(secret)],
-                env=self._environment(on_cpu),
-                stdin=subprocess.PIPE,  # held open as long as this process lives
-                stdout=descriptor,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        finally:
-            os.close(descriptor)
+        guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(self._folder), str(self._meeting)]
+        return subprocess.Popen(
+            [*guard, "--", *self._command(on_cpu), "--config", str(secret)],
+            env=self._environment(on_cpu),
+            stdin=subprocess.PIPE,  # held open as long as this process lives
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     async def wait_ready(self) -> None:
         """Until the server, and no stranger at its port, has generated a few tokens as rollouts will ask for them.
@@ -240,8 +240,12 @@ class SGLangServer:
         self._process.kill()
         self._process.wait()
         self._process = None
-        for folder in (self._folder, self._meeting):  # a guard that was killed has left them, and the key in one
-            shutil.rmtree(folder, ignore_errors=True)
+        self._remove_folders()  # a guard that was killed has left them, and the key in one
+
+    def _remove_folders(self) -> None:
+        for folder in (self._folder, self._meeting):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _last_words(self) -> str:
         text = text_since(self.log, self._log_start)

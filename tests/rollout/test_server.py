@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import http.server
 import json
 import os
@@ -16,8 +17,10 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.rollout import server as server_module
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import SGLangServer, check_reachable
@@ -43,6 +46,30 @@ def test_servers_beside_ranks_of_several_hosts_are_not_each_hosts_own(host):
     check_reachable(RolloutConfig(host=host), ["node-a", "node-a"])  # virtual nodes of one machine
     check_reachable(RolloutConfig(host=host, placement="split"), ["node-a", "node-b"])
     check_reachable(RolloutConfig(host="192.0.2.7"), ["node-a", "node-b"])
+
+
+@pytest.mark.parametrize("missing", ["log", "shared memory", "disk"])
+def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch, missing):
+    """One of the folders would have the server's key."""
+    places = [tmp_path / "temporary", tmp_path / "shared"]
+    for place in places:
+        place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places[0]))
+    monkeypatch.setattr(
+        server_module, "SHARED_MEMORY", str(places[1] / "none" if missing == "shared memory" else places[1])
+    )
+    if missing == "log":
+        (tmp_path / "logs").touch()  # in the way of the log's folder
+    if missing == "disk":
+        monkeypatch.setattr(yaml, "safe_dump", disk_is_full)
+    server = SGLangServer(RolloutConfig(), ModelConfig(path="unused"), tmp_path / "logs" / "sglang.log")
+    with pytest.raises(OSError):
+        server.start()
+    assert [*places[0].iterdir(), *places[1].iterdir()] == []
+
+
+def disk_is_full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.full
@@ -213,7 +240,8 @@ def test_a_stranger_at_a_servers_port_is_not_sent_its_key(tiny_model, tmp_path, 
     with http.server.ThreadingHTTPServer((place.hostname, place.port), Impostor) as impostor:
         threading.Thread(target=impostor.serve_forever, daemon=True).start()
         server.start()
-        words = psutil.Process(server._process.pid).cmdline()
+        while not (words := psutil.Process(server._process.pid).cmdline()):  # empty in the middle of an exec
+            time.sleep(0.01)
         Impostor.name, Impostor.asked = words[words.index("--served-model-name") + 1], []
         try:
             with pytest.raises(RolloutError, match="the SGLang server ended " if real else "Address already in use"):
