@@ -19,7 +19,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Spans of bounded length, so that openings without an end cost no quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
-INTEGER = re.compile(r"-?[0-9]{1,1000}")
+# math-verify reads 4.5e33 as a product with e, and rounds numbers to six decimal places before it compares them.
+SCIENTIFIC = re.compile(r"(?<![\w.}])([0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})[eE]([-+]?[0-9]{1,3})(?!\w)")
+DECIMAL = re.compile(
+    r"([-+]?(?:[0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000}))"
+    r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?[0-9]{1,3})\}|([0-9])))?"
+)
+ROUNDING = Decimal("5e-7")  # math-verify's, between decimal numbers
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
@@ -42,8 +48,9 @@ def math_answer(prompt: Prompt, response: str) -> float:
         return float(_plain(candidate).casefold() == _plain(reference).casefold())
     if _plain(candidate) == _plain(reference):
         return 1.0
-    if INTEGER.fullmatch(candidate) and INTEGER.fullmatch(reference):  # math-verify takes a millisecond for them
-        return float(int(candidate) == int(reference))
+    wanted, given = _decimal(reference), _decimal(candidate)
+    if wanted is not None and given is not None:  # math-verify takes a millisecond for them
+        return float(abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted)))
     target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
     gold = _parsed_reference(reference)
     return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
@@ -85,7 +92,13 @@ def _final_answer(response: str, words: bool) -> str | None:
 
 def _clean(text: str) -> str:
     text = text.replace("\\$", "").replace("$", "").strip().rstrip(".*").lstrip("*")
-    return join_thousands(text.strip())
+    return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", join_thousands(text.strip()))
+
+
+def _decimal(text: str) -> Decimal | None:
+    r"""The exact value of a decimal number, `\times 10^{n}` included; None for anything else."""
+    found = DECIMAL.fullmatch(text)
+    return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
 
 
 def _plain(text: str) -> str:
