@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ SAMPLES = 4
 class StandIn:
     """Answers right as often as the last digit of the problem says, more often where its model's folder is "better"."""
 
-    started: list["StandIn"] = []
+    started: ClassVar[list["StandIn"]] = []
 
     def __init__(self, config, *_):
         self.config, self.calls, self.closed = config, [], False
@@ -143,7 +144,7 @@ def test_settings_that_differ_between_models_are_refused(models, capsys, monkeyp
 
 
 def test_problems_of_the_training_data_are_warned_about(models, capsys, caplog):
-    (models / "train.jsonl").write_text(json.dumps({"id": "t", "problem": "HARD 3 - why, why, why", "answer": "2"}))
+    (models / "train.jsonl").write_text(json.dumps({"id": "t", "problem": "HARD 3; why, why, why", "answer": "2"}))
     assert main([*SUITE, "--model", "base", "data.source=train.jsonl"]) == 0
     warned = "eval.data: 1 of 5 problems of hard have at least 50% of their 13-grams of words in one prompt of "
     assert [record.message.startswith(warned) for record in caplog.records] == [True]

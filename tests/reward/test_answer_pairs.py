@@ -13,6 +13,8 @@ from dynamo_megatron.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
+BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "math_answers.py"))
+SETS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad", "gsm8k_test", "gsm8k_train")
 PAIRS = pairs()
 # (reference, answer): why the reward judges it otherwise than the table
 EXCEPTIONS = {}
@@ -30,7 +32,31 @@ def test_the_table_is_large_and_says_nothing_twice():
 
 @pytest.mark.parametrize("rule", sorted({rule for rule, *_ in PAIRS}))
 def test_pairs(rule):
-    rows = [pair for pair in PAIRS if pair[0] == rule]
-    judged = {(reference, answer): judged_equal(reference, answer) for _, reference, answer, _ in rows}
-    wrong = {pair for *pair, equal in map(_keyed, rows) if judged[pair[0]] != equal}
-    assert wrong == {pair for pair in EXCEPTIONS if pair in judged}
+    rows = [pair[1:] for pair in PAIRS if pair[0] == rule]
+    otherwise = {(reference, answer) for reference, answer, equal in rows if judged_equal(reference, answer) != equal}
+    assert otherwise == {pair[:2] for pair in rows} & EXCEPTIONS.keys()
+
+
+def references(name: str, every: int = 1) -> list[dict]:
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()][::every]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
+@pytest.mark.parametrize(("name", "every"), [*((name, 1) for name in SETS[:3]), *((name, 25) for name in SETS[3:])])
+def test_a_reference_in_a_box_is_right_and_with_another_digit_it_is_wrong(name, every):
+    known = json.loads((ROOT / "benchmarks" / "results" / "math_answers.json").read_text())["sets"][name]["math"]
+    for row in references(name, every):
+        reference = row["answer"]
+        assert judged_equal(reference, reference) != (row["id"] in known["not equal to itself"]), row
+        other = BENCHMARK["perturbed"](reference)
+        assert judged_equal(reference, other) == (row["id"] in known["equal to the perturbed one"]), (row, other)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
+@pytest.mark.parametrize("name", SETS)
+def test_the_exceptions_are_those_of_the_figures(name):
+    """All references, through the pool's workers."""
+    known = json.loads((ROOT / "benchmarks" / "results" / "math_answers.json").read_text())["sets"][name]
+    found = BENCHMARK["examined"](references(name))
+    assert (found["answers"], found["math"]) == (known["answers"], known["math"])
