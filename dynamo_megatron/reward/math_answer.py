@@ -23,8 +23,10 @@ MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### 
 SCIENTIFIC = re.compile(r"(?<![\w.}])([0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})[eE]([-+]?[0-9]{1,3})(?!\w)")
 DECIMAL = re.compile(
     r"([-+]?(?:[0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000}))"
-    r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?[0-9]{1,3})\}|([0-9])))?"
+    r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?[0-9]{1,3})\}|([0-9])))?(?:\s*\\?%)?"
 )
+BASED = re.compile(r"[0-9][0-9A-F]{0,1000}_\{?([0-9]{1,3})\}?")  # 2516_8
+LINE_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")  # between the rows of a matrix
 ROUNDING = Decimal("5e-7")  # math-verify's, between decimal numbers
 
 
@@ -50,7 +52,12 @@ def math_answer(prompt: Prompt, response: str) -> float:
         return 1.0
     wanted, given = _decimal(reference), _decimal(candidate)
     if wanted is not None and given is not None:  # math-verify takes a millisecond for them
-        return float(abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted)))
+        near = abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted))
+        if near or "%" not in reference + candidate:
+            return float(near)
+    bases = [BASED.fullmatch(_plain(text)) for text in (reference, candidate)]
+    if all(bases) and bases[0][1] != bases[1][1]:  # which math-verify does not see
+        return 0.0
     target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
     gold = _parsed_reference(reference)
     return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
@@ -92,11 +99,12 @@ def _final_answer(response: str, words: bool) -> str | None:
 
 def _clean(text: str) -> str:
     text = text.replace("\\$", "").replace("$", "").strip().rstrip(".*").lstrip("*")
+    text = LINE_GAP.sub(r"\\\\", text.replace(r"\varnothing", r"\emptyset"))
     return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", join_thousands(text.strip()))
 
 
 def _decimal(text: str) -> Decimal | None:
-    r"""The exact value of a decimal number, `\times 10^{n}` included; None for anything else."""
+    r"""The exact value of a decimal number, `\times 10^{n}` included, without a percent sign; None for anything else."""
     found = DECIMAL.fullmatch(text)
     return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
 

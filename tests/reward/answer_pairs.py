@@ -116,7 +116,7 @@ def degrees() -> Iterator[tuple[str, str, bool]]:
         yield rf"{number}^{{\circ}}", number, True
         yield number, rf"{number}^\circ", True
         yield rf"{number}^\circ", rf"{number} \text{{ degrees}}", True
-        yield rf"{number}^\circ", rf"{number}0^\circ", False
+        yield rf"{number}^\circ", rf"1{number}^\circ", False
 
 
 def units() -> Iterator[tuple[str, str, bool]]:
