@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))  # not at the top: it imports torch
     from measure import machine
 
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -55,11 +55,11 @@ def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training
 
 def _ngrams(prompt: Prompt, length: int) -> set[int]:
     """Their hashes, of 64 bits: it takes billions of n-grams until two that differ are likely to have the same."""
-    words = WORD.findall(_problem(prompt).casefold())
+    words = WORD.findall(problem_text(prompt).casefold())
     return {hash(tuple(words[i : i + length])) for i in range(max(1, len(words) - length + 1))}
 
 
-def _problem(prompt: Prompt) -> str:
+def problem_text(prompt: Prompt) -> str:
     """What the user says: a system message is no part of the problem."""
     if prompt.messages is None:
         return prompt.text or ""

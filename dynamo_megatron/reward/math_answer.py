@@ -104,7 +104,7 @@ def _clean(text: str) -> str:
 
 
 def _decimal(text: str) -> Decimal | None:
-    r"""The exact value of a decimal number, `\times 10^{n}` included, without a percent sign; None for anything else."""
+    r"""The exact value of a decimal number, `\times 10^{n}` included, a percent sign not; None for anything else."""
     found = DECIMAL.fullmatch(text)
     return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
 
