@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -19,13 +16,14 @@ import yaml
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, compose, to_plain
-from dynamo_megatron.convert import find_checkpoint, mcore2hf, run_config
+from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.convert import mcore2hf
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.evaluation.problems import read_problems, tokenized, training_prompts
 from dynamo_megatron.evaluation.results import markdown_table, write_results
+from dynamo_megatron.evaluation.subjects import Subject, find_subjects, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.rope import check_served_rope
@@ -33,22 +31,12 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run_folder import NewFolder, model_file
-from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import ProblemResult, Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model that is evaluated."""
-
-    config: Config
-    url: str | None = None  # of a server that has the model; config.model.path has its tokenizer
-    folder: Path | None = None  # where its responses go, a set a file; None: OUT/problems.jsonl
 
 
 def evaluate(
@@ -61,7 +49,7 @@ def evaluate(
     `out` gets `summary.json`, `table.md`, logs and ProblemResults, one a line: `problems.jsonl` of one model without a
     suite, else MODEL/SET.jsonl. Raises ConfigError.
     """
-    subjects = _subjects(files, overrides, models, out, single=suite is None)
+    subjects = find_subjects(files, overrides, models, out, single=suite is None)
     config = next(iter(subjects.values())).config
     if (out / "config.yaml").exists():
         raise ConfigError(f"--out: {out} holds a run or an evaluation; name another folder")
@@ -146,10 +134,6 @@ def _overlap_warnings(
     return warnings
 
 
-def _with_model(config: Config, path: str | Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
-
-
 def _with_servers(config: Config, url: str | None) -> Config:
     """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
     rollout, gpus = config.rollout, torch.cuda.device_count()
@@ -193,90 +177,6 @@ def sampling(config: Config) -> str:
     )
 
 
-def _subjects(
-    files: Sequence[str], overrides: Sequence[str], models: Sequence[str], out: Path, single: bool
-) -> dict[str, Subject]:
-    """By the names that tables have. `single`: the responses of one model go into `out` itself."""
-    if not models:
-        config = _config(files, overrides, None, None, out)
-        return {config.model.path: Subject(config, folder=None if single else out / _file_name(config.model.path))}
-    short = [model.rstrip("/").rpartition("/")[2] for model in models]
-    names = models if len(models) == 1 or len(set(short)) < len(short) else short
-    if len({_file_name(name) for name in names}) < len(names):
-        raise ConfigError("--model: two have the same name; name each model once")
-    subjects = {}
-    for name, model in zip(names, models, strict=True):
-        url = model if model.startswith(("http://", "https://")) else None
-        checkpoint = None
-        if url is None and not (Path(model) / "config.json").is_file():
-            _, checkpoint = find_checkpoint(model)
-        config = _config(files, overrides, model, checkpoint, out)
-        if checkpoint is not None:
-            config = _with_model(config, checkpoint)
-        folder = None if single and len(models) == 1 else out / _file_name(short[0] if len(models) == 1 else name)
-        subjects[name] = Subject(config, url, folder)
-    _check_comparable({name: subject.config for name, subject in subjects.items()})
-    return subjects
-
-
-def _file_name(model: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"
-
-
-def _check_comparable(configs: Mapping[str, Config]) -> None:
-    """Raises ConfigError where responses or scores differ by more than the model."""
-    first, *others = configs
-    settings = {name: _settings(config) for name, config in configs.items()}
-    for name in others:
-        for key, value in settings[first].items():
-            if settings[name][key] != value:
-                raise ConfigError(
-                    f"{key}: {value!r} for {first}, {settings[name][key]!r} for {name}; give one for all: {key}=VALUE"
-                )
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """What responses and their scores depend on besides the model, by key."""
-    plain = to_plain(config)
-    keys = {
-        "data": ("prompt_key", "answer_key", "id_key", "template", "chat_template", "system_prompt", "few_shot"),
-        "rollout": ("temperature", "max_new_tokens", "stop"),
-        "eval": ("data", "limit", "samples", "k", "temperature", "max_new_tokens"),
-        "reward": [name for name in plain["reward"] if name != "workers"],
-    }
-    found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
-    return {**found, "seed": plain["seed"]}
-
-
-def _config(
-    files: Sequence[str], overrides: Sequence[str], model: str | None, checkpoint: Path | None, out: Path
-) -> Config:
-    """A checkpoint brings its run's config; what a model alone does not need to say has a default."""
-    defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
-    if checkpoint is not None:
-        defaults = to_plain(run_config(checkpoint))
-        del defaults["rollout"]["servers"]  # of the run's machine
-    elif model is not None and "://" in model:
-        defaults["model"] = {"path": ""}
-    elif model is not None:
-        defaults["model"] = {"path": model, "dtype": _dtype(Path(model))}
-    config, _ = compose(files, overrides, defaults)
-    if not (config.eval.data or config.data.source):
-        raise ConfigError("eval.data: missing; name the problems with eval.data=...")
-    if not config.model.path:
-        raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
-    if checkpoint is None and model is not None and "://" not in model:
-        config = _with_model(config, model)
-    # The server's and the rollout process's logs go where the evaluation goes.
-    return config.model_copy(update={"output_dir": str(out)})
-
-
-def _dtype(folder: Path) -> str:
-    """What the folder's weights are used in, unless the config says otherwise."""
-    config = plain_json.read_object(folder / "config.json")
-    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
-
-
 def _answers(
     subject: Subject, problems: Mapping[str, Sequence[Prompt]], out: Path, stop: StopFlag, progress: Progress
 ) -> Iterator[tuple[str, list[ProblemResult]]]:
@@ -286,7 +186,7 @@ def _answers(
         if subject.url is None and is_torch_dist(config.model.path):
             progress.phase("converting checkpoint")
             mcore2hf(config.model.path, Path(folder) / "hf")
-            config = _with_model(config, Path(folder) / "hf")
+            config = with_model(config, Path(folder) / "hf")
         spec = load_model_config(config.model.path, config.model.family)
         progress.phase("loading tokenizer")
         if subject.url is None:

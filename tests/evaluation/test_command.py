@@ -9,7 +9,7 @@ import yaml
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.evaluation import command
+from dynamo_megatron.evaluation import command, subjects
 from dynamo_megatron.evaluation.results import read_results, summarise
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.types import ProblemResult
@@ -135,8 +135,8 @@ def test_settings_that_differ_between_models_are_refused(models, capsys, monkeyp
     def config_of_a_run(checkpoint):
         return compose([], ["model.path=base", "data.source=", "output_dir=run", "rollout.temperature=0.7"])[0]
 
-    monkeypatch.setattr(command, "run_config", config_of_a_run)
-    monkeypatch.setattr(command, "find_checkpoint", lambda path: (1, models / "better"))
+    monkeypatch.setattr(subjects, "run_config", config_of_a_run)
+    monkeypatch.setattr(subjects, "find_checkpoint", lambda path: (1, models / "better"))
     assert main([*SUITE, "--model", "base", "--model", "run"]) == 2
     said = capsys.readouterr().err
     assert said == "rollout.temperature: 1.0 for base, 0.7 for run; give one for all: rollout.temperature=VALUE\n"
