@@ -4,8 +4,9 @@
 
 FOLDER has NAME.jsonl, a problem a line with `id` and `answer`; without names, all of them. Every reference is put into
 a box as it is, which must be right, and with another last digit (`perturbed`), which must be wrong. The same responses
-go through math-verify as its README uses it. Writes benchmarks/results/math_answers.json with machine and versions:
-counts, and the ids of the exceptions.
+go through math-verify as its README uses it, and so do the pairs of answers of tests/reward/answer_pairs.py. Writes
+benchmarks/results/math_answers.json with machine and versions: counts, and the ids of the exceptions; prints the table
+of docs/rewards.md. Sets that are not named keep their figures.
 """
 
 from __future__ import annotations
@@ -90,6 +91,32 @@ def examined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def of_pairs(rows: Sequence[tuple[str, str, str, bool]]) -> dict[str, int]:
+    """How many of (rule, reference, answer, equal?) each judge sees as the table does."""
+    ours, alone = (judge([row[1:3] for row in rows]) for judge in (with_reward, with_math_verify))
+    expected = [row[3] for row in rows]
+    return {
+        "equal": sum(expected),
+        "different": len(rows) - sum(expected),
+        "math": sum(a == b for a, b in zip(ours, expected, strict=True)),
+        "math-verify": sum(a == b for a, b in zip(alone, expected, strict=True)),
+    }
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of docs/rewards.md."""
+    lines = [
+        "| references | answers | `math`: wrong as they are | right with another digit | math-verify: wrong as they "
+        "are | right with another digit | same verdict, % |",
+        "|---|" + "---:|" * 6,
+    ]
+    for name, found in results["sets"].items():
+        faults = [str(len(ids)) for judge in ("math", "math-verify") for ids in found[judge].values()]
+        agree = f"{100 * found['agree, of twice as many'] / found['answers'] / 2:.1f}"
+        lines.append(f"| {' | '.join([name, str(found['answers']), *faults, agree])} |")
+    return "\n".join(lines)
+
+
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -102,12 +129,19 @@ def main() -> None:
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("name", nargs="*")
     options = arguments.parse_args()
-    names = options.name or sorted(f.stem for f in options.folder.glob("*.jsonl"))
-    results: dict[str, Any] = {"machine": machine(["math-verify", "sympy"]), "sets": {}}
+    files = sorted(options.folder.glob("*.jsonl"))
+    names = options.name or [file.stem for file in files if "answer" in read(file)[0]]
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "reward"))
+    from answer_pairs import pairs
+
+    before = json.loads(RESULTS.read_text())["sets"] if RESULTS.is_file() else {}
+    results = {"machine": machine(["math-verify", "sympy"]), "pairs": of_pairs(pairs()), "sets": before}
     for name in names:
         found = results["sets"][name] = examined(read(options.folder / f"{name}.jsonl"))
         print(name, json.dumps(found), flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(results["pairs"])
+    print(markdown(results))
 
 
 if __name__ == "__main__":

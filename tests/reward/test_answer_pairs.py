@@ -14,6 +14,7 @@ from dynamo_megatron.types import Prompt
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "math_answers.py"))
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "math_answers.json").read_text())
 SETS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad", "gsm8k_test", "gsm8k_train")
 PAIRS = pairs()
 # (reference, answer): why the reward judges it otherwise than the table
@@ -40,6 +41,14 @@ def test_pairs(rule):
     assert otherwise == {pair[:2] for pair in rows} & EXCEPTIONS.keys()
 
 
+def test_the_page_has_the_table_of_the_figures():
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert BENCHMARK["markdown"](RESULTS) in page
+    counts = RESULTS["pairs"]
+    assert counts["equal"] + counts["different"] == len(PAIRS) == counts["math"] + len(EXCEPTIONS)
+    assert f"{counts['math']} of {len(PAIRS)}" in page and f"math-verify alone {counts['math-verify']}" in page
+
+
 def references(name: str, every: int = 1) -> list[dict]:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()][::every]
 
@@ -47,7 +56,7 @@ def references(name: str, every: int = 1) -> list[dict]:
 @pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
 @pytest.mark.parametrize(("name", "every"), [*((name, 1) for name in SETS[:3]), *((name, 25) for name in SETS[3:])])
 def test_a_reference_in_a_box_is_right_and_with_another_digit_it_is_wrong(name, every):
-    known = json.loads((ROOT / "benchmarks" / "results" / "math_answers.json").read_text())["sets"][name]["math"]
+    known = RESULTS["sets"][name]["math"]
     for row in references(name, every):
         reference = row["answer"]
         assert judged_equal(reference, reference) != (row["id"] in known["not equal to itself"]), row
@@ -60,6 +69,6 @@ def test_a_reference_in_a_box_is_right_and_with_another_digit_it_is_wrong(name, 
 @pytest.mark.parametrize("name", SETS)
 def test_the_exceptions_are_those_of_the_figures(name):
     """All references, through the pool's workers."""
-    known = json.loads((ROOT / "benchmarks" / "results" / "math_answers.json").read_text())["sets"][name]
+    known = RESULTS["sets"][name]
     found = BENCHMARK["examined"](references(name))
     assert (found["answers"], found["math"]) == (known["answers"], known["math"])
