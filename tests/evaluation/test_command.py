@@ -119,7 +119,7 @@ def test_the_limit_is_of_each_set(models):
 def test_what_was_finished_is_kept_where_a_server_is_lost(models, capsys):
     assert main([*SUITE, "--model", "base", "--model", "fails"]) == 1
     assert "the server is gone" in capsys.readouterr().err
-    kept = sorted(str(path.relative_to("scores")) for path in (models / "scores").rglob("*.jsonl"))
+    kept = sorted(str(path.relative_to(models / "scores")) for path in (models / "scores").rglob("*.jsonl"))
     assert kept == ["base/easy.jsonl", "base/hard.jsonl", "fails/easy.jsonl"]
     assert not (models / "scores" / "config.yaml").exists() and StandIn.started[1].closed
 
