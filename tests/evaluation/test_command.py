@@ -133,7 +133,9 @@ def test_settings_that_differ_between_models_are_refused(models, capsys, monkeyp
     """A run brings its config, and a Hugging Face folder has the defaults."""
 
     def config_of_a_run(checkpoint):
-        return compose([], ["model.path=base", "data.source=sets/easy.jsonl", "output_dir=run", "rollout.temperature=0.7"])[0]
+        return compose(
+            [], ["model.path=base", "data.source=sets/easy.jsonl", "output_dir=run", "rollout.temperature=0.7"]
+        )[0]
 
     monkeypatch.setattr(subjects, "run_config", config_of_a_run)
     monkeypatch.setattr(subjects, "find_checkpoint", lambda path: (1, models / "better"))
