@@ -8,7 +8,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import parse, verify
 
 from dynamo_megatron.reward.extraction import boxed, join_thousands, last_line, last_number
 from dynamo_megatron.types import Prompt
@@ -59,28 +59,22 @@ def math_answer(prompt: Prompt, response: str) -> float:
     bases = [BASED.fullmatch(_plain(text)) for text in (reference, candidate)]
     if all(bases) and bases[0][1] != bases[1][1]:  # which math-verify does not see
         return 0.0
-    gold, target = _parsed_reference(reference), _parsed(candidate)
+    target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
+    gold = _parsed_reference(reference)
     return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
 
 
 @lru_cache(maxsize=1024)
 def _parsed_reference(reference: str) -> list[Any]:
-    return _parsed(reference)
-
-
-def _parsed(answer: str) -> list[Any]:
-    """As LaTeX alone: of what is none, math-verify would take some number in it for the whole."""
-    return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)
+    return parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
 
 
 def _right_sides(reference: str, candidate: str) -> tuple[str, str]:
-    """Both without the left side of the one equation that each is, if it is the same: y = 2x and y = x + x."""
+    """Without their left sides, where both are one equation and the left sides are the same: y = 2x and y = x + x."""
     (left, *right), (other, *given) = reference.split("="), candidate.split("=")
-    return (
-        (right[0], given[0])
-        if len(right) == len(given) == 1 and _plain(left) == _plain(other)
-        else (reference, candidate)
-    )
+    if len(right) == len(given) == 1 and _plain(left) == _plain(other):
+        return right[0].strip(), given[0].strip()
+    return reference, candidate
 
 
 def _reference(answer: Any) -> str:

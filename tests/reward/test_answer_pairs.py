@@ -50,7 +50,7 @@ def test_the_page_has_the_table_of_the_figures():
 
 
 def references(name: str, every: int = 1) -> list[dict]:
-    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()][::every]
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().split("\n") if line][::every]
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
