@@ -50,7 +50,7 @@ def suite(folder, tiny_model, sglang_server, command_line):
             f"rollout.urls=[{sglang_server.endpoint.url}]",
             f"rollout.api_key_env={KEY}",
         ]
-        keys += ["model.max_length=2048", "data.template={prompt}\n", "reward.functions=[own_tally:tally]"]
+        keys += ["model.max_length=2048", 'data.template="{prompt}\\n"', "reward.functions=[own_tally:tally]"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(KEY, sglang_server.endpoint.api_key)
             code, text = command_line(folder, "eval", "--suite", "table", "--out", out, *keys, *words)
