@@ -320,7 +320,8 @@ def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, c
     assert said in refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"problem": "1 + 1", "answer": "2"}\n')
-    assert cli.main(["eval", "--model", str(converted[0]), "--out", str(tmp_path / "eval"), f"eval.data={problems}"]) == 2
+    words = ["--model", str(converted[0]), "--out", str(tmp_path / "eval"), f"eval.data={problems}"]
+    assert cli.main(["eval", *words]) == 2
     assert said in capsys.readouterr().err
 
 
