@@ -58,6 +58,7 @@ setup(
         "test": [
             "hypothesis",
             "mypy",
+            "playwright",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

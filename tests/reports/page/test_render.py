@@ -19,6 +19,7 @@ HOSTILE = [
     "<img src=x>",
     "&lt;",
 ]
+HTML_OF_TEXT = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(")
 LIBRARY = "var Plotly = {};"
 
 
