@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +12,14 @@ from dynamo_megatron.reports.page.allocation import allocation_view, by_source
 from dynamo_megatron.reports.page.curves import curves
 from dynamo_megatron.reports.page.findings import findings
 from dynamo_megatron.reports.page.pairs import pairs
+from dynamo_megatron.reports.page.render import as_json
 from dynamo_megatron.reports.page.rollouts import Shown, rollout_view, shown_rollouts
 from dynamo_megatron.reports.page.token_texts import Decode, find_decoder
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 from dynamo_megatron.reports.side_by_side import run_names
 
 MOST_RUNS = 8  # in one page
-ROLLOUT_BYTES, PAIR_BYTES = 2_800_000, 800_000  # of JSON, of all runs together
+ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # of JSON, of all runs together
 
 
 def page_data(
@@ -30,7 +30,7 @@ def page_data(
     an earlier call, by folder, which this one completes.
 
     Raises ValueError: no run's folder, no step in it, a line of its files that is broken, more than MOST_RUNS runs, or
-    an id that is not there."""
+    ids in `asked` that are not there or take too many bytes."""
     if len(folders) > MOST_RUNS:
         raise InputError(f"report: {len(folders)} runs; the page shows at most {MOST_RUNS} side by side")
     decoders = {} if decoders is None else decoders
@@ -89,8 +89,10 @@ def _rollouts(run: RunRecord, asked: Collection[str], decode: Decode | None, mos
     size = 0
     for shown in chosen:
         view = rollout_view(shown, decode)
-        size += len(json.dumps(view))
-        if size > most_bytes and "asked for" not in shown.labels:
+        size += len(as_json(view))
+        if size > most_bytes:
+            if "asked for" in shown.labels:
+                raise InputError(f"--rollout: those named take more than {most_bytes:,} bytes; name fewer")
             break
         views.append(view)
     return {

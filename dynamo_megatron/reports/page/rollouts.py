@@ -39,10 +39,11 @@ class Shown:
 
 
 def chosen_steps(steps: Sequence[int], most: int = STEPS) -> list[int]:
-    """At most `most`, evenly spaced, the first and the last among them."""
-    if not steps:
-        return []
-    return [steps[i] for i in sorted(set(np.linspace(0, len(steps) - 1, most).round().astype(int).tolist()))]
+    """At most `most`: the first, every 2^k-th after it, and the last. As a run goes on, most of them stay the same."""
+    stride = 1
+    while len(steps) > stride * (most - 1):
+        stride *= 2
+    return sorted({*steps[::stride], *steps[-1:]})
 
 
 def shown_rollouts(

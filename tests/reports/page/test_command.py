@@ -72,8 +72,11 @@ def test_the_size_is_bounded(make_run, new_rollout, monkeypatch):
     monkeypatch.setattr(page, "ROLLOUT_BYTES", 60_000)
     rollouts = page_data([run])["runs"][0]["rollouts"]
     assert len(as_json(rollouts)) < 61_000 and rollouts["left_out"] > 0 and rollouts["shown"]
-    asked = page_data([run], ["000001-0008-000", "000001-0007-000"])["runs"][0]["rollouts"]["shown"]
-    assert [view["id"] for view in asked[:2]] == ["000001-0007-000", "000001-0008-000"]
+    names = [f"000001-{g:04d}-000" for g in (7, 8, 2)]
+    asked = page_data([run], names[:2])["runs"][0]["rollouts"]["shown"]
+    assert [view["id"] for view in asked] == names[:2]
+    with pytest.raises(InputError, match="--rollout: those named take more than"):
+        page_data([run], names)
 
 
 def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_charts, monkeypatch):

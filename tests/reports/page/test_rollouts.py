@@ -46,8 +46,11 @@ def test_no_advantage_is_made_up(new_rollout, advantage):
 
 
 def test_steps_are_spread_over_the_run():
-    assert chosen_steps(list(range(1, 10_001)))[::11] == [1, 10_000] and len(chosen_steps(list(range(5000)))) == STEPS
-    assert chosen_steps([3, 4]) == [3, 4] and chosen_steps([]) == []
+    assert chosen_steps(list(range(1, 101))) == [1, 17, 33, 49, 65, 81, 97, 100]
+    assert all(len(chosen_steps(list(range(n)))) <= STEPS for n in range(1, 300))
+    assert chosen_steps([3, 4]) == [3, 4] and chosen_steps([5]) == [5] and chosen_steps([]) == []
+    stay = {*chosen_steps(list(range(1, 51)))} & {*chosen_steps(list(range(1, 60)))}
+    assert len(stay) > 5
 
 
 def labels_of(shown: list[Shown]) -> dict[str, set[str]]:

@@ -56,14 +56,16 @@ function tint(colour, share) {
   return `rgb(${colour.map((c) => Math.round(255 + s * (c - 255))).join(",")})`;
 }
 
-// What a reader has set, kept over a reload; a browser that forbids storage forgets it.
+// What a reader has set for these runs, kept over a reload; a browser that forbids storage forgets it.
+const KEPT = "dynamo-megatron/" + DATA.runs.map((run) => run.folder).join("\n") + "\n";
+
 function remember(key, value) {
-  try { localStorage.setItem("dynamo-megatron/" + key, JSON.stringify(value)); } catch (error) { /* not allowed here */ }
+  try { localStorage.setItem(KEPT + key, JSON.stringify(value)); } catch (error) { /* not allowed here */ }
 }
 
 function remembered(key, otherwise) {
   try {
-    const found = JSON.parse(localStorage.getItem("dynamo-megatron/" + key));
+    const found = JSON.parse(localStorage.getItem(KEPT + key));
     return found === null ? otherwise : found;
   } catch (error) { return otherwise; }
 }

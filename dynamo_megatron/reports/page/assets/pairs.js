@@ -37,8 +37,7 @@ function showPairs(place) {
     return;
   }
   // A mark belongs to these two responses: a later report of the same runs has others.
-  const stamp = DATA.runs.slice(0, 2).map((run) => run.folder).join("\n");
-  const keyOf = (pair) => "pair/" + stamp + "\n" + pair.prompt_id + "\n" + pair.sides.map((side) => side.step).join(" ");
+  const keyOf = (pair) => "pair/" + pair.prompt_id + "\n" + pair.sides.map((side) => side.step).join(" ");
   const marks = {};
   for (const pair of DATA.pairs) marks[pair.prompt_id] = remembered(keyOf(pair), null);
   let at = Math.max(0, DATA.pairs.findIndex((pair) => marks[pair.prompt_id] === null));

@@ -32,6 +32,8 @@ function showRollouts(place) {
   function drawControls() {
     const labels = [...new Set(views().flatMap((view) => view.labels))].sort();
     const steps = DATA.runs[state.run].rollouts.steps.map(String);
+    if (!labels.includes(state.label)) state.label = "";  // as it was kept, of an earlier file
+    if (!steps.includes(state.step)) state.step = "";
     controls.replaceChildren(
       DATA.runs.length > 1 ? select("run", DATA.runs.map((run, i) => [String(i), visible(run.name)]), String(state.run), (v) => change("run", Number(v))) : "",
       make("label", {}, "search", make("input", {type: "search", id: "search", value: state.search, placeholder: "prompt, its id, response, rollout id",

@@ -73,7 +73,7 @@ function numbersTable(view) {
 
 function tokensOf(view, kind) {
   const values = valuesOf(view, kind.key), scale = scaleOf(kind, values);
-  const about = make("p", {class: "about"}, "Point at a token, or tap it, for its numbers.");
+  const about = make("p", {class: "about", "aria-live": "polite"}, "Point at a token, or tap it, for its numbers.");
   const tokens = make("div", {class: "box tokens text", id: "tokens"});
   view.ids.forEach((id, i) => {
     const text = visible(tokenText(view, i)), token = make("span", {class: text ? "token" : "token empty", "data-token": i}, text);
