@@ -21,6 +21,7 @@ def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
         model={"path": "m"},
         data={"source": "d"},
         output_dir="o",
+        kernels={"gradient": "recompute"},  # which scope micro_batch asks for
         algorithm={"advantage": {"kind": "rloo"}, "loss": loss, **algorithm},
     )
     generator, rollouts = np.random.default_rng(0), []

@@ -68,7 +68,7 @@ def watch(
                 f"report --watch: no step in {', '.join(map(str, folders))} for {waited / 60:.0f} minutes; call it "
                 "again when the run goes on"
             )
-        time.sleep(pause if seen == now and pause else POLL)
+        time.sleep(pause or POLL)
 
 
 def _state(folders: Sequence[Path]) -> tuple[tuple[int, ...], ...]:
