@@ -21,6 +21,7 @@ setup(
         "dynamo_megatron.configs": ["**/*.yaml"],
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
+        "dynamo_megatron.reports.page": ["assets/*"],
         "dynamo_megatron.rollout": [
             *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
             *("sglang_plugins/*.py", "sglang_plugins/*.dist-info/*"),
@@ -43,6 +44,7 @@ setup(
         "aiohttp",
         "math-verify==0.9.0",
         "matplotlib",
+        "plotly>=6",
         "pyarrow",
     ],
     extras_require={
@@ -56,6 +58,7 @@ setup(
         "test": [
             "hypothesis",
             "mypy",
+            "playwright",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

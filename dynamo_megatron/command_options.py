@@ -213,9 +213,20 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    sub = _command(commands, "report", "what a run has done so far, or several runs side by side: tables and a picture")
+    sub = _command(commands, "report", "what a run has done so far, or several runs side by side: a page, tables")
     sub.add_argument("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one")
     sub.add_argument("--out", type=Path, help="folder to write to (default: the first RUN)")
+    sub.add_argument(
+        "--rollout", action="append", default=[], metavar="ID", help="of the first RUN, to have in the page; repeatable"
+    )
+    sub.add_argument(
+        "--watch",
+        type=_positive,
+        nargs="?",
+        const=30,
+        metavar="SECONDS",
+        help="write the page alone, again at most every SECONDS (default 30), until the runs have made their last step",
+    )
 
 
 def _add_samples(commands: Any) -> None:

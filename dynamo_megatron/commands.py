@@ -213,14 +213,24 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    from dynamo_megatron.reports.page.command import watch, write_page
+    from dynamo_megatron.reports.page.render import MissingLibrary
     from dynamo_megatron.reports.report import write_report
     from dynamo_megatron.reports.side_by_side import write_side_by_side
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
     try:
+        if options.watch is not None:
+            watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
+            return 0
         text = write_report(options.run[0], out) if len(options.run) == 1 else write_side_by_side(options.run, out)
         print(wrapped(printable(text), terminal_width(sys.stdout)))
+        show(f"The page with all charts and rollouts is {write_page(options.run, out, options.rollout)}.", sys.stdout)
+    except MissingLibrary as error:
+        if options.watch is not None:
+            raise ConfigError(str(error)) from None
+        show(str(error))  # text and picture are there
     except InputError as error:
         raise ConfigError(str(error)) from None
     return 0

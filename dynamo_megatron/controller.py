@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,11 @@ from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
+from dynamo_megatron.tracking.token_rows import token_rows, tokens_file, write_token_rows
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.batch import TrainBatch
 
 
 class StepEnd(NamedTuple):
@@ -267,9 +272,13 @@ class Controller:
         allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
         return StepRecord(step, allocations, sampled, drawing, ratio, rounds[0].version)
 
-    def log(self, record: StepRecord, metrics: Mapping[str, float]) -> None:
-        """Writes the step's metrics and allocation, and its line for the user. What it has measured of the gradient's
-        noise may change the shape of the next step."""
+    def log(self, record: StepRecord, metrics: Mapping[str, float], batch: TrainBatch, stats: TokenStats) -> None:
+        """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` what the
+        policy says of some rollouts' tokens. What it has measured of the gradient's noise may change the shape of the
+        next step."""
+        if count := self.config.tracking.token_rollouts:
+            path = tokens_file(Path(self.config.output_dir), record.step)
+            write_token_rows(path, token_rows(batch, stats, self.config, count))
         line = step_line(metrics, self.config.trainer.steps, self._journal.width)
         self._journal.step(metrics, line, record.allocation_rows())
         sampled = record.result.batch

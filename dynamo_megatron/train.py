@@ -188,7 +188,7 @@ class RLTrainer(Trainer):
             metrics |= resource_metrics(resources, Path(self.config.output_dir))
             if moved is not None:
                 metrics |= memory_metrics(moved)
-            self.controller.log(record, metrics)
+            self.controller.log(record, metrics, batch, sampled.stats)
         clock.restart()  # the evaluation and the save of this step count into the time of the next one
 
     def stop(self) -> None:

@@ -76,7 +76,7 @@ def test_the_shape_follows_the_noise(tmp_path, capsys):
         assert round_.allocation.counts.sum() == 32 and len(round_.prompts) == (4 if step <= PATIENCE else 8)
         noise = {"signal": 0.0, "between": 1.0, "within": 1.0}
         metrics = defaultdict(float, step=step, **{f"gradient_noise/{name}": value for name, value in noise.items()})
-        live.log(live.record(step, [round_]), metrics)
+        live.log(live.record(step, [round_]), metrics, None, None)  # keeps no tokens
     assert (
         f"step {PATIENCE}: batch shape: 8 prompts with 4 rollouts each in place of 4 with 8" in capsys.readouterr().out
     )

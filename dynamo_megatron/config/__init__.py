@@ -186,6 +186,7 @@ class TrackingConfig(Section):
     backends: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]  # metrics.jsonl is always written
     project: str = "dynamo-megatron"  # wandb's
     name: str | None = None  # wandb's; None: the name of output_dir
+    token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
 
 
 class Config(Section):

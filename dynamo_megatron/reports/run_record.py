@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Revisits:
     A problem's success rate is that of all its rollouts of earlier steps that were trained on.
     """
 
+    steps: np.ndarray  # int64 [V]
     success_rates: np.ndarray  # float64 [V]
     rollouts: np.ndarray  # int64 [V], given
     first_visits: int
@@ -89,6 +91,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+@cache
+def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[int, int]]:
+    """(prompt_id, position in the step) -> trials, successes, of the rollouts of a file that were trained on.
+
+    `changed`: when the file was, st_mtime_ns. A report that is written again and again reads each step once. Raises
+    ValueError as `read_rollouts`."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for rollout in read_rollouts(path):
+        if rollout.status not in NOT_TRAINED:
+            key = rollout.prompt_id, position_of(rollout.group_id)
+            trials, successes = found.get(key, (0, 0))
+            found[key] = trials + 1, successes + rollout.success
+    return found
+
+
 def read_revisits(folder: Path) -> Revisits | None:
     """None where an allocation or its rollouts are not in the folder, as after a replay of another run's rollouts.
 
@@ -97,7 +114,7 @@ def read_revisits(folder: Path) -> Revisits | None:
     rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
-    rates, given = array("d"), array("q")  # of millions of visits
+    steps, rates, given = array("q"), array("d"), array("q")  # of millions of visits
     visited = asked = 0
     for step, group in groupby(rows, key=lambda row: row["step"]):
         if not (path := step_file(folder, step)).is_file():
@@ -107,16 +124,17 @@ def read_revisits(folder: Path) -> Revisits | None:
         for visit in visits:
             name = visit["prompt_id"]
             if trials[name]:
+                steps.append(step)
                 rates.append(successes[name] / trials[name])
                 given.append(visit["n"])
-        for rollout in read_rollouts(path):
-            # What lies beyond the prompts drawn was left by a killed run that went another way.
-            if rollout.status not in NOT_TRAINED and position_of(rollout.group_id) < len(visits):
-                trials[rollout.prompt_id] += 1
-                successes[rollout.prompt_id] += rollout.success
+        for (name, position), (n, right) in trained_outcomes(path, path.stat().st_mtime_ns).items():
+            if position < len(visits):  # what lies beyond was left by a killed run that went another way
+                trials[name] += n
+                successes[name] += right
     if not visited:
         return None
     return Revisits(
+        steps=np.array(steps, np.int64),
         success_rates=np.array(rates, np.float64),
         rollouts=np.array(given, np.int64),
         first_visits=visited - len(given),

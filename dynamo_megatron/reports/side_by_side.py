@@ -44,7 +44,7 @@ def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
 
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise InputError("report: a run is named twice; name each run once")
-    runs = dict(zip(_names(folders), map(read_run, folders), strict=True))
+    runs = dict(zip(run_names(folders), map(read_run, folders), strict=True))
     text = "\n\n".join([_heading(runs), _figures(runs), _passes(runs), _settings(runs)])
     picture = out / "comparison.png"
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
     return f"{text}\n\nThis text is in {out / 'comparison.md'}, the picture in {picture}."
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def run_names(folders: Sequence[Path]) -> list[str]:
     """The folders' last parts where these differ, else the paths."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]

@@ -1,0 +1,121 @@
+"""All that the page shows of one or several runs, as plain data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.reports.page.allocation import allocation_view, by_source
+from dynamo_megatron.reports.page.curves import curves
+from dynamo_megatron.reports.page.findings import findings
+from dynamo_megatron.reports.page.pairs import pairs
+from dynamo_megatron.reports.page.render import as_json
+from dynamo_megatron.reports.page.rollouts import Shown, rollout_view, shown_rollouts
+from dynamo_megatron.reports.page.token_texts import Decode, find_decoder
+from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
+from dynamo_megatron.reports.side_by_side import run_names
+
+MOST_RUNS = 8  # in one page
+ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # of JSON, of all runs together
+
+
+def page_data(
+    folders: Sequence[Path], asked: Collection[str] = (), refresh: float | None = None, decoders: dict | None = None
+) -> dict[str, Any]:
+    """`runs` in the order of `folders`, `pairs`, when it was made, and `refresh`: seconds until the page is written
+    again, or None. `asked`: ids of rollouts of the first run that must be among those shown. `decoders`: tokenizers of
+    an earlier call, by folder, which this one completes.
+
+    Raises ValueError: no run's folder, no step in it, a line of its files that is broken, more than MOST_RUNS runs, or
+    ids in `asked` that are not there or take too many bytes."""
+    if len(folders) > MOST_RUNS:
+        raise InputError(f"report: {len(folders)} runs; the page shows at most {MOST_RUNS} side by side")
+    decoders = {} if decoders is None else decoders
+    runs = dict(zip(run_names(folders), map(read_run, folders), strict=True))
+    views, found = {}, []
+    for name, run in runs.items():
+        if run.folder not in decoders:
+            decoders[run.folder] = find_decoder(run.folder, run.config["model"]["path"])
+        first = run is next(iter(runs.values()))
+        rollouts = _rollouts(run, asked if first else (), decoders[run.folder], ROLLOUT_BYTES // len(runs))
+        views[name] = rollouts["shown"]
+        found.append({"name": name, **_run(run), "rollouts": rollouts})
+    return {
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "refresh": refresh,
+        "runs": found,
+        "pairs": pairs(runs, views, PAIR_BYTES),
+    }
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    config, last = run.config, run.metrics[-1]["step"]
+    return {
+        "folder": str(run.folder),
+        "step": last,
+        "steps": config["trainer"]["steps"],
+        "ended": _ended(run),
+        "model": str(config["model"]["path"]),
+        "data": str(config["data"]["source"]),
+        "allocator": config["algorithm"]["allocation"]["kind"],
+        "advantage": config["algorithm"].get("advantage", {}).get("kind"),
+        "modulation": config["algorithm"].get("modulation") is not None,
+        "curves": curves(run),
+        "findings": findings(run, by_source(run.folder, last)),
+        "allocation": allocation_view(run.folder, read_revisits(run.folder)),
+    }
+
+
+def _ended(run: RunRecord) -> bool:
+    """The run has made its last step, and evaluated it where the config asks for that."""
+    last = run.metrics[-1]["step"]
+    evaluates = run.config.get("eval", {}).get("every") is not None
+    return last >= run.config["trainer"]["steps"] and (
+        not evaluates or any(evaluation["step"] == last for evaluation in run.evaluations)
+    )
+
+
+def _rollouts(run: RunRecord, asked: Collection[str], decode: Decode | None, most_bytes: int) -> dict[str, Any]:
+    """`shown`: views, until `most_bytes` of JSON; `left_out`: how many more there would be; `notes`: what is missing.
+
+    A run on recorded rollouts has them in the folder that it names."""
+    source = Path(run.config["rollout"].get("recorded") or run.folder)
+    last = run.metrics[-1]["step"]
+    chosen = shown_rollouts(run.folder, source, last, run.config, asked)
+    views: list[dict[str, Any]] = []
+    size = 0
+    for shown in chosen:
+        view = rollout_view(shown, decode)
+        size += len(as_json(view))
+        if size > most_bytes:
+            if "asked for" in shown.labels:
+                raise InputError(f"--rollout: those named take more than {most_bytes:,} bytes; name fewer")
+            break
+        views.append(view)
+    return {
+        "shown": views,
+        "steps": sorted({view["step"] for view in views}),
+        "left_out": len(chosen) - len(views),
+        "notes": _notes(run, source, chosen, decode),
+    }
+
+
+def _notes(run: RunRecord, source: Path, chosen: Sequence[Shown], decode: Decode | None) -> list[str]:
+    if not chosen:
+        return [f"{source} has no rollouts."]
+    notes = []
+    if decode is None:
+        place = f"{run.config['model']['path']} and {run.folder / 'hf'}"
+        notes.append(f"Tokens are shown by their ids: there is no tokenizer in {place}.")
+    if not any(shown.tokens for shown in chosen):
+        notes.append(
+            "Entropy, modulation and the gap to the engine are not in this run's files, which have the token ids and "
+            "the engine's logprobs; tracking.token_rollouts: N writes them for N rollouts a step."
+        )
+    if all(shown.advantage is None for shown in chosen):
+        kind = run.config["algorithm"].get("advantage", {}).get("kind")
+        notes.append(f"Advantages of kind {kind} cannot be computed from the rewards of a step alone.")
+    return notes

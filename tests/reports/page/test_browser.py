@@ -1,0 +1,176 @@
+"""The page in headless Chromium: nothing is fetched or refused, and what it shows is what the run's files say."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.reports.page.command import write_page
+from dynamo_megatron.reports.page.data import page_data
+from dynamo_megatron.reports.page.render import chart_library, render, write_html
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.tracking.token_rows import read_token_rows, tokens_file, write_token_rows
+from dynamo_megatron.types import ProblemResult
+
+pytestmark = pytest.mark.full
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ATTACK = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028"
+STEPS, WIDTHS, PARTS = 30, (1280, 390), ("overview", "allocation", "rollouts", "pairs")
+LARGEST, SLOWEST = 10_000_000, 3.0  # bytes, seconds
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed (Debian, Ubuntu: tools/debian_packages.sh as root)")
+    pytest.importorskip("plotly")
+    playwright = pytest.importorskip("playwright.sync_api", reason="this interpreter has no playwright")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def run(make_run, new_rollout, add_step, tiny_model):
+    """make(name, seed) -> a run with rollouts whose texts are hostile, an evaluation, and statistics of some tokens."""
+
+    def make(name: str, seed: int) -> Path:
+        responses = [f"{ATTACK} {name} {g} {k}" for g in range(4) for k in range(3)]
+        rollouts = [
+            new_rollout(
+                step,
+                g,
+                k,
+                reward=float((g + k + step + seed) % 2),
+                tokens=[20, 21, *range(30, 40)],
+                response_mask=[0, 0] + [1] * 10,
+                engine_logprobs=[-0.1 * (i + k) for i in range(10)],
+                weight_versions=[(step - 1, 0, 4), (step, 4, 10)],
+                prompt=f"{ATTACK} problem {g}",
+                response=responses[3 * g + k],
+            )
+            for step in range(1, STEPS + 1)
+            for g in range(4)
+            for k in range(3)
+        ]
+        folder = make_run(name, rollouts, steps=STEPS, algorithm={"advantage": {"kind": "rloo"}})
+        (folder / "hf").symlink_to(tiny_model)
+        lists = {"logprob": [-0.11 * i for i in range(10)], "entropy": [0.2 * i for i in range(10)]}
+        lists |= {"advantage": [-0.5] * 10, "modulation": [0.6 + 0.06 * i for i in range(10)]}
+        write_token_rows(tokens_file(folder, STEPS), [{"rollout_id": f"{STEPS:06d}-0001-001", **lists}])
+        columns = {"rewards": [1.0], "successes": [True], "lengths": [3], "finish_reasons": ["stop"]}
+        results = [
+            ProblemResult(f"p{i}", "d", **columns, statuses=["ok"], responses=[f"{name} {i}"], prompt=f"{ATTACK} {i}")
+            for i in range(20)
+        ]
+        write_results(results_file(folder, STEPS), results)
+        (folder / "evaluations.jsonl").write_text(json.dumps({"step": STEPS, **summarise(results, [1])}) + "\n")
+        return folder
+
+    return make
+
+
+class Opened:
+    """A page whose every complaint and request is kept."""
+
+    def __init__(self, browser, path: Path, width: int = 1280):
+        self.page = browser.new_page(viewport={"width": width, "height": 900})
+        self.complaints, self.requests = [], []
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        begin = time.monotonic()
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("body[data-ready=yes]")
+        self.seconds = time.monotonic() - begin
+
+    def part(self, name: str) -> None:
+        self.page.click(f"#tabs a[href='#{name}']")
+        self.page.wait_for_selector(f"#{name}:not([hidden])")
+
+    def check(self, path: Path) -> None:
+        foreign = [u for u in self.requests if not u.startswith((path.as_uri(), "data:", "blob:"))]
+        assert (self.complaints, foreign) == ([], []) and self.page.evaluate("window.owned") is None
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_part_shows_and_nothing_complains(browser, run, tmp_path, width):
+    path = write_page([run("a", 0), run("b", 1)], tmp_path)
+    opened = Opened(browser, path, width)
+    assert path.stat().st_size < LARGEST and opened.seconds < SLOWEST
+    for part in PARTS:
+        opened.part(part)
+        charts = opened.page.locator(f"#{part} .plot .main-svg").count()
+        assert charts > 3 if part in PARTS[:2] else charts == 0
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, part
+    opened.check(path)
+
+
+def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
+    folder, name = run("a", 0), f"{STEPS:06d}-0001-001"
+    opened = Opened(browser, write_page([folder], tmp_path, [name]))
+    opened.page.goto(f"{(tmp_path / 'report.html').as_uri()}#rollouts/{name}")
+    opened.page.wait_for_selector("#detail")
+    rollout = next(r for r in read_rollouts(step_file(folder, STEPS)) if r.rollout_id == name)
+    lists = read_token_rows(tokens_file(folder, STEPS))[name]
+    assert name in opened.page.inner_text("#detail h3")
+    opened.page.click("#detail details summary")
+    head, *rows = [
+        [cell.inner_text() for cell in row.locator("th, td").all()]
+        for row in opened.page.locator("#detail table tr").all()
+    ]
+    columns = {key: [row[i] for row in rows] for i, key in enumerate(head)}
+    assert columns["id"] == [str(i) for i in rollout.tokens[2:]]
+    assert "".join(json.loads(text) for text in columns["text"]) == opened.page.text_content("#tokens")
+    expected = {"engine_logprob": rollout.engine_logprobs, "version": [STEPS - 1] * 4 + [STEPS] * 6, **lists}
+    expected["gap"] = [p - e for p, e in zip(lists["logprob"], rollout.engine_logprobs, strict=True)]
+    for key, values in expected.items():
+        assert [float(v) for v in columns[key]] == pytest.approx(values, rel=1e-2, abs=1e-9), key
+    for kind in ("advantage", "entropy", "modulation", "gap", "surprise", "version"):
+        opened.page.select_option("#detail select", kind)
+        assert opened.page.locator("#tokens .token").count() == 10
+    opened.page.click("#tokens .token >> nth=3")
+    assert f"id {rollout.tokens[5]}" in opened.page.inner_text("#detail .about")
+    opened.page.fill("#search", "problem 2")
+    found = opened.page.locator("#rollouts .list button")
+    assert found.count() > 0 and all("problem 2" in text for text in found.all_inner_texts())
+    opened.check(tmp_path / "report.html")
+
+
+def test_marks_become_preference_pairs(browser, run, tmp_path):
+    opened = Opened(browser, write_page([run("a", 0), run("b", 1)], tmp_path))
+    opened.part("pairs")
+    assert opened.page.is_disabled("#export")
+    sides = opened.page.locator("#pairs .sides .box").all_inner_texts()
+    opened.page.click("[data-mark=left]")
+    opened.page.click("#next")
+    opened.page.click("[data-mark=equal]")
+    with opened.page.expect_download() as download:
+        opened.page.click("#export")
+    (line,) = Path(download.value.path()).read_text().splitlines()
+    row = json.loads(line)
+    assert [row["chosen"], row["rejected"]] == sides and {row["chosen_run"], row["rejected_run"]} == {"a", "b"}
+    assert row["prompt"] == f"{ATTACK} {row['prompt_id'][1:]}" and download.value.suggested_filename.endswith(".jsonl")
+    opened.page.reload()
+    opened.page.wait_for_selector("#pairs .sides")
+    assert "2 marked, 1 with a preference" in opened.page.inner_text("#progress")
+    opened.check(tmp_path / "report.html")
+
+
+def test_a_page_of_a_run_under_way_reads_itself_again(browser, run, tmp_path):
+    folder, path = run("a", 0), tmp_path / "report.html"
+    data, library = page_data([folder], refresh=1), chart_library()
+    data["runs"][0]["step"] = STEPS - 1
+    write_html(path, render(data, library))
+    opened = Opened(browser, path)
+    opened.part("allocation")
+    assert f"{STEPS - 1} of {STEPS} steps" in opened.page.inner_text("#made")
+    data["runs"][0]["step"] = STEPS
+    write_html(path, render(data, library))
+    opened.page.get_by_text(f"{STEPS} of {STEPS} steps").wait_for(timeout=20_000)
+    assert opened.page.is_visible("#allocation")  # as before
+    opened.check(path)

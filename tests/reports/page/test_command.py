@@ -1,0 +1,105 @@
+"""`report`: the page beside the text, its size, and --watch."""
+
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.cli import main
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.reports.page import data as page
+from dynamo_megatron.reports.page.command import watch
+from dynamo_megatron.reports.page.data import page_data
+from dynamo_megatron.reports.page.render import as_json
+
+
+def data_of(html: Path) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', html.read_text(), re.S)[1])
+
+
+@pytest.fixture
+def two_steps(make_run, new_rollout):
+    return make_run("run", [new_rollout(s, g, k, reward=float(k)) for s in (1, 2) for g in (0, 1) for k in (0, 1)])
+
+
+def test_the_page_is_written_beside_the_text(two_steps, tmp_path, no_charts, capsys):
+    assert main(["report", str(two_steps), "--out", str(tmp_path / "out"), "--rollout", "000001-0001-001"]) == 0
+    assert f"is {tmp_path / 'out' / 'report.html'}." in capsys.readouterr().out
+    data = data_of(tmp_path / "out" / "report.html")
+    (run,) = data["runs"]
+    shown = run["rollouts"]["shown"]
+    assert (run["name"], run["step"], run["steps"], run["ended"], data["refresh"]) == ("run", 2, 4, False, None)
+    assert shown[0]["id"] == "000001-0001-001" and shown[0]["ids"] == [30, 31] and len(shown) > 4
+    assert run["curves"]["values"]["reward/mean"] == [0.5, 0.5]
+    assert any("gone and" in note for note in run["rollouts"]["notes"])  # no tokenizer
+    assert any("tracking.token_rollouts" in note for note in run["rollouts"]["notes"])
+
+
+def test_without_the_library_one_line_says_so(two_steps, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", str(two_steps), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no plotly" in said and (tmp_path / "out" / "report.md").is_file()
+    assert not (tmp_path / "out" / "report.html").exists()
+    assert main(["report", str(two_steps), "--watch"]) == 2 and "no plotly" in capsys.readouterr().err
+
+
+def test_several_runs_are_in_one_page(make_run, new_rollout, two_steps, no_charts, tmp_path):
+    other = make_run("other", [new_rollout(3, 0, 0, response="something else", prompt="What is 0?")])
+    assert main(["report", str(two_steps), str(other), "--out", str(tmp_path)]) == 0
+    data = data_of(tmp_path / "report.html")
+    assert [run["name"] for run in data["runs"]] == ["run", "other"]
+    (pair,) = data["pairs"]
+    assert pair["prompt"] == "What is 0?" and [s["run"] for s in pair["sides"]] == ["run", "other"]
+
+
+def test_what_is_asked_for_and_not_there(two_steps, no_charts, capsys):
+    assert main(["report", str(two_steps), "--rollout", "000001-0009-000"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no rollout '000001-0009-000'" in said
+    with pytest.raises(InputError, match="at most 8"):
+        page_data([two_steps] * 9)
+
+
+def test_the_size_is_bounded(make_run, new_rollout, monkeypatch):
+    n = 2000
+    long = {"tokens": [1] + [7] * n, "response_mask": [0] + [1] * n, "engine_logprobs": [-0.123456] * n}
+    run = make_run("run", [new_rollout(1, g, 0, reward=g / 10, weight_versions=[(0, 0, n)], **long) for g in range(9)])
+    monkeypatch.setattr(page, "ROLLOUT_BYTES", 60_000)
+    rollouts = page_data([run])["runs"][0]["rollouts"]
+    assert len(as_json(rollouts)) < 61_000 and rollouts["left_out"] > 0 and rollouts["shown"]
+    names = [f"000001-{g:04d}-000" for g in (7, 8, 2)]
+    asked = page_data([run], names[:2])["runs"][0]["rollouts"]["shown"]
+    assert [view["id"] for view in asked] == names[:2]
+    with pytest.raises(InputError, match="--rollout: those named take more than"):
+        page_data([run], names)
+
+
+def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_charts, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.reports.page.command.POLL", 0.01)
+    run, said = make_run("run", []), []
+    thread = threading.Thread(target=watch, args=([run], run, 0.02, (), said.append))
+    thread.start()
+    time.sleep(0.1)
+    assert not (run / "report.html").exists()  # no step yet
+    for step in range(1, 5):
+        add_step(run, step, [new_rollout(step, 0, 0)])
+        deadline = time.monotonic() + 30
+        while not (run / "report.html").exists() or data_of(run / "report.html")["runs"][0]["step"] < step:
+            assert time.monotonic() < deadline, f"step {step} did not come into report.html"
+            time.sleep(0.01)
+        assert data_of(run / "report.html")["refresh"] == (0.02 if step < 4 else None)
+    thread.join(30)
+    assert not thread.is_alive() and len(said) == 2 and said[-1].endswith("the last step is in it")
+
+
+def test_a_watch_of_a_run_that_stands_still_ends(two_steps, no_charts, monkeypatch, tmp_path):
+    monkeypatch.setattr("dynamo_megatron.reports.page.command.POLL", 0.01)
+    with pytest.raises(InputError, match=r"no step in .*run for"):
+        watch([two_steps], two_steps, 0.02, say=lambda line: None, stalled=0.3)
+    with pytest.raises(InputError, match=r"no config\.yaml"):
+        watch([tmp_path / "none"], tmp_path, 0.02)

@@ -1,0 +1,40 @@
+import pytest
+
+from dynamo_megatron.reports.page.token_texts import find_decoder, token_texts
+
+
+def of_bytes(ids) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_a_character_of_several_tokens_stands_at_the_last():
+    text = "aé€😀b"
+    pieces = token_texts(list(text.encode()), of_bytes)
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "b"]
+
+
+def test_bytes_that_never_become_a_character_are_shown():
+    pieces = token_texts([*b"ab", 0xF0, 0x9F], of_bytes)
+    assert pieces == ["a", "b", "", "\ufffd"] and token_texts([], of_bytes) == []
+
+
+def test_a_decoder_that_drops_the_first_blank():
+    """As tokenizers with word-initial blanks do: every piece but the first keeps its own."""
+
+    def decode(ids) -> str:
+        return "".join(f" w{i}" for i in ids)[1:]
+
+    assert token_texts([1, 2, 3], decode) == ["w1", " w2", " w3"]
+
+
+@pytest.mark.parametrize("where", ["model.path", "hf", "nowhere"])
+def test_where_the_tokenizer_is_found(tiny_model, tmp_path, where):
+    (tmp_path / "run").mkdir()
+    if where == "hf":
+        (tmp_path / "run" / "hf").symlink_to(tiny_model)
+    decode = find_decoder(tmp_path / "run", str(tiny_model if where == "model.path" else tmp_path / "gone"))
+    if where == "nowhere":
+        assert decode is None
+    else:
+        ids = list(range(5, 15))
+        assert "".join(token_texts(ids, decode)) == decode(ids)

@@ -1,0 +1,106 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.modulation import entropy_change, modulate, modulation_ranges
+from dynamo_megatron.config import Config
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.rollout.line_files import compressed
+from dynamo_megatron.tracking.token_rows import read_token_rows, token_rows, tokens_file, write_token_rows
+from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+
+GROUPS, SIZE = 3, 4
+
+
+def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
+    """A batch of 12 rollouts of 1 to 12 tokens with random statistics."""
+    loss = {"mini_batches": 1} | algorithm.pop("loss", {})
+    config = Config(
+        model={"path": "m"},
+        data={"source": "d"},
+        output_dir="o",
+        kernels={"gradient": "recompute"},  # which scope micro_batch asks for
+        algorithm={"advantage": {"kind": "rloo"}, "loss": loss, **algorithm},
+    )
+    generator, rollouts = np.random.default_rng(0), []
+    for s in range(GROUPS * SIZE):
+        group, n = f"000001-{s // SIZE:04d}", s + 1
+        fields = {"finish_reason": "stop", "reward": float(generator.random()), "success": False, "reward_parts": {}}
+        rollouts.append(
+            Rollout(
+                rollout_id=f"{group}-{s % SIZE:03d}",
+                group_id=group,
+                prompt_id=f"p{s // SIZE}",
+                step=1,
+                tokens=[1] * (n + 1),
+                response_mask=[0] + [1] * n,
+                engine_logprobs=[-1.0] * n,
+                weight_versions=[(0, 0, n)],
+                **fields,
+            )
+        )
+    batch = RolloutBatch.from_rollouts(rollouts)
+    tokens = len(batch.engine_logprobs)
+    logprobs, entropy = -torch.from_numpy(generator.random((2, tokens)).astype(np.float32)) * 3
+    collision = torch.from_numpy(generator.random(tokens).astype(np.float32))
+    expected = torch.from_numpy(generator.random(tokens).astype(np.float32))
+    return TrainBatch.build(batch, config), TokenStats(logprobs, -entropy, expected, collision), config
+
+
+MODULATION = {"alpha": 0.4, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.5}
+
+
+def test_the_factor_is_that_of_the_whole_mini_batch():
+    batch, stats, config = made(modulation={**MODULATION, "expectation": "exact"})
+    rows = list(token_rows(batch, stats, config, 5))
+    loss, advantages = config.algorithm.loss, torch.from_numpy(batch.rollouts.per_token(batch.advantages)).float()
+    ones = torch.ones_like(advantages)
+    clip = (loss.clip_ratio_low, loss.clip_ratio_high)
+    change = entropy_change(
+        advantages, stats.logprobs, stats.entropy, stats.logprobs, ones, *clip, stats.expected_pi_lambda
+    )
+    ranges = modulation_ranges(stats.entropy, change, ones)
+    whole = modulate(advantages, stats.entropy, change, ranges, **MODULATION)
+    factor = (whole.beta_comp * whole.beta_stab).numpy()
+    assert factor.min() < 0.9 and factor.max() > 1.1
+    assert len(rows) == 5
+    for row in rows:
+        s = batch.rollouts.rollout_ids.index(row["rollout_id"])
+        here = slice(*batch.rollouts.response_offsets[s : s + 2])
+        np.testing.assert_allclose(row["modulation"], factor[here], rtol=1e-4)
+        np.testing.assert_allclose(row["entropy"], stats.entropy[here], rtol=1e-4)
+        np.testing.assert_allclose(row["logprob"], stats.logprobs[here], rtol=1e-4)
+        np.testing.assert_allclose(row["advantage"], [batch.advantages[s]] * (s + 1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_the_lowest_and_the_highest_advantage_are_among_them(mini_batches):
+    batch, stats, config = made(loss={"mini_batches": mini_batches}, modulation=None)
+    rows = list(token_rows(batch, stats, config, 4))
+    names = [batch.rollouts.rollout_ids[s] for s in (batch.advantages.argmin(), batch.advantages.argmax())]
+    assert {*names} <= {row["rollout_id"] for row in rows} and len(rows) == 4
+    assert all("modulation" not in row for row in rows)
+    assert len(list(token_rows(batch, stats, config, 100))) == GROUPS * SIZE
+
+
+def test_without_a_range_of_the_mini_batch_there_is_no_factor():
+    batch, stats, config = made(modulation={**MODULATION, "scope": "micro_batch"})
+    assert all("modulation" not in row for row in token_rows(batch, stats, config, 2))
+
+
+def test_what_is_written_is_read_and_replaced(tmp_path):
+    path = tokens_file(tmp_path, 7)
+    assert path.name == "step-000007.jsonl.zst" and read_token_rows(path) == {}
+    write_token_rows(path, [{"rollout_id": "old", "entropy": [1.0]}])
+    write_token_rows(path, [{"rollout_id": "a", "entropy": [0.5, 1e-9]}, {"rollout_id": "b", "entropy": []}])
+    assert read_token_rows(path) == {"a": {"entropy": [0.5, 1e-9]}, "b": {"entropy": []}}
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"entropy": []}', '{"rollout_id": 1}', '{"rollout_id": "a", "x": ["1"]}'])
+def test_a_line_of_something_else_is_named(tmp_path, line):
+    path = tmp_path / "step-000001.jsonl.zst"
+    path.write_bytes(compressed(json.dumps({"rollout_id": "a"}).encode() + b"\n") + compressed(line.encode() + b"\n"))
+    with pytest.raises(ValueError, match=r"step-000001.jsonl.zst:2: no token statistics"):
+        read_token_rows(path)
