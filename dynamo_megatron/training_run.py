@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
+from dynamo_megatron.failed_step import write_failed_step
 from dynamo_megatron.phases import Phases
+from dynamo_megatron.policy.pass_inputs import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.runtime.heap import give_back_freed_memory
@@ -48,6 +50,12 @@ class TrainingRun:
             self.stop()
             self.save()
             self.checkpoints.settle()
+            raise
+        except NonFiniteError as error:  # on every rank
+            self.stop()
+            self.phases.begin("save")
+            say = None if self.journal is None else self.journal.say
+            write_failed_step(self.policy, self.config, self.coordinator.step, error, say)
             raise
         self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")

@@ -105,6 +105,16 @@ class AlgorithmConfig(Section):
         return self
 
 
+class SpikeConfig(Section):
+    """An update whose gradient norm (before clipping) is above a multiple of the median of the updates before it."""
+
+    above: Annotated[float, Field(gt=1)] = 10.0  # multiple of the median
+    window: Annotated[int, Field(ge=3)] = (
+        50  # number of updates before it that the median is of; with fewer none counts
+    )
+    action: Literal["skip", "stop"] = "skip"  # skip: the weights stay as they are; stop: the run ends, exit code 1
+
+
 class OptimizerConfig(Section):
     lr: Annotated[float, Field(ge=0)] = 1e-6
     warmup_steps: NonNegative = 10
@@ -113,6 +123,7 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    spike: SpikeConfig | None = None
 
 
 class StopConfig(Section):
