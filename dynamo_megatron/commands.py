@@ -243,8 +243,10 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
 def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     if options.step is not None:
         return _replay_step(options, arguments)
-    if len(options.run) != 1 or options.ranks is not None:
-        raise ConfigError("replay: name one RUN, or a step with --step RUN N")
+    if options.ranks is not None or not options.run:
+        raise ConfigError("replay: name a RUN, or with --step RUN N one of its steps")
+    if more := options.run[1:]:
+        raise ConfigError(unknown_options(more, options.subparser))
     from dynamo_megatron.replay.command import write_replay
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
@@ -259,6 +261,9 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
+    from dynamo_megatron.launcher.slurm import adopt_rank
+
+    adopt_rank(os.environ)
     run, number = options.step
     if not number.isdecimal():
         raise ConfigError(f"--step: {number!r} is not the number of a step; replay --step RUN N")

@@ -14,19 +14,8 @@ FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were comp
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval"),
     *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
-    *(
-        FAILED_STEPS,
-        "mcore",
-        "scores",
-        "chat_template.jinja",
-        "report*",
-        "replay*",
-        "train.sbatch",
-        "*.log",
-        "*.out",
-        "*.err",
-        ".*",
-    ),
+    *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
+    FAILED_STEPS,
 )
 _OF_A_START = {".lock", "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
 

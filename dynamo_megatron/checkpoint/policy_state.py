@@ -229,8 +229,9 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 
 def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> bool:
-    """Loads the weights and, with `optimizer`, its state, whatever layout saved them; collective over all ranks. Returns
-    whether the bytes were compared with checksums: False for a checkpoint that was saved without.
+    """Loads the weights and, with `optimizer`, its state, whatever layout saved them; collective over all ranks.
+
+    Returns whether the bytes were compared with checksums: False for a checkpoint that was saved without.
 
     Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
     """

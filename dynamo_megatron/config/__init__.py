@@ -106,12 +106,11 @@ class AlgorithmConfig(Section):
 
 
 class SpikeConfig(Section):
-    """An update whose gradient norm (before clipping) is above a multiple of the median of the updates before it."""
+    """What happens at an update whose gradient norm (before clipping) is above a multiple of the median of the updates
+    before it."""
 
     above: Annotated[float, Field(gt=1)] = 10.0  # multiple of the median
-    window: Annotated[int, Field(ge=3)] = (
-        50  # number of updates before it that the median is of; with fewer none counts
-    )
+    window: Annotated[int, Field(ge=3)] = 50  # updates that the median is of; with fewer before it none is a spike
     action: Literal["skip", "stop"] = "skip"  # skip: the weights stay as they are; stop: the run ends, exit code 1
 
 

@@ -1,4 +1,4 @@
-"""Which updates are skipped, or end the run, because their gradient is far larger than those before (`optimizer.spike`).
+"""Which updates are skipped, or end the run, for a gradient that is far larger than those before (`optimizer.spike`).
 
 The history holds the norms of all updates, skipped ones included: where gradients stay large, the median follows after
 half a window. Norms of 0 (no gradient) do not count.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def find_failed_step(output: Path, step: int) -> Path:
-    """The folder that step `step` of the run in `output` has left. Raises ConfigError where there is no complete one."""
+    """The folder that step `step` of the run in `output` has left. Raises ConfigError if there is no complete one."""
     steps = dict(checkpoint_folders(output / FAILED_STEPS))
     if step not in steps:
         there = f"there is {', '.join(map(str, steps))}" if steps else "no step of it ended in NaN or infinity"

@@ -83,12 +83,13 @@ def step_metrics(
     `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-    `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the updates that
-    had a gradient, spikes included. A step that measures it has `gradient_noise/`. With
-    `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
-    sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always
-    0), `rollout/groups_ready` and `groups_under_way` (of later steps), `fleet/idle_share` (of the servers' time since
-    the step before, without a request) and `time/wait_rollouts` (the same as `time/generate`).
+    `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
+    updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
+    measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
+    token: steps between the weights that sampled it and those that it trains), `rollout/mixed_versions` (share of the
+    responses), `rollout/dropped` (always 0), `rollout/groups_ready` and `groups_under_way` (of later steps),
+    `fleet/idle_share` (of the servers' time since the step before, without a request) and `time/wait_rollouts` (the same
+    as `time/generate`).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
