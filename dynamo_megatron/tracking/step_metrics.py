@@ -88,8 +88,8 @@ def step_metrics(
     measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
     token: steps between the weights that sampled it and those that it trains), `rollout/mixed_versions` (share of the
     responses), `rollout/dropped` (always 0), `rollout/groups_ready` and `groups_under_way` (of later steps),
-    `fleet/idle_share` (of the servers' time since the step before, without a request) and `time/wait_rollouts` (the same
-    as `time/generate`).
+    `fleet/idle_share` (of the servers' time since the step before, without a request) and `time/wait_rollouts` (the
+    same as `time/generate`).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.

@@ -38,8 +38,8 @@ if "RANK" in os.environ:
 """
 NAMES = {  # what the last line says of the cause
     "WEIGHT": "NaN or infinity in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
-    "ADVANTAGE": "the advantage of rollout s000002-0000-003 of prompt '",
-    "ENGINE": "the engine logprob of rollout s000002-0000-005 of prompt '",
+    "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
+    "ENGINE": "the engine logprob of rollout 000002-0000-005 of prompt '",
 }
 PASSES = {"WEIGHT": "statistics", "ADVANTAGE": "update", "ENGINE": "update"}
 
