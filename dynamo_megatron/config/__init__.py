@@ -193,9 +193,13 @@ class EvalConfig(Section):
 
 
 class TrackingConfig(Section):
-    backends: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]  # metrics.jsonl is always written
-    project: str = "dynamo-megatron"  # wandb's
-    name: str | None = None  # wandb's; None: the name of output_dir
+    # metrics.jsonl is always written
+    backends: list[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["jsonl"]
+    project: str = "dynamo-megatron"  # of wandb, swanlab and trackio; mlflow's experiment
+    name: str | None = None  # of the run there; None: the name of output_dir
+    openmetrics: Annotated[int, Field(gt=0, lt=65536)] | None = None  # port on 127.0.0.1 that serves the last metrics
+    # Steps that torch's profiler records, on the ranks of one replica of the model: Chrome traces in output_dir/profile
+    profile_steps: list[Positive] = []
 
 
 class Config(Section):
