@@ -11,11 +11,12 @@ exports or ends after a step. Besides, ranks exchange what the policy's own coll
 the metrics.
 
 NonFiniteError, which names the prompts, is raised on every rank if a logprob or entropy is NaN (in `token_stats`), or
-if the loss or gradient norm is (in `update`, before the optimizer's step). After a kill the same command continues from
-the last checkpoint: policy, optimizer, position in the data, allocator's history (and what `data.selection` has
-learned). Each rollout is on disk once it is scored. Those of the first step after the checkpoint are used again; later
-steps are sampled again. With `rollout.max_staleness` rollouts of the steps that were under way are used again, too, as
-far as the checkpoint's weights, or earlier ones, have sampled them.
+if the loss or gradient norm is (in `update`, before the optimizer's step); what it was computed from is written then
+(failed_step.py). After a kill the same command continues from the last checkpoint: policy, optimizer, position in the
+data, allocator's history (and what `data.selection` has learned). Each rollout is on disk once it is scored. Those of
+the first step after the checkpoint are used again; later steps are sampled again. With `rollout.max_staleness` rollouts
+of the steps that were under way are used again, too, as far as the checkpoint's weights, or earlier ones, have sampled
+them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Trainer(TrainingRun):
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
                 break
-            self.coordinator.begin_step(step)
+            self.begin_step(step)
             self.train_step(step)
             self.reached(step)
             stop_reason = self.evaluate_if_due(step)

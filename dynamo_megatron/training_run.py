@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
@@ -15,6 +16,7 @@ from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.profiler import StepProfiler
 
 T = TypeVar("T")
 
@@ -38,7 +40,10 @@ class TrainingRun:
     def __init__(self, parts: RunParts):
         self.config, self.policy, self.coordinator = parts.config, parts.policy, parts.coordinator
         self.checkpoints, self.phases, self.journal = parts.checkpoints, parts.phases, parts.journal
-        self.start = parts.start
+        self.start, layout = parts.start, parts.policy.layout
+        # The other replicas of the model do the same with other rollouts.
+        profiled = parts.config.tracking.profile_steps if layout.dp.rank() == 0 else []
+        self.profiler = StepProfiler(profiled, Path(parts.config.output_dir) / "profile", layout.rank)
 
     def run(self) -> None:
         """Raises StopRequested, after saving, where the run is asked to stop."""
@@ -70,8 +75,14 @@ class TrainingRun:
     def stop(self) -> None:
         """Ends servers whose memory a save needs."""
 
+    def begin_step(self, step: int) -> None:
+        self.coordinator.begin_step(step)
+        self.profiler.begin(step)
+
     def reached(self, step: int) -> None:
-        """The policy has the weights of `step`. A save in the background that has just been written is completed."""
+        """The policy has the weights of `step`, which ends. A save in the background that has just been written is
+        completed."""
+        self.profiler.end(step)
         self.phases.clock.begin("save")
         self.checkpoints.reached(step)
         give_back_freed_memory()

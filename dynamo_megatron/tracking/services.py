@@ -119,8 +119,8 @@ def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 class SwanlabTracker:
-    """A swanlab experiment; SWANLAB_MODE says where (cloud, the default; offline; local), and its files are in
-    output_dir/swanlab. Only its cloud goes on with a run."""
+    """A swanlab run; SWANLAB_MODE says where (online, the default; offline; local). Its files are in
+    output_dir/swanlab."""
 
     def __init__(self, config: Config):
         import swanlab
@@ -128,17 +128,15 @@ class SwanlabTracker:
         kept = KeptId(config, "swanlab")
         folder = Path(config.output_dir) / "swanlab"
         folder.mkdir(exist_ok=True)
-        online = os.environ.get("SWANLAB_MODE", "cloud") == "cloud"
-        going_on = {"id": kept.read(), "resume": "allow"} if online and kept.read() is not None else {}
         self._run = swanlab.init(
             project=config.tracking.project,
-            experiment_name=run_name(config),
+            name=run_name(config),
+            id=kept.read(),
+            resume="allow",
             config=to_plain(config),
-            logdir=str(folder),
-            **going_on,
+            log_dir=str(folder),
         )
-        if online:
-            kept.keep(self._run.id)
+        kept.keep(self._run.id)
 
     def write(self, metrics: Mapping[str, float]) -> None:
         self._run.log(numbers(metrics), step=metrics["step"])
@@ -159,6 +157,8 @@ class TrackioTracker:
             resume="allow",
             config=flat(to_plain(config)),
             embed=False,
+            auto_log_gpu=False,  # metrics.jsonl has the ranks' resources
+            auto_log_cpu=False,
         )
 
     def write(self, metrics: Mapping[str, float]) -> None:

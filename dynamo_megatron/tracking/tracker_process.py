@@ -97,8 +97,7 @@ class TrackerProcess:
     def _tell(self, what: str) -> None:
         why = last_line(self._log)
         self._say(
-            f"warning: {self._name} {what}{why and f' ({why})'}; metrics.jsonl has all metrics, and {self._log} what it "
-            "said"
+            f"warning: {self._name} {what}{why and f' ({why})'}; metrics.jsonl has all metrics; its log is {self._log}"
         )
 
 

@@ -44,7 +44,7 @@ NAMES = {  # what the last line says of the cause
 PASSES = {"WEIGHT": "statistics", "ADVANTAGE": "update", "ENGINE": "update"}
 
 
-@pytest.fixture(params=[1, 2], ids=["1 rank", "2 stages"])
+@pytest.fixture(params=[1, 2], ids=["alone", "stages"])
 def stages(request) -> int:
     return request.param
 

@@ -46,7 +46,7 @@ def test_a_resumed_run_decides_as_the_straight_one():
         second.load_state_dict({"norms": ["1"]})
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "stages"])
 def ranks(request, tiny_model, run_script, tmp_path_factory) -> list[dict]:
     """What the ranks of spike_runs.py have found."""
     out = tmp_path_factory.mktemp("spikes")
