@@ -60,6 +60,7 @@ setup(
         "test": [
             "hypothesis",
             "mypy",
+            "prometheus_client",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
