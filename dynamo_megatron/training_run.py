@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
@@ -40,10 +39,8 @@ class TrainingRun:
     def __init__(self, parts: RunParts):
         self.config, self.policy, self.coordinator = parts.config, parts.policy, parts.coordinator
         self.checkpoints, self.phases, self.journal = parts.checkpoints, parts.phases, parts.journal
-        self.start, layout = parts.start, parts.policy.layout
-        # The other replicas of the model do the same with other rollouts.
-        profiled = parts.config.tracking.profile_steps if layout.dp.rank() == 0 else []
-        self.profiler = StepProfiler(profiled, Path(parts.config.output_dir) / "profile", layout.rank)
+        self.start = parts.start
+        self.profiler = StepProfiler(parts.config, parts.policy.layout)
 
     def run(self) -> None:
         """Raises StopRequested, after saving, where the run is asked to stop."""
