@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -146,20 +147,23 @@ class SwanlabTracker:
 
 
 class TrackioTracker:
-    """A trackio run, in the database of TRACKIO_DIR on this machine, or in the space of TRACKIO_SPACE_ID."""
+    """A trackio run, in the database of TRACKIO_DIR on this machine, or in the space of TRACKIO_SPACE_ID. Runs
+    go on by their name, so that it gets four digits of its own."""
 
     def __init__(self, config: Config):
         import trackio
 
+        kept = KeptId(config, "trackio")
         self._run = trackio.init(
             project=config.tracking.project,
-            name=run_name(config),
+            name=kept.read() or f"{run_name(config)}-{secrets.token_hex(2)}",
             resume="allow",
             config=flat(to_plain(config)),
             embed=False,
             auto_log_gpu=False,  # metrics.jsonl has the ranks' resources
             auto_log_cpu=False,
         )
+        kept.keep(self._run.name)
 
     def write(self, metrics: Mapping[str, float]) -> None:
         self._run.log(numbers(metrics), step=metrics["step"])

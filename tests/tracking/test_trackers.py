@@ -175,12 +175,15 @@ def test_trackio_gets_every_metric_and_goes_on_with_its_run(tmp_path, monkeypatc
     track(setting, 3, range(4, 6), 0.75)
     program = (
         "import json, trackio\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
         "(run,) = trackio.Api().runs('dynamo-megatron')\n"
-        "print(json.dumps([run.name, [(m['step'], m['value']) for m in run.history('reward/mean')]]))\n"
+        "rows = SQLiteStorage.get_metric_values('dynamo-megatron', run.name, 'reward/mean')\n"
+        "print(json.dumps([run.name, [(row['step'], row['value']) for row in rows]]))\n"
     )
     found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
     name, rows = json.loads(found.stdout.splitlines()[-1])
-    assert name == "run" and rows == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.75], [5, 0.75]]
+    assert name == (tmp_path / "run" / "trackio-id").read_text() and name.startswith("run-")
+    assert rows == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.75], [5, 0.75]]
 
 
 def test_swanlab_writes_its_files_offline(tmp_path, monkeypatch):
