@@ -63,8 +63,8 @@ def run(case: dict, store: dist.Store) -> None:
     found = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     both = zip(weights_of(policy), weights_of(plain), strict=True)
     found["equal to a run without it"] = all(torch.equal(a, b) for a, b in both)
-    config.optimizer.spike.action = "stop"
-    stops = Policy(spec, config, layout)
+    case["config"]["optimizer"]["spike"]["action"] = "stop"
+    stops = Policy(spec, Config.model_validate(case["config"]), layout)
     try:
         for scale in SCALES:
             stops.fit(batch, np.full(3, 0.01 * scale), 1e-3)

@@ -181,6 +181,7 @@ def test_trackio_gets_every_metric_and_goes_on_with_its_run(tmp_path, monkeypatc
         "print(json.dumps([run.name, [(row['step'], row['value']) for row in rows]]))\n"
     )
     found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
     name, rows = json.loads(found.stdout.splitlines()[-1])
     assert name == (tmp_path / "run" / "trackio-id").read_text() and name.startswith("run-")
     assert rows == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.75], [5, 0.75]]
