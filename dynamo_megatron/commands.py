@@ -270,15 +270,15 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
     if wrong := [word for word in options.run if "=" not in word]:
         raise ConfigError(f"replay: with --step {wrong[0]!r} is no key=value")
     with _loading_packages():
-        from dynamo_megatron.replay.step import StepReplay, find_failed_step, step_config
+        from dynamo_megatron.replay.step import StepReplay, find_failed_step, local_ranks, step_config
         from dynamo_megatron.run import run_rank
 
     folder = find_failed_step(Path(run), int(number))
-    config, ranks = step_config(folder, options.run)
+    config, had = step_config(folder, options.run)
     if "RANK" in os.environ:
         os.environ |= {**rank_variables(config), **os.environ}
         return run_rank(StepReplay(config))
-    ranks = options.ranks or ranks
+    ranks = local_ranks(options.ranks, had)
     StepReplay(config).check(ranks)
     os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
 

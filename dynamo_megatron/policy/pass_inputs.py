@@ -56,12 +56,9 @@ class PassInputs:
     def faults(self) -> list[str]:
         """What of the input is NaN or infinite, a few words each."""
         of_rollouts = {"advantage": self.advantages, "token weight": self.weights}
-        of_tokens = {"engine logprob": getattr(self.sequences, "engine_logprobs", None)}
         bad = {name: np.flatnonzero(~np.isfinite(v)) for name, v in of_rollouts.items() if v is not None}
-        for name, values in of_tokens.items():
-            if values is not None:
-                slots = np.flatnonzero(~np.isfinite(values))
-                bad[name] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
+        slots = np.flatnonzero(~np.isfinite(getattr(self.sequences, "engine_logprobs", np.zeros(0))))
+        bad["engine logprob"] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
         return [
             f"the {name} of {self.sequences.name(int(rows[0]))} is NaN or infinite"
             + (f", and of {len(rows) - 1} more" if len(rows) > 1 else "")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dynamo_megatron.checkpoint.folder import checkpoint_folders, fault, read_manifest, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
@@ -46,6 +48,16 @@ def step_config(folder: Path, keys: Sequence[str]) -> tuple[Config, int]:
         raise ConfigError(f"{folder}: not what a failed step leaves: {error}") from None
     config, _ = compose([], keys, plain)
     return config.model_copy(update={"output_dir": str(folder)}), ranks
+
+
+def local_ranks(asked: int | None, had: int) -> int:
+    """Ranks to start here: as many as asked for, else as the run `had`. Raises ConfigError where the GPUs are too few."""
+    if asked is None and 0 < (gpus := torch.cuda.device_count()) < had:
+        raise ConfigError(
+            f"--ranks: the run had {had}, and here are {gpus} GPUs; give --ranks and a layout that fits (parallel.tp=...), "
+            "or start the command on several nodes with torchrun or srun"
+        )
+    return asked or had
 
 
 class StepReplay(Job):
