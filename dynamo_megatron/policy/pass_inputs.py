@@ -18,6 +18,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import global_name, huggingface_names
+from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import PolicyModel
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
@@ -34,8 +35,8 @@ class PassInputs:
     sequences: Sequences
     mini_batch: np.ndarray  # int64 [S]: which of the pass's mini-batches each is in; -1: none
     measured: bool = False  # the update measures the noise of its gradient
-    advantages: np.ndarray | None = None  # float64 [S], of an update
-    weights: np.ndarray | None = None  # float64 [S], of each response token, of an update and a fit
+    batch: TrainBatch | None = None  # of an update
+    weights: np.ndarray | None = None  # float64 [S], of each response token, of a fit
     stats: TokenStats | None = None  # float32 [R], under the weights that the step began with; of an update
     reference_logprobs: Tensor | None = None  # float32 [R]; None without a KL term
     learning_rate: float = 0.0
@@ -55,7 +56,9 @@ class PassInputs:
 
     def faults(self) -> list[str]:
         """What of the input is NaN or infinite, a few words each."""
-        of_rollouts = {"advantage": self.advantages, "token weight": self.weights}
+        of_rollouts = {"token weight": self.weights}
+        if self.batch is not None:
+            of_rollouts = {"advantage": self.batch.advantages, "token weight": self.batch.weights}
         bad = {name: np.flatnonzero(~np.isfinite(v)) for name, v in of_rollouts.items() if v is not None}
         slots = np.flatnonzero(~np.isfinite(getattr(self.sequences, "engine_logprobs", np.zeros(0))))
         bad["engine logprob"] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
@@ -71,11 +74,11 @@ class PassInputs:
         tokens: dict[str, Any] = {} if self.stats is None else self.stats._asdict()
         if self.reference_logprobs is not None:
             tokens["reference_logprobs"] = self.reference_logprobs
-        of_sequences = {"mini_batch": self.mini_batch, "advantages": self.advantages, "weights": self.weights}
+        of_pass = ("kind", "mini_batch", "measured", "weights", "learning_rate")
         return {
-            "pass": {"kind": self.kind, "measured": self.measured, "learning_rate": self.learning_rate},
-            "sequences": {f.name: getattr(self.sequences, f.name) for f in dataclasses.fields(self.sequences)},
-            "of_sequences": {name: value for name, value in of_sequences.items() if value is not None},
+            "pass": {name: getattr(self, name) for name in of_pass},
+            "sequences": _fields(self.sequences),
+            "batch": {} if self.batch is None else _fields(self.batch, but="rollouts"),
             "of_tokens": {name: value.numpy() for name, value in tokens.items()},
         }
 
@@ -85,16 +88,20 @@ class PassInputs:
         try:
             of_tokens = {name: torch.from_numpy(values) for name, values in state["of_tokens"].items()}
             reference = of_tokens.pop("reference_logprobs", None)
-            kind = Sequences if state["pass"]["kind"] == "fit" else RolloutBatch
+            sequences = (Sequences if state["pass"]["kind"] == "fit" else RolloutBatch)(**state["sequences"])
             return cls(
-                sequences=kind(**state["sequences"]),
+                sequences=sequences,
+                batch=TrainBatch(sequences, **state["batch"]) if state["batch"] else None,
                 stats=TokenStats(**of_tokens) if of_tokens else None,
                 reference_logprobs=reference,
                 **state["pass"],
-                **state["of_sequences"],
             )
         except (KeyError, TypeError) as error:
             raise InputError(f"not the input of a pass: {error}") from None
+
+
+def _fields(record: Any, but: str = "") -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != but}
 
 
 class NonFiniteError(RuntimeError):

@@ -112,8 +112,6 @@ class StepReplay(Job):
 
 def repeat(policy: Policy, inputs: PassInputs) -> str:
     """The pass again, on all ranks; returns what it gives, for people. Raises NonFiniteError as it did."""
-    from dynamo_megatron.policy.batch import TrainBatch  # needs Megatron
-
     sequences, rate = inputs.sequences, inputs.learning_rate
     if inputs.kind == "fit":
         return str(policy.fit(sequences, inputs.weights, rate))
@@ -122,6 +120,5 @@ def repeat(policy: Policy, inputs: PassInputs) -> str:
         return f"mean logprob {float(policy.token_stats(sequences, packed).logprobs.mean()):g}"
     if inputs.kind == "reference":
         return f"mean logprob {float(policy.reference_logprobs(sequences, packed).mean()):g}"
-    batch = TrainBatch(sequences, inputs.advantages, inputs.mini_batch, inputs.weights)
     (mini_batch,) = packed
-    return str(policy.update(batch, mini_batch, inputs.stats, inputs.reference_logprobs, rate))
+    return str(policy.update(inputs.batch, mini_batch, inputs.stats, inputs.reference_logprobs, rate))

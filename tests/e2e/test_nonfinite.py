@@ -83,7 +83,7 @@ def repaired(command_line, workspace, output, folder) -> None:
     kept = output.with_name(f"{output.name}-whole")
     shutil.copytree(output, kept)
     arrays = load_file(folder / "state.safetensors")
-    arrays["of_sequences.advantages"][3] = 0.5
+    arrays["batch.advantages"][3] = 0.5
     save_file(arrays, folder / "state.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["checksums"]["state.safetensors"] = file_checksum(folder / "state.safetensors")

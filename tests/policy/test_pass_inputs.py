@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dynamo_megatron.checkpoint.folder import read_state, write_state
+from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.policy.pass_inputs import PassInputs
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
@@ -33,9 +34,10 @@ def rollouts() -> RolloutBatch:
 
 def update(**changes) -> PassInputs:
     of_tokens = torch.linspace(0, 1, sum(LENGTHS))
+    batch = TrainBatch(rollouts(), np.array([0.5, -0.5, 1.0]), np.array([0, 1, 0]), weights=np.array([0.1, 0.2, 0.3]))
+    of_batch = {name: changes.pop(name) for name in ("advantages", "weights") if name in changes}
     given = {
-        "advantages": np.array([0.5, -0.5, 1.0]),
-        "weights": np.array([0.1, 0.2, 0.3]),
+        "batch": dataclasses.replace(batch, **of_batch),
         "stats": TokenStats(of_tokens, of_tokens + 1, of_tokens + 2, of_tokens + 3),
         "reference_logprobs": of_tokens - 1,
         "learning_rate": 1e-5,
