@@ -24,22 +24,35 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in output_dir/tensorboard; a scalar a metric."""
+    """Event files in output_dir/tensorboard; a scalar a metric. Where they cannot be written it says so once."""
 
-    def __init__(self, config: Config, start: int):
+    def __init__(self, config: Config, start: int, say: Callable[[str], None]):
         from torch.utils.tensorboard import SummaryWriter
 
         # Also at start 0: a run that died before its first checkpoint has left points.
         self._writer = SummaryWriter(str(Path(config.output_dir) / "tensorboard"), purge_step=start + 1)
+        self._say, self._failed = say, False
 
     def write(self, metrics: Mapping[str, float]) -> None:
+        self._attempt(lambda: self._add(metrics))
+
+    def close(self) -> None:
+        self._attempt(self._writer.close)
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
         self._writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    def _attempt(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except OSError as error:
+            self._failed = True
+            self._say(f"warning: tensorboard failed ({error}); metrics.jsonl has all metrics")
 
 
 def asked_for(config: Config) -> list[str]:
@@ -73,6 +86,6 @@ def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> lis
     this process; the others talk to services, and each has a process of its own. `say` gets a line for the user where
     one fails."""
     return [
-        TensorBoardTracker(config, start) if name == "tensorboard" else TrackerProcess(name, config, say)
+        TensorBoardTracker(config, start, say) if name == "tensorboard" else TrackerProcess(name, config, say)
         for name in asked_for(config)
     ]

@@ -74,6 +74,17 @@ def test_points_are_on_disk_before_the_run_ends(tmp_path):
     tracker.close()
 
 
+def test_a_disk_that_is_full_is_told_once_and_ends_nothing(small_disk):
+    said: list[str] = []
+    (tracker,) = open_trackers(config(small_disk, "tensorboard"), 0, said.append)
+    row = {f"metric/{number}": 0.5 for number in range(2000)}
+    for step in range(1, 40):  # more than a MiB
+        tracker.write({"step": step, **row})
+    tracker.close()
+    (line,) = said
+    assert line.startswith("warning: tensorboard failed (") and "No space left on device" in line
+
+
 def wandb_records(file: Path) -> list:
     """The protobuf records of a .wandb file: a header of 7 bytes, then LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
