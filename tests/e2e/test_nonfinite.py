@@ -56,7 +56,9 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
     (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault))
     with monkeypatch.context() as seeded:
         seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-        keys = (f"parallel.pp={stages}", "algorithm.loss.old=engine", "algorithm.allocation.kind=uniform")
+        keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
+        if fault == "ENGINE":  # by default no update uses them
+            keys += ["algorithm.loss.old=engine", "algorithm.modulation=null"]
         code, text, output = replay(f"nan-{fault}-{stages}", lambda rollout: rollout, *keys)
     last = text.strip().splitlines()[-1]
     assert code == 1 and "step 2: NonFiniteError: " in last and NAMES[fault] in last, text[-3000:]
