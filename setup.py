@@ -53,12 +53,17 @@ setup(
         "ray": ["ray>=2.60"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],
+        "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy", "alembic"],  # these two for a local database
+        "swanlab": ["swanlab>=0.10"],
+        "trackio": ["trackio>=0.43"],
+        "openmetrics": ["prometheus_client"],
         "datasets": ["datasets"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "test": [
             "hypothesis",
             "mypy",
             "playwright",
+            "prometheus_client",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -13,6 +13,7 @@ from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_check
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.policy.spikes import SPIKES
 from dynamo_megatron.weight_sync.folder import export_huggingface
 
 
@@ -57,6 +58,8 @@ class Checkpoints:
                 state = read_state(folder)
                 for name, part in self._parts.items():
                     if name not in state:
+                        if name == SPIKES:  # the option was not on; its history begins here
+                            continue
                         raise InputError(f"{folder}: its state has no {name}: it is of another command, or altered")
                     part.load_state_dict(state[name])
                 self._say(f"resumed from {folder} (step {step}) in {time.monotonic() - start:.1f} s")

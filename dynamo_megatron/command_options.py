@@ -244,14 +244,20 @@ def _add_samples(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     sub = _command(
-        commands, "replay", "what each allocator would have given each prompt of a run: a table, JSON and a picture"
+        commands,
+        "replay",
+        "what each allocator would have given each prompt of a run: a table, JSON and a picture; with --step the pass "
+        "of a step that ended in NaN or infinity, again",
     )
     sub.add_argument(
         "run",
-        type=Path,
+        nargs="*",
+        metavar="RUN | key=value",
         help="a run's output_dir, or a folder of rollouts of verl (trainer.rollout_data_dir) or slime "
-        "(--save-debug-rollout-data)",
+        "(--save-debug-rollout-data); with --step keys of the configuration that are to differ",
     )
+    sub.add_argument("--step", nargs=2, metavar=("RUN", "N"), help="repeat what gave NaN or infinity in step N of RUN")
+    sub.add_argument("--ranks", type=_positive, help="with --step: local processes (default: as many as the run had)")
     sub.add_argument(
         "--allocator",
         action="append",

@@ -86,10 +86,8 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         return 0
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
-    # In place of this process, which has imported torch for the checks: 0.2 GB for as long as the run takes.
-    launcher = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), config.output_dir]
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until it can answer them
-    os.execv(sys.executable, [*launcher, *arguments])
+    os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
 
 
 def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
@@ -253,15 +251,52 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
 
 
 def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+    if options.step is not None:
+        return _replay_step(options, arguments)
+    if options.ranks is not None or not options.run:
+        raise ConfigError("replay: name a RUN, or with --step RUN N one of its steps")
+    if more := options.run[1:]:
+        raise ConfigError(unknown_options(more, options.subparser))
     from dynamo_megatron.replay.command import write_replay
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     try:
-        text = write_replay(options.run, options.allocator, options.success_threshold, options.reward_key, options.out)
+        text = write_replay(
+            Path(options.run[0]), options.allocator, options.success_threshold, options.reward_key, options.out
+        )
         print(wrapped(printable(text), terminal_width(sys.stdout)))
     except InputError as error:
         raise ConfigError(str(error)) from None
     return 0
+
+
+def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
+    from dynamo_megatron.launcher.slurm import adopt_rank
+
+    adopt_rank(os.environ)
+    run, number = options.step
+    if not number.isdecimal():
+        raise ConfigError(f"--step: {number!r} is not the number of a step; replay --step RUN N")
+    if wrong := [word for word in options.run if "=" not in word]:
+        raise ConfigError(f"replay: with --step {wrong[0]!r} is no key=value")
+    with _loading_packages():
+        from dynamo_megatron.replay.step import StepReplay, find_failed_step, local_ranks, step_config
+        from dynamo_megatron.run import run_rank
+
+    folder = find_failed_step(Path(run), int(number))
+    config, had = step_config(folder, options.run)
+    if "RANK" in os.environ:
+        os.environ |= {**rank_variables(config), **os.environ}
+        return run_rank(StepReplay(config))
+    ranks = local_ranks(options.ranks, had)
+    StepReplay(config).check(ranks)
+    os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
+
+
+def _local_ranks(ranks: int, output_dir: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a process that takes the place of this one, which has imported torch for the checks: 0.2 GB
+    for as long as the ranks run."""
+    return [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), output_dir, *arguments]
 
 
 def _compare(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

@@ -19,6 +19,7 @@ from dynamo_megatron.layout_checks import check_layout, describe_layout, missing
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
 # Their message says it all; others come with a traceback.
-FORESEEN = (InputError, RolloutError, OSError)
+FORESEEN = (InputError, RolloutError, GradientSpike, OSError)
 # What gloo says of a rank that has been killed; its launcher says how.
 LOST_CONNECTION = re.compile(r"gloo/transport/.*?(Connection \w+ by peer|Broken pipe)", re.DOTALL)
 LOST = "ConnectionError: lost the connection to another rank"
@@ -44,6 +45,7 @@ LOST = "ConnectionError: lost the connection to another rank"
 class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
+    code = 0  # exit code of a rank on which nothing has failed
     journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
 
     def __init__(self, config: Config, output: OutputDir | None = None):
@@ -155,7 +157,7 @@ def run_rank(job: Job) -> int:
         dist.barrier(group=layout.host)
         coordinator.close()
         dist.destroy_process_group()
-        return 0
+        return job.code
     except KeyboardInterrupt:
         job.clear_screen()
         if rank == 0:

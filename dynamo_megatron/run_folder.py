@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dynamo_megatron.config.files import ConfigError
 
+FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were computed from (failed_step.py)
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
@@ -26,6 +27,7 @@ _OF_A_RUN = (
         "push",
     ),
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
+    *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*", "swanlab", "swanlab-id", "trackio-id"),
 )
 _OF_A_START = {".lock", "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
 

@@ -73,11 +73,14 @@ class SFTJob(Job):
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         from dynamo_megatron.checkpoints import Checkpoints  # these need Megatron
         from dynamo_megatron.phases import Phases
+        from dynamo_megatron.policy.spikes import SPIKES
         from dynamo_megatron.sft_trainer import SFTTrainer
         from dynamo_megatron.training_run import RunParts
 
         journal, leads = self.journal, policy.layout.rank == 0
         state = {"stream": self._stream} if leads else {}
+        if leads and policy.spikes is not None:
+            state[SPIKES] = policy.spikes
         checkpoints = Checkpoints(policy, self.config, state, journal.say if leads else None)
         start = checkpoints.resume()
         if leads:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.tracking.step_metrics import spike_count
 from dynamo_megatron.train import Trainer
 from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Sequences
@@ -55,6 +56,7 @@ class SFTTrainer(Trainer):
             "sft/tokens": tokens,
             "policy/grad_norm": update["grad_norm"],
             "policy/learning_rate": lr,
+            **spike_count([update], self.config),
             "time/step": clock.total,
             "time/save": clock.seconds.get("save", 0.0),
         }

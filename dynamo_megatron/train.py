@@ -12,7 +12,8 @@ it was sampled; and whether the run evaluates, exports or ends after the step. B
 own collectives need, the weights for the servers, and what is gathered for the metrics.
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
-`token_stats`), or the loss or the gradient norm is (in `update`, before the optimizer's step).
+`token_stats`), or the loss or the gradient norm is (in `update`, before the optimizer's step). What the pass was
+computed from is written then (failed_step.py).
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
 history, prompts and counts of rounds that were under way. Each rollout is on disk once it is scored. Those of the steps
@@ -51,7 +52,7 @@ class Trainer(TrainingRun):
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
                 break
-            self.coordinator.begin_step(step)
+            self.begin_step(step)
             self.train_step(step)
             self.reached(step)
             stop_reason = self.evaluate_if_due(step)

@@ -151,6 +151,7 @@ class TrainJob(Job):
         from dynamo_megatron.controller import Controller
         from dynamo_megatron.phases import Phases
         from dynamo_megatron.policy.backend import Fusions
+        from dynamo_megatron.policy.spikes import SPIKES
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import RLTrainer
         from dynamo_megatron.training_run import RunParts
@@ -173,6 +174,8 @@ class TrainJob(Job):
                 state["shape"] = controller.shape
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
+            if policy.spikes is not None:
+                state[SPIKES] = policy.spikes
         memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
         phases = Phases(journal.progress if leads else None, memory)
         pusher = WeightPusher(policy, rollout, coordinator)

@@ -8,11 +8,14 @@ from typing import TypeVar
 
 from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
+from dynamo_megatron.failed_step import write_failed_step
 from dynamo_megatron.phases import Phases
+from dynamo_megatron.policy.pass_inputs import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.profiler import StepProfiler
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class TrainingRun:
         self.config, self.policy, self.coordinator = parts.config, parts.policy, parts.coordinator
         self.checkpoints, self.phases, self.journal = parts.checkpoints, parts.phases, parts.journal
         self.start = parts.start
+        self.profiler = StepProfiler(parts.config, parts.policy.layout)
 
     def run(self) -> None:
         """Raises StopRequested, after saving, where the run is asked to stop."""
@@ -48,6 +52,12 @@ class TrainingRun:
             self.stop()
             self.save()
             self.checkpoints.settle()
+            raise
+        except NonFiniteError as error:  # on every rank
+            self.stop()
+            self.phases.begin("save")
+            say = None if self.journal is None else self.journal.say
+            write_failed_step(self.policy, self.config, self.coordinator.step, error, say)
             raise
         self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")
@@ -62,8 +72,14 @@ class TrainingRun:
     def stop(self) -> None:
         """Ends servers whose memory a save needs."""
 
+    def begin_step(self, step: int) -> None:
+        self.coordinator.begin_step(step)
+        self.profiler.begin(step)
+
     def reached(self, step: int) -> None:
-        """The policy has the weights of `step`. A save in the background that has just been written is completed."""
+        """The policy has the weights of `step`, which ends. A save in the background that has just been written is
+        completed."""
+        self.profiler.end(step)
         self.phases.clock.begin("save")
         self.checkpoints.reached(step)
         give_back_freed_memory()

@@ -70,7 +70,10 @@ def refused(capsys, *arguments) -> str:
         ),
         ("trainer.stop_when={metric: eval/pass@1, above: 1}", "eval/pass@1 needs the periodic evaluation"),
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
-        ("tracking.backends=[mlflow]", "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'"),
+        (
+            "tracking.backends=[comet]",
+            "tracking.backends.0: Input should be 'jsonl', 'tensorboard', 'wandb', 'mlflow', 'swanlab' or 'trackio'",
+        ),
         ("model.family=gpt5", "model_type 'qwen2' is of family qwen2, model.family is 'gpt5'; leave it out"),
         ("model.path=/no/such/model", "/no/such/model: no such folder"),
         ("nothing.yaml", "nothing.yaml: no such config file"),

@@ -18,7 +18,8 @@ KEYS = {
     "mini-batch",
     "algorithm.kl.where=reward": "algorithm.kl.where: Input should be 'loss'",
     "optimizer.kind=muon": "unknown key optimizer.kind",
-    "tracking.backends=[mlflow]": "tracking.backends.0: Input should be 'jsonl', 'tensorboard' or 'wandb'",
+    "tracking.backends=[comet]": "tracking.backends.0: Input should be 'jsonl', 'tensorboard', 'wandb', "
+    "'mlflow', 'swanlab' or 'trackio'",
     "rollout.top_p=0.9": "top_p: training needs 1.0",
     "rollout.top_k=20": "unknown key rollout.top_k",
     "rollout.mode=async": "rollout.mode: Input should be 'sync'",

@@ -181,16 +181,19 @@ class Save:
         return errors[0] if errors else None
 
 
-def begin_save(policy: Policy, root: Path, step: int, state: dict | None, *, background: bool) -> Save:
+def begin_save(
+    policy: Policy, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
+) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
-    elsewhere. The weights may change as soon as this returns; `state` may not. Raises OSError if the disk is full."""
+    elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: its state is saved, too.
+    Raises OSError if the disk is full."""
     layout, folder = policy.layout, None
     try:
         box = [unfinished_folder(root, step) if layout.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=layout.host)
         folder = box[0]
         writer = _Writer(folder, background=background)
-        sharded, metadata = _sharded_state(policy, loading=False)
+        sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
         # Each of the ranks that hold the same parameters writes a part of them.
         strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
         dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
@@ -225,9 +228,10 @@ def _not_saved(root: Path, step: int, why: str) -> str:
     return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Policy, folder: Path) -> bool:
-    """Loads the weights and the optimizer, whatever layout saved them; collective over all ranks. Returns whether the
-    bytes were compared with checksums: False for a checkpoint that was saved without.
+def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> bool:
+    """Loads the weights and, with `optimizer`, its state, whatever layout saved them; collective over all ranks.
+
+    Returns whether the bytes were compared with checksums: False for a checkpoint that was saved without.
 
     Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
     """
@@ -235,7 +239,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
     verified = verify_bytes(folder, policy.layout, resume=True)
-    sharded, _ = _sharded_state(policy, loading=True)
+    sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
         # TransformerEngine's modules have it and others do not: a run may go on with the other ones
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
@@ -259,12 +263,13 @@ def load_checkpoint(policy: Policy, folder: Path) -> bool:
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
         wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
         assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
-    policy.optimizer.load_state_dict(loaded["optimizer"])
+    if optimizer:
+        policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
     return verified
 
 
-def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
+def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
         # The first of the ranks that share parameters gathers and writes their optimizer state, on the host; without
@@ -274,13 +279,15 @@ def _sharded_state(policy: Policy, *, loading: bool) -> tuple[dict, dict]:
     }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
+    if not optimizer:
+        return model, format_of
     if not loading:
         _begin_moments(policy)
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-    for part in (optimizer, *optimizer.values()):  # of a mixture of experts: a dict for each kind of parameters
+    moments = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in (moments, *moments.values()):  # of a mixture of experts: a dict for each kind of parameters
         if isinstance(part, dict) and part.get("param_state", ()) is None:
             del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
-    return {**model, "optimizer": optimizer}, format_of
+    return {**model, "optimizer": moments}, format_of
 
 
 def _begin_moments(policy: Policy) -> None:

@@ -105,6 +105,15 @@ class AlgorithmConfig(Section):
         return self
 
 
+class SpikeConfig(Section):
+    """What happens at an update whose gradient norm (before clipping) is above a multiple of the median of the updates
+    before it."""
+
+    above: Annotated[float, Field(gt=1)] = 10.0  # multiple of the median
+    window: Annotated[int, Field(ge=3)] = 50  # updates that the median is of; with fewer before it none is a spike
+    action: Literal["skip", "stop"] = "skip"  # skip: the weights stay as they are; stop: the run ends, exit code 1
+
+
 class OptimizerConfig(Section):
     lr: Annotated[float, Field(ge=0)] = 1e-6
     warmup_steps: NonNegative = 10
@@ -113,6 +122,7 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    spike: SpikeConfig | None = None
 
 
 class StopConfig(Section):
@@ -183,9 +193,13 @@ class EvalConfig(Section):
 
 
 class TrackingConfig(Section):
-    backends: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]  # metrics.jsonl is always written
-    project: str = "dynamo-megatron"  # wandb's
-    name: str | None = None  # wandb's; None: the name of output_dir
+    # metrics.jsonl is always written
+    backends: list[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["jsonl"]
+    project: str = "dynamo-megatron"  # of wandb, swanlab and trackio; mlflow's experiment
+    name: str | None = None  # of the run there; None: the name of output_dir
+    openmetrics: Annotated[int, Field(gt=0, lt=65536)] | None = None  # port on 127.0.0.1 that serves the last metrics
+    # Steps that torch's profiler records, on the ranks of one replica of the model: Chrome traces in output_dir/profile
+    profile_steps: list[Positive] = []
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
 
 

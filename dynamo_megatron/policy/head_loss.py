@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -15,13 +15,9 @@ from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.pass_inputs import NonFiniteError, PassInputs
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.runtime.user_code import UserFunction
-from dynamo_megatron.types import Sequences
-
-
-class NonFiniteError(RuntimeError):
-    """A token statistic, loss or gradient norm that is NaN or infinite; raised before the optimizer step."""
 
 
 class Finite(NamedTuple):
@@ -101,32 +97,37 @@ def raise_non_finite(
     result: Mapping[str, float],
     found: Sequence[Finite],
     parameters: Sequence[Tensor],
-    source: Sequences,
+    inputs: PassInputs,
     mini_batch: MiniBatch,
     layout: Layout,
     function: UserFunction | None,
-) -> None:
-    """On all ranks. `result`: loss and gradient norm of the update; `found`: of this rank's micro-batches."""
+    broken: Sequence[str],
+) -> NoReturn:
+    """On all ranks. `result`: loss and gradient norm of the update; `found`: of this rank's micro-batches; `broken`: by
+    `broken_weights`."""
+    source = inputs.sequences
 
     def prompts(slots: np.ndarray) -> set[str]:
         owners = np.searchsorted(source.response_offsets, slots, side="right") - 1
         return {source.prompt_ids[s] for s in owners}
 
-    broken: set[str] = set()
+    bad_inputs: set[str] = set()
     by_function: set[str] = set()
     for finite in found:
         slots = finite.slots.numpy()
         by_function |= prompts(slots[~finite.function.cpu().numpy()])
-        broken |= prompts(slots[~finite.inputs.cpu().numpy()])
+        bad_inputs |= prompts(slots[~finite.inputs.cpu().numpy()])
     gradients_finite = all(torch.isfinite(p.main_grad).all() for p in parameters)
     trained = {source.prompt_ids[s] for m in mini_batch.micro_batches for s in m.sequences}
-    mine = (layout.rank, gradients_finite and not broken, sorted(broken), sorted(trained), sorted(by_function))
+    mine = (layout.rank, gradients_finite and not bad_inputs, sorted(bad_inputs), sorted(trained), sorted(by_function))
     everyone = layout.gather(mine)
     what = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step"
+    causes = [*inputs.faults(), *broken]
     if at_fault := [x for x in everyone if x[4]]:
         assert function is not None
         where = "; ".join(f"rank {rank}, prompts {', '.join(bad)}" for rank, *_, bad in at_fault)
-        raise NonFiniteError(f"{function.name} gave a loss or derivative that is NaN or infinite: {what}: {where}")
-    at_fault = [x for x in everyone if x[2]] or [x for x in everyone if not x[1]] or everyone
-    where = "; ".join(f"rank {rank}, prompts {', '.join(bad or prompts)}" for rank, _, bad, prompts, _ in at_fault)
-    raise NonFiniteError(f"{what}: {where}")
+        what = f"{function.name} gave a loss or derivative that is NaN or infinite: {what}"
+    else:
+        at_fault = [x for x in everyone if x[2]] or [x for x in everyone if not x[1]] or everyone
+        where = "; ".join(f"rank {rank}, prompts {', '.join(bad or prompts)}" for rank, _, bad, prompts, _ in at_fault)
+    raise NonFiniteError("; ".join([f"{what}: {where}", *causes]), inputs)

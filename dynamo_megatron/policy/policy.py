@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
@@ -34,7 +33,6 @@ from dynamo_megatron.policy.head_loss import (
     Finite,
     HeadLoss,
     LossOfHidden,
-    NonFiniteError,
     StepTokens,
     custom_loss,
     fused_loss,
@@ -42,8 +40,11 @@ from dynamo_megatron.policy.head_loss import (
 )
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
 from dynamo_megatron.policy.packing import Packer
 from dynamo_megatron.policy.partial_norms import accumulated_square
+from dynamo_megatron.policy.pass_inputs import NonFiniteError, PassInputs, broken_weights
+from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats
 
@@ -59,7 +60,6 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._packer = Packer(spec, config, layout)
         self.chunks = build_chunks(spec, config, layout)
-        megatron = self.chunks[0].config
         # In host memory: the reference's parameters, or the policy's while those of the reference are in their place.
         self._held: list[torch.Tensor] = []
         kl = config.algorithm.kl
@@ -72,22 +72,8 @@ class Policy:
         if spec.tied and layout.is_last_stage:
             self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         self.ddp = wrap(self.chunks, layout)
-        o = config.optimizer
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=o.lr,
-                weight_decay=o.weight_decay,
-                adam_beta1=o.betas[0],
-                adam_beta2=o.betas[1],
-                adam_eps=o.eps,
-                clip_grad=o.clip_grad,
-                bf16=megatron.bf16,
-                params_dtype=megatron.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            self.ddp,
-        )
+        self.optimizer = build_optimizer(config.optimizer, self.ddp)
+        self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.loss_config = config.policy_loss()
         self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
         if layout.is_last_stage:
@@ -170,10 +156,12 @@ class Policy:
         if not is_finite(gathered):
             bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
             owners = np.unique(np.searchsorted(source.response_offsets, bad, side="right") - 1)
-            raise NonFiniteError(
-                f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
-                f"responses; the first: {source.name(owners[0])}"
-            )
+            what = f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
+            said = [f"{what}responses; the first: {source.name(owners[0])}"]
+            said += broken_weights(self.chunks, self.spec, self.layout)
+            kind = "statistics" if model == "policy" else "reference"
+            inputs = PassInputs.of_pass(source, [mini.members for mini in mini_batches], kind)
+            raise NonFiniteError("; ".join(said), inputs)
         return TokenStats(*gathered)
 
     @property
@@ -186,10 +174,11 @@ class Policy:
         if kl.coef == 0:
             return None
         self._change_places()
-        model = f"reference model {kl.reference or self.config.model.path}"
-        stats = self.token_stats(source, mini_batches, model)
-        self._change_places()
-        return stats.logprobs
+        try:
+            model = f"reference model {kl.reference or self.config.model.path}"
+            return self.token_stats(source, mini_batches, model).logprobs
+        finally:
+            self._change_places()  # whatever has happened: the policy's weights may be saved yet
 
     @torch.no_grad()
     def _change_places(self) -> None:
@@ -212,8 +201,9 @@ class Policy:
 
         `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
         Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
-        terms are on; with a user's function where the gradient is 0. Raises NonFiniteError on every rank, before the
-        optimizer step, and UserCodeError.
+        terms are on; with a user's function where the gradient is 0; with `optimizer.spike` where the gradient is a
+        spike (`spike` 1). Raises NonFiniteError and GradientSpike on every rank, before the optimizer step, and
+        UserCodeError.
         """
         shaped = shape_tokens(
             batch.rollouts,
@@ -231,7 +221,17 @@ class Policy:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
             return {"skipped": 1.0}
-        result = self._optimize(batch.rollouts, mini_batch, head_loss, learning_rate)
+        inputs = PassInputs.of_pass(
+            batch.rollouts,
+            [mini_batch.members],
+            "update",
+            measured=mini_batch.split is not None,
+            batch=batch,
+            stats=stats,
+            reference_logprobs=reference_logprobs,
+            learning_rate=learning_rate,
+        )
+        result = self._optimize(inputs, mini_batch, head_loss)
         return {**result, "selected": float(shaped.selected.sum())}
 
     def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> LossOfHidden | None:
@@ -304,9 +304,10 @@ class Policy:
         `token_stats`.
         """
         sequences.check_tokens(self.spec.vocab_size)
-        (mini_batch,) = self.pack(sequences, [np.arange(len(weights))])
-        cross_entropy = self._cross_entropy(sequences, weights, temperature=1.0)
-        return self._optimize(sequences, mini_batch, cross_entropy, learning_rate)
+        rows = [np.arange(len(weights))]
+        (mini_batch,) = self.pack(sequences, rows)
+        inputs = PassInputs.of_pass(sequences, rows, "fit", weights=weights, learning_rate=learning_rate)
+        return self._optimize(inputs, mini_batch, self._cross_entropy(sequences, weights, temperature=1.0))
 
     def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
         """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
@@ -362,9 +363,7 @@ class Policy:
         finalize_model_grads(self.ddp)
         return squares
 
-    def _optimize(
-        self, source: Sequences, mini_batch: MiniBatch, head_loss: LossOfHidden, learning_rate: float
-    ) -> dict[str, float]:
+    def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. No micro-batch is waited for: sums and flags stay on the device until the last one."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
@@ -385,17 +384,14 @@ class Policy:
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            where = (source, mini_batch, self.layout)
-            raise_non_finite(result, finite, self._parameters, *where, self.loss_function)
+            broken = broken_weights(self.chunks, self.spec, self.layout)
+            where = (inputs, mini_batch, self.layout)
+            raise_non_finite(result, finite, self._parameters, *where, self.loss_function, broken)
         if mini_batch.split is not None:
             result |= mini_batch.split.noise(squares, grad_norm**2).metrics()
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
-        # All of it every time: a loaded checkpoint brings its own, and Megatron leaves the decay of norms and biases
-        # (wd_mult 0) to a scheduler that is not used here.
-        o = self.config.optimizer
-        for group in self.optimizer.param_groups:
-            decay = o.weight_decay * group["wd_mult"]
-            group.update(lr=learning_rate, weight_decay=decay, betas=o.betas, eps=o.eps)
-        self.optimizer.step()
+        if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
+            return {**result, "skipped": 1.0, "spike": 1.0}
+        optimizer_step(self.optimizer, self.config.optimizer, inputs.learning_rate)
         return result

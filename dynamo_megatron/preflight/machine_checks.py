@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.retention import SHARE, stored_step
 from dynamo_megatron.rollout.server import listening_address
 from dynamo_megatron.run_folder import refuse_foreign
+from dynamo_megatron.runtime.listening import check_port
 from dynamo_megatron.weight_sync.transports import check_transport
 
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most
@@ -60,12 +60,7 @@ def check_ports(config: Config) -> None:
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
     for host, port, message in wanted:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise InputError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
+        check_port(host, port, message)
 
 
 def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> dict[str, int]:

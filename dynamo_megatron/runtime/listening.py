@@ -1,4 +1,5 @@
-"""On which address this package's processes listen: torch's stores, and gloo, which opens a socket for each group.
+"""On which address this package's processes listen: torch's stores, gloo, which opens a socket for each group, and
+the OpenMetrics endpoint.
 
 torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen on
 the one address that those who are to connect have been told (docs/security.md: what listens, and who may connect).
@@ -11,7 +12,7 @@ import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import psutil
@@ -20,8 +21,10 @@ from dynamo_megatron.errors import InputError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from prometheus_client import CollectorRegistry
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
 ANOTHER_HOST = "192.0.2.1"  # of RFC 5737: nobody's
 
 
@@ -39,6 +42,31 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], None]:
+    """Serves the metrics of `registry` at http://127.0.0.1:PORT/metrics from a daemon thread; returns what ends it.
+    Raises OSError where that cannot be listened to."""
+    from prometheus_client import start_http_server  # an optional package
+
+    server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close
+
+
+def check_port(host: str, port: int, message: str) -> None:
+    """Raises InputError, `message` with the reason in the place of its {}, where the port cannot be listened to."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InputError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
 
 
 def address_of(host: str) -> str:

@@ -52,7 +52,7 @@ class Journal:
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines of later steps are dropped."""
         self._logs = {name.removesuffix(".jsonl"): StepLog(self._folder / name, keep_to=start) for name in STEP_LOGS}
-        self._trackers = open_trackers(self._config, start)
+        self._trackers = open_trackers(self._config, start, self.say)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
             metrics = read_rows(self._folder / "metrics.jsonl", "step")

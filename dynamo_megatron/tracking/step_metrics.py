@@ -83,11 +83,13 @@ def step_metrics(
     `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-    `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`. With
-    `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
-    sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always
-    0), `rollout/groups_ready` and `groups_under_way` (of later steps), `fleet/idle_share` (of the servers' time since
-    the step before, without a request) and `time/wait_rollouts` (the same as `time/generate`).
+    `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
+    updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
+    measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
+    token: steps between the weights that sampled it and those that it trains), `rollout/mixed_versions` (share of the
+    responses), `rollout/dropped` (always 0), `rollout/groups_ready` and `groups_under_way` (of later steps),
+    `fleet/idle_share` (of the servers' time since the step before, without a request) and `time/wait_rollouts` (the
+    same as `time/generate`).
 
     `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
     of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
@@ -99,8 +101,8 @@ def step_metrics(
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
     gap = np.abs(difference[rollouts.weight_versions == record.step - 1])
     apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
-    made = [u for u in updates if not u["skipped"]]
-    grad_norm = sum(u["grad_norm"] for u in made) / max(1, len(made))
+    with_gradient = [u for u in updates if not u["skipped"] or "spike" in u]
+    grad_norm = sum(u["grad_norm"] for u in with_gradient) / max(1, len(with_gradient))
     times = _times(pushed, clock)
     return {
         "step": record.step,
@@ -117,12 +119,13 @@ def step_metrics(
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
         **record.drawing,
-        "policy/loss": sum(u["loss"] for u in made) / max(1, len(made)),
+        "policy/loss": sum(u["loss"] for u in with_gradient) / max(1, len(with_gradient)),
         "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
         **_shares(updates, len(difference), config),
         "policy/grad_norm": grad_norm,
         **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
-        "policy/skipped_updates": len(updates) - len(made),
+        "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
+        **spike_count(updates, config),
         "policy/learning_rate": config.learning_rate(record.step),
         "policy/tokens": len(difference),
         "reshard/bytes": pushed.bytes,
@@ -152,6 +155,11 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
             for name in ("truncated", "aborted", "failed", "rejected", "reused")
         },
     }
+
+
+def spike_count(updates: Sequence[Mapping[str, float]], config: Config) -> dict[str, int]:
+    """Updates that were skipped because of their gradient's norm; nothing without `optimizer.spike`."""
+    return {} if config.optimizer.spike is None else {"policy/gradient_spikes": sum("spike" in u for u in updates)}
 
 
 def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config) -> dict[str, float]:

@@ -1,16 +1,19 @@
-"""Where metrics go besides metrics.jsonl. TensorBoard and wandb are optional packages, imported where asked for."""
+"""Where metrics go besides metrics.jsonl. The packages are optional, and are imported where one asks for them."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, to_plain
-from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime.listening import LOOPBACK, check_port
+from dynamo_megatron.tracking.tracker_process import TrackerProcess
+
+PACKAGES = {"openmetrics": "prometheus_client"}  # of the names that differ from their package's
 
 
 class Tracker(Protocol):
@@ -21,68 +24,55 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in output_dir/tensorboard; a scalar a metric."""
+    """Event files in output_dir/tensorboard; a scalar a metric. Where they cannot be written it says so once."""
 
-    def __init__(self, config: Config, start: int):
+    def __init__(self, config: Config, start: int, say: Callable[[str], None]):
         from torch.utils.tensorboard import SummaryWriter
 
         # Also at start 0: a run that died before its first checkpoint has left points.
         self._writer = SummaryWriter(str(Path(config.output_dir) / "tensorboard"), purge_step=start + 1)
+        self._say, self._failed = say, False
 
     def write(self, metrics: Mapping[str, float]) -> None:
+        self._attempt(lambda: self._add(metrics))
+
+    def close(self) -> None:
+        self._attempt(self._writer.close)
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
         self._writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """A wandb run that goes on under the same id (output_dir/wandb-id) on resume.
-
-    wandb cannot take points back: it passes over rows of steps that it has already got from before a kill. Its own
-    process ends at SIGTERM, also where that is blocked as it starts; SLURM sends it to every process of a job. The run
-    goes on to its save, without wandb.
-    """
-
-    def __init__(self, config: Config):
-        import wandb
-
-        output = Path(config.output_dir)
-        kept_id = output / "wandb-id"
-        self._run = wandb.init(
-            project=config.tracking.project,
-            name=config.tracking.name or output.resolve().name,
-            id=kept_id.read_text(encoding="utf-8") if kept_id.is_file() else None,
-            resume="allow",
-            dir=output,
-            config=to_plain(config),
-            allow_val_change=True,
-            settings=wandb.Settings(console="off"),  # it would record every rewriting of the progress line
-        )
-        with replacing(kept_id) as file:
-            file.write(self._run.id.encode())
-
-    def write(self, metrics: Mapping[str, float]) -> None:
+    def _attempt(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
         try:
-            self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
-        except ConnectionError as error:
-            print(
-                f"wandb: its process has ended; step {metrics['step']} is in metrics.jsonl alone: {error}", flush=True
-            )
+            call()
+        except OSError as error:
+            self._failed = True
+            self._say(f"warning: tensorboard failed ({error}); metrics.jsonl has all metrics")
 
-    def close(self) -> None:
-        with contextlib.suppress(ConnectionError):  # as `write` has said
-            self._run.finish()
+
+def asked_for(config: Config) -> list[str]:
+    """The trackers that a run has, without jsonl."""
+    tracking = config.tracking
+    return [*(b for b in tracking.backends if b != "jsonl"), *(["openmetrics"] if tracking.openmetrics else [])]
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError where a package that `tracking.backends` needs is not installed, or wandb has no API key."""
-    for name in config.tracking.backends:
-        if name != "jsonl" and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
+    """Raises ConfigError where a package that a tracker needs is not installed, wandb has no API key, or the port of
+    `tracking.openmetrics` cannot be listened to here."""
+    for name in asked_for(config):
+        key = "tracking.openmetrics" if name == "openmetrics" else "tracking.backends"
+        if importlib.util.find_spec(package := PACKAGES.get(name, name)) is None:
+            raise ConfigError(f"{key}: {package} is not installed; pip install 'dynamo-megatron[{name}]'")
+    if (port := config.tracking.openmetrics) is not None:
+        try:
+            check_port(LOOPBACK, port, "tracking.openmetrics: {}; name another one")
+        except InputError as error:
+            raise ConfigError(str(error)) from None
     if "wandb" in config.tracking.backends:
         import wandb
 
@@ -91,11 +81,11 @@ def check_trackers(config: Config) -> None:
             raise ConfigError("tracking.backends: wandb has no API key; run `wandb login` or set WANDB_MODE=offline")
 
 
-def open_trackers(config: Config, start: int) -> list[Tracker]:
-    """The trackers of `tracking.backends` but jsonl, for a run that goes on after step `start` (0: a new one)."""
-    trackers: list[Tracker] = []
-    if "tensorboard" in config.tracking.backends:
-        trackers.append(TensorBoardTracker(config, start))
-    if "wandb" in config.tracking.backends:
-        trackers.append(WandbTracker(config))
-    return trackers
+def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> list[Tracker]:
+    """The trackers of a run that goes on after step `start` (0: a new one). TensorBoard's only writes files, and is in
+    this process; the others talk to services, and each has a process of its own. `say` gets a line for the user where
+    one fails."""
+    return [
+        TensorBoardTracker(config, start, say) if name == "tensorboard" else TrackerProcess(name, config, say)
+        for name in asked_for(config)
+    ]

@@ -8,8 +8,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dynamo_megatron.launcher.command import free_port
+
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
-KEYS = ("trainer.steps=400", "rollout.servers=2", "rollout.tp=2", "rollout.sync.transport=gloo", "checkpoint.every=500")
+ENDPOINT = free_port()
+KEYS = (
+    f"tracking.openmetrics={ENDPOINT}",
+    "trainer.steps=400",
+    "rollout.servers=2",
+    "rollout.tp=2",
+    "rollout.sync.transport=gloo",
+    "checkpoint.every=500",
+)
 
 
 def table() -> set[tuple[str, str]]:
@@ -40,6 +50,8 @@ def kind(words: str, environment: dict[str, str], port: int) -> tuple[str, str]:
         return "SGLang", "HTTP" if http and int(http[1]) == port else "gloo"
     if "dynamo_megatron.cli" in words and "RANK" in environment:
         return "rank", "store" if environment["MASTER_PORT"] == str(port) else "gloo"
+    if "tracker_process openmetrics" in words and port == ENDPOINT:
+        return "tracker", "OpenMetrics"
     return words, "?"
 
 
@@ -49,6 +61,7 @@ def test_all_that_listens_is_on_one_address_and_in_the_table(workspace, start_ru
     output = workspace / "sockets"
     run = start_run(workspace, workspace / "config.yaml", f"output_dir={output}", *KEYS)
     run.wait_until(lambda: len(step_lines(output)) >= 2, "two steps", timeout=800)
+    run.wait_until(lambda: any(port == ENDPOINT for *_, port in listening(run)), "the OpenMetrics endpoint")
     found = listening(run)
     run.kill()
     print(*found, sep="\n")

@@ -107,9 +107,11 @@ def test_a_model_that_was_converted_without_checksums_loads_with_one_line(said, 
 
 
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
+    weight = f"; NaN or infinity in the weights of rank {len(said[0]) - 1}: lm_head.weight"
+    cases = (("NaN", "policy", weight), ("reference NaN", f"reference model {folders['huge']}", ""))
     for rank in said[0]:
-        for case, model in (("NaN", "policy"), ("reference NaN", f"reference model {folders['huge']}")):
+        for case, model, cause in cases:
             assert rank[case] == (
                 f"NonFiniteError: NaN or infinite logprobs or entropy of the {model} in 2 of 3 responses; the first: "
-                "rollout g0-0 of prompt 'p0'"
+                f"rollout g0-0 of prompt 'p0'{cause}"
             )

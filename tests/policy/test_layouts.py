@@ -141,7 +141,10 @@ def test_the_guard_notices(sample, fault):
 def test_nan_stops_before_the_optimizer_step_and_names_rank_and_prompt(sample):
     fault = json.loads((sample[1] / "nan" / "fault.json").read_text())
     assert not fault["moved"]
-    assert "before the optimizer step: rank " in fault["said"] and fault["said"].endswith("prompts b"), fault["said"]
+    update, where, cause = fault["said"].partition("before the optimizer step: rank ")
+    assert (
+        update and where and cause[1:] == ", prompts b; the advantage of rollout 1-1 of prompt 'b' is NaN or infinite"
+    )
 
 
 def test_an_update_without_signal_is_skipped_and_counted(sample):

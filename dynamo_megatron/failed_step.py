@@ -1,0 +1,49 @@
+"""The batch that made a NaN or an infinity, with the weights that it made it under, on disk.
+
+`output_dir/nonfinite/step-NNNNNN` is a checkpoint folder (checkpoint/folder.py): every rank writes its shard of the
+weights as they were in the pass that failed, and rank 0's state holds the pass's input, the configuration and the
+message. The last checkpoint of the run would not do: it is up to `checkpoint.every` steps older, and getting from there
+to these weights again takes the same rollouts and updates. Without the optimizer, which no such pass reads, the folder
+has the size of the weights: for bfloat16 2 bytes a parameter, a seventh of a checkpoint. `replay --step`
+(replay/step.py) repeats the pass.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from dynamo_megatron.checkpoint.folder import checkpoint_folders
+from dynamo_megatron.checkpoint.policy_state import begin_save
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.run_folder import FAILED_STEPS
+
+
+def write_failed_step(
+    policy: Policy, config: Config, step: int, error: NonFiniteError, say: Callable[[str], None] | None
+) -> None:
+    """Writes the folder of `step`, in place of those of earlier failures; collective over all ranks. `say`: rank 0's,
+    None elsewhere; gets one line that names the folder, or says why there is none."""
+    output = Path(config.output_dir)
+    root, state = output / FAILED_STEPS, None
+    if say is not None:
+        failure = {"message": str(error), "config": to_plain(config)}
+        state = {"failure": failure, **error.inputs.state()}
+        for _, earlier in checkpoint_folders(root):
+            shutil.rmtree(earlier, ignore_errors=True)
+    try:
+        save = begin_save(policy, root, step, state, background=False, optimizer=False)
+        save.complete(1, config.trainer.timeout, say)
+    except OSError as failed:
+        if say is not None:
+            say(f"warning: the batch that failed was not written: {failed}")
+        return
+    if say is not None:
+        say(
+            f"the batch that failed and its weights: {root / f'step-{step:06d}'}; "
+            f"dynamo-megatron replay --step {output} {step} repeats it"
+        )

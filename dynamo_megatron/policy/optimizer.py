@@ -1,0 +1,39 @@
+"""Megatron's distributed Adam, and its step with the settings of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+
+from dynamo_megatron.config import OptimizerConfig
+
+
+def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    megatron = ddp[0].module.config
+    return get_megatron_optimizer(
+        MegatronConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=megatron.bf16,
+            params_dtype=megatron.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        ddp,
+    )
+
+
+def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learning_rate: float) -> None:
+    """With gradients that `prepare_grads` has prepared. All settings are set every time: a loaded checkpoint brings its
+    own, and Megatron leaves the decay of norms and biases (wd_mult 0) to a scheduler that is not used here."""
+    for group in optimizer.param_groups:
+        decay = config.weight_decay * group["wd_mult"]
+        group.update(lr=learning_rate, weight_decay=decay, betas=config.betas, eps=config.eps)
+    optimizer.step()

@@ -1,0 +1,127 @@
+"""What a pass of the policy is computed from besides its weights, and the error of a pass whose results are not finite.
+
+`replay --step` repeats the pass from it (replay/step.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamo_megatron.checkpoint.safetensors_folder import is_finite
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import global_name, huggingface_names
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.model import PolicyModel
+from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
+
+Kind = Literal["statistics", "reference", "update", "fit"]
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """`kind`: `statistics` of the tokens under the policy or the `reference`, an `update`, or a `fit` of `sft`. S
+    sequences with R response tokens in all, the same on every rank; `sequences` is a RolloutBatch unless `fit`."""
+
+    kind: Kind
+    sequences: Sequences
+    mini_batch: np.ndarray  # int64 [S]: which of the pass's mini-batches each is in; -1: none
+    measured: bool = False  # the update measures the noise of its gradient
+    batch: TrainBatch | None = None  # of an update
+    weights: np.ndarray | None = None  # float64 [S], of each response token, of a fit
+    stats: TokenStats | None = None  # float32 [R], under the weights that the step began with; of an update
+    reference_logprobs: Tensor | None = None  # float32 [R]; None without a KL term
+    learning_rate: float = 0.0
+
+    @classmethod
+    def of_pass(cls, sequences: Sequences, mini_batches: Sequence[np.ndarray], kind: Kind, **others: Any) -> PassInputs:
+        """`mini_batches`: the sequences (indices) of each."""
+        mini_batch = np.full(len(sequences.prompt_ids), -1, np.int64)
+        for number, members in enumerate(mini_batches):
+            mini_batch[members] = number
+        return cls(kind, sequences, mini_batch, **others)
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """The sequences (indices, ascending) of each mini-batch."""
+        return [np.flatnonzero(self.mini_batch == m) for m in range(int(self.mini_batch.max(initial=-1)) + 1)]
+
+    def faults(self) -> list[str]:
+        """What of the input is NaN or infinite, a few words each."""
+        of_rollouts = {"token weight": self.weights}
+        if self.batch is not None:
+            of_rollouts = {"advantage": self.batch.advantages, "token weight": self.batch.weights}
+        bad = {name: np.flatnonzero(~np.isfinite(v)) for name, v in of_rollouts.items() if v is not None}
+        slots = np.flatnonzero(~np.isfinite(getattr(self.sequences, "engine_logprobs", np.zeros(0))))
+        bad["engine logprob"] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
+        return [
+            f"the {name} of {self.sequences.name(int(rows[0]))} is NaN or infinite"
+            + (f", and of {len(rows) - 1} more" if len(rows) > 1 else "")
+            for name, rows in bad.items()
+            if len(rows)
+        ]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """As `checkpoint.folder.write_state` takes it."""
+        tokens: dict[str, Any] = {} if self.stats is None else self.stats._asdict()
+        if self.reference_logprobs is not None:
+            tokens["reference_logprobs"] = self.reference_logprobs
+        of_pass = ("kind", "mini_batch", "measured", "weights", "learning_rate")
+        return {
+            "pass": {name: getattr(self, name) for name in of_pass},
+            "sequences": _fields(self.sequences),
+            "batch": {} if self.batch is None else _fields(self.batch, but="rollouts"),
+            "of_tokens": {name: value.numpy() for name, value in tokens.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[str, Any]]) -> PassInputs:
+        """The inverse of `state`. Raises InputError for another one."""
+        try:
+            of_tokens = {name: torch.from_numpy(values) for name, values in state["of_tokens"].items()}
+            reference = of_tokens.pop("reference_logprobs", None)
+            sequences = (Sequences if state["pass"]["kind"] == "fit" else RolloutBatch)(**state["sequences"])
+            return cls(
+                sequences=sequences,
+                batch=TrainBatch(sequences, **state["batch"]) if state["batch"] else None,
+                stats=TokenStats(**of_tokens) if of_tokens else None,
+                reference_logprobs=reference,
+                **state["pass"],
+            )
+        except (KeyError, TypeError) as error:
+            raise InputError(f"not the input of a pass: {error}") from None
+
+
+def _fields(record: Any, but: str = "") -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != but}
+
+
+class NonFiniteError(RuntimeError):
+    """A token statistic, loss or gradient norm that is NaN or infinite; raised on every rank, before the optimizer
+    step. `inputs`: of the pass."""
+
+    def __init__(self, message: str, inputs: PassInputs):
+        super().__init__(message)
+        self.inputs = inputs
+
+
+def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:
+    """Which weights hold NaN or infinity: a few words for each rank that has some, with Hugging Face's name of the
+    first. Collective over all ranks; reads all parameters."""
+    experts, found = spec.experts_of(layout.ep.rank(), layout.ep.size()), []
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not is_finite(parameter):
+                found.append(huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start)))
+    first = " or ".join(found[0]) if found else ""
+    more = f", and {len(found) - 1} more parameters" if len(found) > 1 else ""
+    mine = f"NaN or infinity in the weights of rank {layout.rank}: {first}{more}" if found else None
+    return [said for said in layout.gather(mine) if said is not None]

@@ -1,0 +1,126 @@
+"""A tracker in a process of its own: whatever its library does, rank 0 neither waits for it nor ends with it.
+
+    python -P -m dynamo_megatron.tracking.tracker_process NAME OUTPUT_DIR DESCRIPTOR PARENT
+
+Rank 0 writes JSON lines into a pipe, the configuration first and then a row each, and never blocks there. What the
+process prints goes to output_dir/logs/tracker-NAME.log. Its stdin is empty: a library that asks for a key gets none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.runtime.log_files import log_to
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent, keeping
+
+LARGEST_BACKLOG = 16 << 20  # bytes of rows that it has not taken: some thousand steps
+CLOSED_WITHIN = 60.0  # seconds that the end of a run waits for the last rows to be sent
+POLL_EVERY = 0.05  # seconds
+
+
+class TrackerProcess:
+    """Rank 0's end. A tracker that fails, or takes nothing, is ended with one line to `say`; the run goes on."""
+
+    def __init__(self, name: str, config: Config, say: Callable[[str], None], closed_within: float = CLOSED_WITHIN):
+        self._name, self._say, self._closed_within = name, say, closed_within
+        self._log = Path(config.output_dir) / "logs" / f"tracker-{name}.log"
+        theirs, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        module = "dynamo_megatron.tracking.tracker_process"
+        words = [sys.executable, "-P", "-m", module, name, config.output_dir, str(theirs), str(os.getpid())]
+        with keeping(*FOR_THE_RANKS):  # it is to send what the ranks still log while they stop
+            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
+        os.close(theirs)
+        self._open = True
+        self._backlog = bytearray(json.dumps(to_plain(config)).encode() + b"\n")
+        self._send()
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """As `Tracker.write`; returns at once."""
+        if not self._open:
+            return
+        self._backlog += json.dumps(metrics).encode() + b"\n"
+        self._send()
+        if len(self._backlog) > LARGEST_BACKLOG:
+            self._give_up(f"has taken nothing for {LARGEST_BACKLOG >> 20} MiB of metrics")
+
+    def close(self) -> None:
+        """Waits until all rows are sent, for a bounded time."""
+        deadline = time.monotonic() + self._closed_within
+        while self._open and self._backlog:
+            self._send()
+            if time.monotonic() > deadline:
+                return self._give_up(f"did not take its last rows within {self._closed_within:g} s")
+            time.sleep(POLL_EVERY if self._backlog else 0)
+        if not self._open:
+            return
+        self._end()
+        try:
+            code = self._process.wait(max(POLL_EVERY, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._tell(f"did not end within {self._closed_within:g} s")
+            return
+        if code != 0:
+            self._tell("failed")
+
+    def _send(self) -> None:
+        try:
+            while self._backlog:
+                del self._backlog[: os.write(self._pipe, self._backlog[: 1 << 16])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._give_up("failed")
+
+    def _give_up(self, what: str) -> None:
+        self._end()
+        self._process.kill()
+        self._process.wait()
+        self._tell(what)
+
+    def _end(self) -> None:
+        self._open = False
+        os.close(self._pipe)
+
+    def _tell(self, what: str) -> None:
+        why = last_line(self._log)
+        self._say(
+            f"warning: {self._name} {what}{why and f' ({why})'}; metrics.jsonl has all metrics; its log is {self._log}"
+        )
+
+
+def last_line(log: Path) -> str:
+    """What a process that failed said last, shortened; "" where it has said nothing."""
+    try:
+        lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return on_one_line(next((line for line in reversed(lines) if line.strip()), ""), 200)
+
+
+def main(name: str, output_dir: str, descriptor: int, parent: int) -> None:
+    die_with_parent(signal.SIGKILL, parent)
+    log_to(Path(output_dir) / "logs" / f"tracker-{name}.log")
+    from dynamo_megatron.tracking.services import SERVICES
+
+    with open(descriptor, encoding="utf-8") as rows:
+        tracker = SERVICES[name](Config.model_validate_json(rows.readline()))
+        for row in rows:
+            tracker.write(json.loads(row))
+    tracker.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

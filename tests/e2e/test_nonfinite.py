@@ -1,0 +1,106 @@
+"""A NaN in a weight, an advantage or an engine logprob: the run stops with its name, and `replay --step` repeats it."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+SEEDS = """
+import os
+if "RANK" in os.environ:
+    from dynamo_megatron import train_job
+    set_up = train_job.TrainJob.set_up
+    def patched(self, policy, coordinator):
+        import dataclasses
+        import torch
+        from dynamo_megatron.policy.batch import TrainBatch
+        set_up(self, policy, coordinator)
+        build, begin_step = TrainBatch.build, coordinator.begin_step
+        def begun(number):
+            begin_step(number)
+            if number == 2 and "WEIGHT" == "FAULT":
+                with torch.no_grad():
+                    policy.chunks[0].decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
+        def built(rollouts, *others):
+            batch = build(rollouts, *others)
+            if coordinator.step == 2 and "ADVANTAGE" == "FAULT":
+                batch.advantages[3] = float("nan")
+            if coordinator.step == 2 and "ENGINE" == "FAULT":
+                logprobs = rollouts.engine_logprobs.copy()
+                logprobs[rollouts.response_offsets[5]] = float("nan")
+                batch = dataclasses.replace(batch, rollouts=dataclasses.replace(rollouts, engine_logprobs=logprobs))
+            return batch
+        coordinator.begin_step, TrainBatch.build = begun, built
+    train_job.TrainJob.set_up = patched
+"""
+NAMES = {  # what the last line says of the cause
+    "WEIGHT": "NaN or infinity in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
+    "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
+    "ENGINE": "the engine logprob of rollout 000002-0000-005 of prompt '",
+}
+PASSES = {"WEIGHT": "statistics", "ADVANTAGE": "update", "ENGINE": "update"}
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "stages"])
+def stages(request) -> int:
+    return request.param
+
+
+@pytest.mark.parametrize("fault", NAMES)
+def test_a_nan_stops_with_its_name_and_is_repeated(
+    replay, command_line, workspace, tmp_path, monkeypatch, stages, fault
+):
+    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault))
+    with monkeypatch.context() as seeded:
+        seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
+        if fault == "ENGINE":  # by default no update uses them
+            keys += ["algorithm.loss.old=engine", "algorithm.modulation=null"]
+        code, text, output = replay(f"nan-{fault}-{stages}", lambda rollout: rollout, *keys)
+    last = text.strip().splitlines()[-1]
+    assert code == 1 and "step 2: NonFiniteError: " in last and NAMES[fault] in last, text[-3000:]
+    folder = output / "nonfinite" / "step-000002"
+    assert f"dynamo-megatron replay --step {output} 2 repeats it" in text and (folder / "manifest.json").is_file()
+    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < 2e6, "weights without the optimizer"
+
+    code, text = command_line(workspace, "replay", "--step", output, 2)
+    assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
+    assert f"step-000002: {PASSES[fault]}, " in text and NAMES[fault] in text
+    if fault == "ADVANTAGE":
+        repaired(command_line, workspace, output, folder)
+    if stages == 2:  # the weights load in another layout
+        code, text = command_line(workspace, "replay", "--step", output, 2, "parallel.pp=1", "--ranks", 1)
+        assert code == 0 and "reproduced" in text and "NOT" not in text, text[-3000:]
+
+
+def repaired(command_line, workspace, output, folder) -> None:
+    """Without the NaN in the batch the pass is finite, and the command says so."""
+    from safetensors.numpy import load_file, save_file
+
+    from dynamo_megatron.checkpoint.checksums import file_checksum
+
+    kept = output.with_name(f"{output.name}-whole")
+    shutil.copytree(output, kept)
+    arrays = load_file(folder / "state.safetensors")
+    arrays["batch.advantages"][3] = 0.5
+    save_file(arrays, folder / "state.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["checksums"]["state.safetensors"] = file_checksum(folder / "state.safetensors")
+    manifest["files"]["state.safetensors"] = (folder / "state.safetensors").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    code, text = command_line(workspace, "replay", "--step", output, 2)
+    assert code == 1 and "NOT reproduced: everything is finite now" in text, text[-3000:]
+    shutil.rmtree(output)
+    kept.rename(output)
+
+
+def test_a_step_that_did_not_fail_is_refused(replay, command_line, workspace):
+    code, text, output = replay("finite", lambda rollout: rollout, "parallel.pp=1")
+    assert code == 0, text[-3000:]
+    code, text = command_line(workspace, "replay", "--step", output, 2)
+    assert code == 2 and text.strip().endswith(
+        f"--step: {output} has left no batch of step 2; no step of it ended in NaN or infinity"
+    )

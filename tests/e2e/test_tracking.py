@@ -1,0 +1,38 @@
+"""Profiled steps, counted spikes and a tracker that fails, in a run of two steps on recorded rollouts."""
+
+import gzip
+import json
+import os
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+LIBRARY = """
+def init(**settings):
+    raise RuntimeError("no such service")
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 2], ids=["alone", "stages"])
+def test_the_run_goes_on_and_has_its_traces(replay, tmp_path, monkeypatch, stages):
+    (tmp_path / "trackio.py").write_text(LIBRARY)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        code, text, output = replay(
+            f"tracked-{stages}",
+            lambda rollout: rollout,
+            f"parallel.pp={stages}",
+            "tracking.backends=[jsonl, trackio]",
+            "tracking.profile_steps=[2]",
+            "optimizer.spike={above: 2.0, window: 3}",
+        )
+    assert code == 0, text[-3000:]
+    assert "warning: trackio failed (RuntimeError: no such service); metrics.jsonl has all metrics" in text
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["policy/gradient_spikes"]) for row in rows] == [(1, 0), (2, 0)]
+    traces = sorted((output / "profile").iterdir())
+    assert [trace.name for trace in traces] == [f"step-000002-rank-{r}.json.gz" for r in range(stages)]
+    for trace in traces:
+        with gzip.open(trace) as file:
+            assert any("backward" in str(event.get("name")).lower() for event in json.load(file)["traceEvents"])

@@ -1,0 +1,117 @@
+"""What a pass was computed from: on disk and back, and what of it is named as not finite."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.checkpoint.folder import read_state, write_state
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.policy.pass_inputs import PassInputs
+from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
+
+LENGTHS = (3, 0, 2)  # tokens of the responses
+
+
+def rollouts() -> RolloutBatch:
+    tokens = sum(LENGTHS)
+    return RolloutBatch(
+        prompt_ids=["p", "p", "q"],
+        tokens=np.arange(3 + tokens),
+        offsets=np.array([0, 4, 5, 8]),
+        prompt_lengths=np.array([1, 1, 1]),
+        rollout_ids=["a", "b", "c"],
+        group_ids=["g", "g", "h"],
+        engine_logprobs=np.linspace(-1, -2, tokens).astype(np.float32),
+        rewards=np.array([0.0, 1.0, 0.5]),
+        successes=np.array([False, True, False]),
+        weight_versions=np.zeros(tokens, np.int32),
+        finish_reasons=["stop", "length", "stop"],
+        servers=["s", "s", ""],
+    )
+
+
+def update(**changes) -> PassInputs:
+    of_tokens = torch.linspace(0, 1, sum(LENGTHS))
+    batch = TrainBatch(rollouts(), np.array([0.5, -0.5, 1.0]), np.array([0, 1, 0]), weights=np.array([0.1, 0.2, 0.3]))
+    of_batch = {name: changes.pop(name) for name in ("advantages", "weights") if name in changes}
+    given = {
+        "batch": dataclasses.replace(batch, **of_batch),
+        "stats": TokenStats(of_tokens, of_tokens + 1, of_tokens + 2, of_tokens + 3),
+        "reference_logprobs": of_tokens - 1,
+        "learning_rate": 1e-5,
+        **changes,
+    }
+    return PassInputs.of_pass(rollouts(), [np.array([0, 2])], "update", measured=True, **given)
+
+
+def equal(one, other) -> bool:
+    if dataclasses.is_dataclass(one):
+        both = (vars(one), vars(other))
+        return (
+            type(one) is type(other) and both[0].keys() == both[1].keys() and all(map(equal, *map(dict.values, both)))
+        )
+    if isinstance(one, TokenStats):
+        return all(map(torch.equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    return one == other
+
+
+PASSES = {
+    "update": update(),
+    "a NaN": update(advantages=np.array([0.5, np.nan, 1.0])),
+    "no KL term": update(reference_logprobs=None),
+    "statistics": PassInputs.of_pass(rollouts(), [np.array([0, 1]), np.array([2])], "statistics"),
+    "sft": PassInputs.of_pass(
+        Sequences(["p", "q"], np.arange(6), np.array([0, 3, 6]), np.array([1, 1])),
+        [np.arange(2)],
+        "fit",
+        weights=np.array([0.25, 0.25]),
+        learning_rate=1e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_it_comes_back_from_disk_as_it_was(tmp_path, name):
+    write_state(tmp_path, PASSES[name].state())
+    assert equal(PassInputs.from_state(read_state(tmp_path)), PASSES[name])
+
+
+def test_the_mini_batches_are_those_of_the_pass():
+    assert [rows.tolist() for rows in PASSES["statistics"].rows] == [[0, 1], [2]]
+    assert [rows.tolist() for rows in PASSES["update"].rows] == [[0, 2]]
+
+
+def test_another_state_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not the input of a pass: 'pass'"):
+        PassInputs.from_state({"of_tokens": {}, "sequences": {}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"advantages": np.array([0, np.nan, 1])}, ["the advantage of rollout b of prompt 'p' is NaN or infinite"]),
+        (
+            {"weights": np.array([np.inf, 0, np.nan])},
+            ["the token weight of rollout a of prompt 'p' is NaN or infinite, and of 1 more"],
+        ),
+    ],
+)
+def test_what_is_not_finite_is_named(changes, said):
+    assert update(**changes).faults() == said
+
+
+@pytest.mark.parametrize(("slot", "rollout"), [(0, "a"), (2, "a"), (3, "c"), (4, "c")])
+def test_the_rollout_of_an_engine_logprob_is_named(slot, rollout):
+    """Also beside a response without tokens."""
+    logprobs = rollouts().engine_logprobs
+    logprobs[slot] = np.nan
+    broken = dataclasses.replace(update(), sequences=dataclasses.replace(rollouts(), engine_logprobs=logprobs))
+    prompt = {"a": "p", "c": "q"}[rollout]
+    assert broken.faults() == [f"the engine logprob of rollout {rollout} of prompt '{prompt}' is NaN or infinite"]

@@ -1,0 +1,163 @@
+"""A tracker's library may raise, hang, ask for a key or be signalled: the run neither waits nor ends.
+
+The library is a stand-in for trackio, which the tracker's process imports in its place.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.tracking.tracker_process import TrackerProcess
+
+LIBRARY = """
+import json, os, time
+
+def init(**settings):
+    INIT
+    return Run()
+
+class Run:
+    name = "a name"
+
+    def log(self, row, step):
+        LOG
+        with open(os.environ["ROWS"], "a") as file:
+            file.write(json.dumps({**row, "step": step}) + "\\n")
+
+    def finish(self):
+        FINISH
+"""
+HANGS = "time.sleep(1000)"
+RAISES = 'raise RuntimeError("the service said no")'
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """started(init=, log=, finish=, closed_within=) -> (tracker, what the user is told) with that library."""
+    trackers = []
+
+    def start(init="pass", log="pass", finish="pass", closed_within=60.0):
+        text = LIBRARY.replace("INIT", init).replace("LOG", log).replace("FINISH", finish)
+        (tmp_path / "trackio.py").write_text(text)
+        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
+        config = Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(tmp_path / "run"))
+        said: list[str] = []
+        trackers.append(TrackerProcess("trackio", config, said.append, closed_within))
+        return trackers[-1], said
+
+    yield start
+    for process in processes():
+        process.kill()
+
+
+def processes() -> list[psutil.Process]:
+    found = psutil.Process().children()
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and "trackio" in p.cmdline()]
+
+
+def rows(tmp_path) -> list[dict]:
+    file = tmp_path / "rows"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_all_rows_arrive_in_order_before_close_returns(started, tmp_path):
+    tracker, said = started()
+    for step in range(1, 101):
+        tracker.write({"step": step, "reward/mean": step / 2})
+    tracker.close()
+    assert rows(tmp_path) == [{"step": step, "reward/mean": step / 2} for step in range(1, 101)]
+    assert said == [] and processes() == []
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_one_that_raises_is_told_once_and_the_run_goes_on(started, tmp_path, where):
+    tracker, said = started(**{where: RAISES})
+    for step in range(1, 4):
+        tracker.write({"step": step, "reward/mean": 0.5})
+        if where != "finish":
+            wait_until(lambda: processes() == [])
+    tracker.close()
+    log = tmp_path / "run" / "logs" / "tracker-trackio.log"
+    assert said == [
+        f"warning: trackio failed (RuntimeError: the service said no); metrics.jsonl has all metrics; its log is {log}"
+    ]
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_one_that_hangs_holds_neither_the_steps_nor_the_end(started, where):
+    tracker, said = started(**{where: HANGS}, closed_within=3.0)
+    start = time.monotonic()
+    row = {"reward/mean": 0.5, "long": list(range(2000))}
+    for step in range(1, 50):  # more than the pipe holds
+        tracker.write({"step": step, **row})
+    assert time.monotonic() - start < 2
+    tracker.close()
+    assert time.monotonic() - start < 8 and processes() == []
+    (line,) = said
+    assert line.startswith("warning: trackio did not ")
+
+
+def test_what_is_kept_for_one_that_hangs_is_bounded(started):
+    tracker, said = started(log=HANGS)
+    row = {"reward/mean": 0.5, "long": "x" * (1 << 20)}
+    for step in range(1, 40):
+        tracker.write({"step": step, **row})
+    assert [line.partition(";")[0] for line in said] == ["warning: trackio has taken nothing for 16 MiB of metrics"]
+    assert processes() == []
+
+
+def test_signals_that_ask_the_ranks_to_stop_do_not_end_it(started, tmp_path):
+    tracker, said = started()
+    tracker.write({"step": 1, "reward/mean": 0.5})
+    wait_until(lambda: rows(tmp_path))
+    (process,) = processes()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        process.send_signal(number)
+    tracker.write({"step": 2, "reward/mean": 0.5})
+    tracker.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2] and said == []
+
+
+def test_a_library_that_asks_for_a_key_gets_none(started):
+    tracker, said = started(init="input('key: ')")
+    tracker.close()
+    (line,) = said
+    assert "EOFError" in line
+
+
+def test_it_ends_with_a_run_that_is_killed(started, tmp_path):
+    started(log=HANGS)  # writes the library
+    program = (
+        "import os\n"
+        "from dynamo_megatron.config import Config\n"
+        "from dynamo_megatron.tracking.tracker_process import TrackerProcess\n"
+        f"config = Config(model={{'path': 'm'}}, data={{'source': 's'}}, output_dir={str(tmp_path / 'other')!r})\n"
+        "tracker = TrackerProcess('trackio', config, print)\n"
+        "tracker.write({'step': 1})\n"
+        "import psutil\n"
+        "print(psutil.Process().children()[0].pid, flush=True)\n"
+        "import time; time.sleep(1000)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_until((tmp_path / "other" / "logs" / "tracker-trackio.log").is_file)  # by then it dies with its parent
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
