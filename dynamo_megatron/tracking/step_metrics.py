@@ -83,6 +83,7 @@ def step_metrics(
     `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
+    `reward/steps` and `reward/prime`, with process rewards: of a trained rollout, the sum over its steps, or tokens.
     `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`. With
     `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
     sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always
@@ -121,7 +122,7 @@ def step_metrics(
         "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
         **_shares(updates, len(difference), config),
         "policy/grad_norm": grad_norm,
-        **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
+        **variance_proxy(rollouts, batch.mean_advantages, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),
         "policy/tokens": len(difference),
@@ -131,6 +132,7 @@ def step_metrics(
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
+        **_of_process_rewards(batch),
         **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
@@ -197,6 +199,13 @@ def _of_options(record: StepRecord, differing: int, trained: int, waited: float,
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
     return options | _of_staleness(record, waited)
+
+
+def _of_process_rewards(batch: TrainBatch) -> dict[str, float]:
+    """Of a rollout that was trained on, the sum over its steps or tokens; the mean over those rollouts."""
+    named = {"reward/steps": batch.rollouts.step_rewards, "reward/prime": batch.implicit_rewards}
+    count = max(1, len(batch.rollouts.rollout_ids))
+    return {name: float(np.nansum(rewards)) / count for name, rewards in named.items() if rewards is not None}
 
 
 def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def variance_proxy(
     rollouts: RolloutBatch, advantages: np.ndarray, stats: TokenStats, grad_norm: float, config: AdvantageConfig
 ) -> dict[str, float]:
-    """Metrics of a step: W is a rollout's energy, A its advantage (float64 [S]; of kind otb the mean over its tokens),
-    N the number of rollouts.
+    """Metrics of a step: W is a rollout's energy, A its advantage (float64 [S]; where tokens differ in it, their
+    mean), N the number of rollouts.
 
     Signal strength is the squared gradient norm of the update, whose scale is the aggregation's; total power the mean
     of A^2 W; pure noise their difference over N - 1, at least 0.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
@@ -51,7 +52,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, reject
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
-        SimpleNamespace(rollouts=rollouts, advantages=np.array([-1.0, 1.0])),
+        TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2)),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],
         pushed or PushReport(),
