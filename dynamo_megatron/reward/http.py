@@ -151,7 +151,7 @@ class HttpReward:
                 outcome.set_result(result)
 
     async def _answer(self, body: bytes, count: int) -> list[tuple]:
-        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure of `score`."""
+        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure."""
         failure, pause = None, FIRST_PAUSE
         try:
             async with asyncio.timeout(self._deadline):
