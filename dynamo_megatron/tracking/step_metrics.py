@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.clock import Clock
-    from dynamo_megatron.types import TokenStats
+    from dynamo_megatron.types import RolloutBatch, TokenStats
     from dynamo_megatron.weight_sync.push import PushReport
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
@@ -83,7 +83,7 @@ def step_metrics(
     `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-    `reward/steps` and `reward/prime`, with process rewards: of a trained rollout, the sum over its steps, or tokens.
+    `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
     `allocation/n_min` and `n_max` are of a prompt in a round. A step that measures it has `gradient_noise/`. With
     `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
     sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always
@@ -132,7 +132,7 @@ def step_metrics(
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
-        **_of_process_rewards(batch),
+        **_of_process_rewards(sampled, batch),
         **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
@@ -201,11 +201,14 @@ def _of_options(record: StepRecord, differing: int, trained: int, waited: float,
     return options | _of_staleness(record, waited)
 
 
-def _of_process_rewards(batch: TrainBatch) -> dict[str, float]:
-    """Of a rollout that was trained on, the sum over its steps or tokens; the mean over those rollouts."""
-    named = {"reward/steps": batch.rollouts.step_rewards, "reward/prime": batch.implicit_rewards}
-    count = max(1, len(batch.rollouts.rollout_ids))
-    return {name: float(np.nansum(rewards)) / count for name, rewards in named.items() if rewards is not None}
+def _of_process_rewards(sampled: RolloutBatch, batch: TrainBatch) -> dict[str, float]:
+    """Of a rollout the sum over its steps or, of the reward `prime`, which only trained ones have, over its tokens."""
+    named = {"steps": (sampled, sampled.step_rewards), "prime": (batch.rollouts, batch.implicit_rewards)}
+    return {
+        f"reward/{name}": float(np.nansum(rewards)) / max(1, len(rollouts.rollout_ids))
+        for name, (rollouts, rewards) in named.items()
+        if rewards is not None
+    }
 
 
 def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_ins import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -94,6 +95,17 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     replayed = RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4).generate(5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
+
+
+def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):
+    async def work(generator, push):
+        await push(0)
+        prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
+        return await generator.generate(1, prompts, [1, 1], 0)
+
+    batch = with_generator(work, Server()).batch
+    np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
+    assert [r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))] == [[(0, 1, 0.5), (1, 3, -0.25)], []]
 
 
 def test_a_line_from_before_there_were_steps_has_none():
