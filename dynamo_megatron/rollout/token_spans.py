@@ -24,11 +24,17 @@ def token_spans(
     has no text.
     """
     ends = character_ends(tokens, tokenizer)
+
+    def reached(characters: int) -> int:
+        """The token with which the text has that many."""
+        return min(bisect.bisect_left(ends, characters), len(tokens) - 1)
+
     spans = []
     for start, end, reward in steps:
-        first = min(bisect.bisect_right(ends, start), len(tokens) - 1)
-        last = len(tokens) - 1 if end == len(text) else min(bisect.bisect_left(ends, end), len(tokens) - 1)
-        spans.append((first, last + 1, reward))
+        first = reached(start)
+        if start and ends[first] == start:  # else it has the character at `start`, too
+            first = min(first + 1, len(tokens) - 1)
+        spans.append((first, len(tokens) if end == len(text) else reached(end) + 1, reward))
     return spans
 
 
