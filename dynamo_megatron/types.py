@@ -105,7 +105,7 @@ class Rollout:
         try:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
-            rollout.step_rewards = [tuple(span) for span in rollout.step_rewards]
+            rollout.step_rewards = list(map(tuple, rollout.step_rewards))
         except TypeError as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout

@@ -38,16 +38,6 @@ class ProcessConfig(Section):
     weight: Annotated[float, Field(ge=0)] = 1.0  # of the return of process rewards beside the outcome's advantage
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a later step's reward, a token
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_critic(cls, value: object) -> object:
-        if isinstance(value, dict) and (key := next((k for k in ("lambda", "lam") if k in value), None)):
-            raise ValueError(
-                f"{key}: mixes returns with a critic's values, and there is no critic: with values of 0 it multiplies "
-                "gamma; set gamma to the product of the two"
-            )
-        return value
-
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
 ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
