@@ -75,13 +75,13 @@ class TrainBatch:
         return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards)
 
     @property
-    def mean_advantages(self) -> np.ndarray:
-        """float64 [S], each over the tokens of the rollout."""
-        if self.process is None:
-            return self.advantages
+    def mean_process(self) -> np.ndarray:
+        """float64 [S], of `process`, each over the tokens of the rollout."""
         lengths = self.rollouts.response_lengths
+        if self.process is None:
+            return np.zeros(len(lengths))
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        return self.advantages + np.bincount(owner, self.process, len(lengths)) / np.maximum(lengths, 1)
+        return np.bincount(owner, self.process, len(lengths)) / np.maximum(lengths, 1)
 
     @property
     def mini_batches(self) -> list[np.ndarray]:

@@ -122,7 +122,7 @@ def step_metrics(
         "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
         **_shares(updates, len(difference), config),
         "policy/grad_norm": grad_norm,
-        **variance_proxy(rollouts, batch.mean_advantages, stats, grad_norm, algorithm.advantage),
+        **variance_proxy(batch, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": len(updates) - len(made),
         "policy/learning_rate": config.learning_rate(record.step),
         "policy/tokens": len(difference),

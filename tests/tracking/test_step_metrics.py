@@ -25,10 +25,17 @@ OPTIONAL = {
 
 
 def metrics(
-    clock: Clock | None = None, pushed: PushReport | None = None, rejected=(), *, steps=None, implicit=None, **algorithm
+    clock: Clock | None = None,
+    pushed: PushReport | None = None,
+    rejected=(),
+    *,
+    steps=None,
+    implicit=None,
+    process=None,
+    **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
-    `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards."""
+    `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards, `process`: what they add."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
         prompt_ids=["p", "p"],
@@ -55,7 +62,7 @@ def metrics(
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
-        TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), implicit_rewards=implicit),
+        TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],
         pushed or PushReport(),
@@ -149,3 +156,9 @@ def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():
     found = metrics(steps=steps, implicit=np.full(10, 0.1))
     assert found["reward/steps"] == 0.875 and found["reward/prime"] == pytest.approx(0.5)
     assert not {"reward/steps", "reward/prime"} & metrics().keys()
+
+
+def test_the_variance_proxy_has_the_mean_advantage_of_a_rollouts_tokens():
+    """Outcomes -1 and 1; process rewards add .5 on average to the first and nothing to the second."""
+    found = metrics(process=np.array([0.0, 1.0, *[0.0] * 8]))
+    assert found["variance_proxy/expected_a_squared"] == (0.25 + 1) / 2
