@@ -35,8 +35,8 @@ def metrics(
     **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
-    `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`: what
-    they add to the tokens' advantages."""
+    `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
+    what they add to the tokens' advantages."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
         prompt_ids=["p", "p"],
