@@ -105,8 +105,8 @@ class Rollout:
         try:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
-            rollout.step_rewards = list(map(tuple, rollout.step_rewards))
-        except TypeError as error:
+            rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
+        except (TypeError, ValueError) as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout
 

@@ -143,6 +143,13 @@ def test_damaged_steps_of_a_file_are_found(steps):
     assert rollout_fault(damaged, vocab_size=100, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("steps", ["[[0, 2]]", "[3]", "null", "7"])
+def test_a_line_whose_steps_are_no_triples_is_no_rollout(steps):
+    line = WITHOUT.to_json().replace('"step_rewards":[]', f'"step_rewards":{steps}')
+    with pytest.raises(ValueError, match="^not a rollout: "):
+        Rollout.from_json(line)
+
+
 @pytest.mark.parametrize("steps", [[(0, 2)], [(0, "2", 1.0)], [(0, 2, None)]], ids=str)
 def test_steps_of_another_type_are_named(steps):
     assert type_fault(dataclasses.replace(WITH, step_rewards=steps)).startswith("step_rewards ")
