@@ -52,11 +52,10 @@ def _leave_one_out(
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
     """G_t = r_t + gamma G_{t+1} within each rollout, 0 after its end, float64 [R]. lengths: int64 [S]."""
-    longest_first = np.argsort(-lengths, kind="stable")
-    ends, sorted_lengths = np.cumsum(lengths)[longest_first], lengths[longest_first]
+    ends = np.cumsum(lengths)[np.argsort(-lengths, kind="stable")]  # the longest first
+    as_long = np.cumsum(np.bincount(lengths, minlength=1)[::-1])[::-1]  # [n]: rollouts of n tokens or more
     returns, following = np.zeros(len(rewards)), np.zeros(len(lengths))
-    for place in range(1, int(lengths.max(initial=0)) + 1):  # from the end, of all rollouts that are as long
-        count = int(np.searchsorted(-sorted_lengths, -place, side="right"))
+    for place, count in enumerate(as_long[1:], 1):  # from the end, all rollouts at once
         here = ends[:count] - place
         following[:count] = rewards[here] + gamma * following[:count]
         returns[here] = following[:count]

@@ -321,9 +321,9 @@ class Config(Section):
         found = {}
         if self.algorithm.kl.coef:
             found["algorithm.kl.reference"] = self.algorithm.kl.reference or self.model.path
-        if self.reward.implicit:
-            found["reward.prime.model"] = self.reward.prime.model or ""
-            found["reward.prime.reference"] = self.reward.prime.reference or self.model.path
+        if (prime := self.reward.prime).model is not None:
+            found["reward.prime.model"] = prime.model
+            found["reward.prime.reference"] = prime.reference or self.model.path
         return found
 
     def with_servers(self, ranks: int, nodes: int) -> Config:

@@ -36,7 +36,7 @@ class ProcessConfig(Section):
     """Of rewards of a response's steps, where there are any: A_t = A + weight * sum_{k >= t} gamma^(k-t) (r_k - b)."""
 
     weight: Annotated[float, Field(ge=0)] = 1.0  # of the return of process rewards beside the outcome's advantage
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a later step's reward, a token
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a later step's reward, per token
 
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")

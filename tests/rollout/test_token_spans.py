@@ -146,7 +146,7 @@ def test_damaged_steps_of_a_file_are_found(steps):
 @pytest.mark.parametrize("steps", ["[[0, 2]]", "[3]", "null", "7"])
 def test_a_line_whose_steps_are_no_triples_is_no_rollout(steps):
     line = WITHOUT.to_json().replace('"step_rewards":[]', f'"step_rewards":{steps}')
-    with pytest.raises(ValueError, match="^not a rollout: "):
+    with pytest.raises(ValueError, match=r"^not a rollout: "):
         Rollout.from_json(line)
 
 
