@@ -2,7 +2,7 @@
 
 A step's reward comes with its last token. Less the group's baseline it counts for that token and all before it: the
 return from token t is G_t = sum_{k >= t} gamma^(k-t) (r_k - b), over the tokens k at which a step ends. The outcome's
-advantage is made apart from it (arXiv 2502.01456, Eq. 5).
+advantage is made apart from it (as in PRIME, arXiv 2502.01456).
 """
 
 from __future__ import annotations

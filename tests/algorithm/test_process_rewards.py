@@ -48,8 +48,8 @@ def test_grpo_by_hand():
 
 
 def prime(rewards: list[list[float]], gamma: float) -> list[list[float]]:
-    """The first sum of arXiv 2502.01456, Eq. 5, of one group: token t of rollout i gets the sum over s >= t of
-    gamma^(s-t) times the reward of token s less the mean over the K - 1 others of their average reward."""
+    """What process rewards give in the advantage of arXiv 2502.01456, of one group: token t of rollout i gets the sum
+    over s >= t of gamma^(s-t) times the reward of token s less the mean over the K - 1 others of their average."""
     found = []
     for i, own in enumerate(rewards):
         others = [np.mean(other) for j, other in enumerate(rewards) if j != i]

@@ -66,8 +66,8 @@ def test_outcome_and_steps_by_hand():
 
 
 def test_prime_by_hand():
-    """arXiv 2502.01456, Eq. 5, with beta .05: log-ratios (2, 4) and (-2, 0, -4), so rewards (.1, .2) and (-.1, 0, -.2)
-    with the means .15 and -.1; outcomes 1 and 0."""
+    """The advantage of arXiv 2502.01456, with beta .05: log-ratios (2, 4) and (-2, 0, -4), so rewards (.1, .2) and
+    (-.1, 0, -.2) with the means .15 and -.1; outcomes 1 and 0."""
     batch = rollouts(("a", 1.0, [None, None]), ("a", 0.0, [None, None, None]))
     implicit = 0.05 * np.array([2.0, 4.0, -2.0, 0.0, -4.0])
     config = configured("rloo")
