@@ -22,8 +22,9 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises ConfigError where model, layout and the number of ranks do not fit."""
     try:
         spec = load_model_config(config.model.path, config.model.family)
-        if config.algorithm.kl.reference is not None:
-            check_reference(spec, config.algorithm.kl.reference)
+        for key, folder in config.frozen_models.items():
+            if folder != config.model.path:
+                check_reference(spec, folder, key)
     except InputError as error:
         raise ConfigError(str(error)) from None
     check_ranks(config, spec, world_size, gpus=torch.cuda.is_available())
@@ -77,20 +78,20 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
         )
 
 
-def check_reference(spec: ModelSpec, folder: str) -> None:
-    """Raises ValueError where the KL term's reference policy is no model, or none of the policy's shape."""
+def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
+    """Raises ValueError where the model that `key` names is none, or not of the policy's shape."""
     try:
         if is_torch_dist(folder):  # a run's checkpoint, or a converted model
             open_weights(folder, spec)
             return
         reference = load_model_config(folder, spec.family).dimensions()
     except InputError as error:
-        raise InputError(f"algorithm.kl.reference: {error}") from None
+        raise InputError(f"{key}: {error}") from None
     for name, own in spec.dimensions().items():
         if reference[name] != own and name != "max_positions":
             raise InputError(
-                f"algorithm.kl.reference: {folder} has {name} {reference[name]}, the policy {own}; "
-                "the reference must be a model of the policy's shape"
+                f"{key}: {folder} has {name} {reference[name]}, the policy {own}; "
+                "it must be a model of the policy's shape"
             )
 
 

@@ -98,17 +98,18 @@ class RLTrainer(Trainer):
             self.journal.progress.start(self.start)
 
     def train_step(self, step: int) -> None:
-        sampled = self.sample(step)
+        sampled, gather = self.sample(step), self.policy.layout.gather
+        rollouts, mini_batches, known = sampled.rollouts, sampled.mini_batches, sampled.selection
         # Each rollout gets an advantage from the rewards of its group (with algorithm.advantage.kind: history also from
         # those of earlier steps), and each of its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by
         # default the mini-batch's groups times the rollouts of the token's group times rollout.max_new_tokens.
-        # selection.weights multiplies it. The mini-batch's loss is sum(weight * loss of the token).
-        selection, gather = sampled.selection, self.policy.layout.gather
-        batch = TrainBatch.build(sampled.rollouts, self.config, gather, selection.baseline, selection.weights)
-        reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
+        # known.weights multiplies it. A mini-batch's loss is sum(weight * token's loss).
+        implicit = self.policy.implicit_rewards(rollouts, mini_batches)  # None without the reward prime
+        batch = TrainBatch.build(rollouts, self.config, gather, known.baseline, known.weights, implicit)
+        reference = self.policy.reference_logprobs(rollouts, mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
-        updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
+        updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
         # Returns once each server has proved by checksums (rollout.proof) that it has the new weights; one that fails
         # is restarted. They sample step + 1.
         pushed = self.serving.push(step)

@@ -70,9 +70,10 @@ class Rollout:
     weights than it said); the last two are not trained on. Files also have "partial" ones: what there was of a response
     when new weights came, which a resumed run continues; its finish_reason is "abort". `server`: the name of the server
     that it came from.
-    `reward_parts`: the value of each reward function, by its name in `reward.functions`. `prompt` (what the model was
-    given, special tokens included), `response` (what the reward functions were given) and `answer` (plain data) are
-    for people; None in the files of runs from before they were stored.
+    `reward_parts`: the value of each reward function, by its name in `reward.functions`. `step_rewards`: (start, end,
+    reward) spans over the response tokens, process rewards of the response's steps; empty where no function gives any.
+    `prompt` (what the model was given, special tokens included), `response` (what the reward functions were given) and
+    `answer` (plain data) are for people; None in the files of runs from before they were stored.
     """
 
     rollout_id: str
@@ -92,6 +93,7 @@ class Rollout:
     prompt: str | None = None
     response: str | None = None
     answer: Any = None
+    step_rewards: list[tuple[int, int, float]] = field(default_factory=list)
 
     def to_json(self) -> str:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
@@ -103,7 +105,8 @@ class Rollout:
         try:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
-        except TypeError as error:
+            rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
+        except (TypeError, ValueError) as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout
 
@@ -221,11 +224,14 @@ class RolloutBatch(Sequences):
     weight_versions: np.ndarray  # int32 [R]: of the weights that each token was sampled from; -1 for an unknown one
     finish_reasons: list[str]
     servers: list[str]  # their names
+    # float64 [R]: where a step of the response ends its process reward, NaN elsewhere; None: no rollout has steps
+    step_rewards: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of what there is one of for each token, which is nearly all."""
-        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes
+        steps = 0 if self.step_rewards is None else self.step_rewards.nbytes
+        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes + steps
 
     def name(self, sequence: int) -> str:
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
@@ -247,6 +253,10 @@ class RolloutBatch(Sequences):
             fields[name] = [x for b in batches for x in getattr(b, name)]
         for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions"):
             fields[name] = concatenate([getattr(b, name) for b in batches])
+        if any(b.step_rewards is not None for b in batches):
+            none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
+            steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
+            fields["step_rewards"] = concatenate(steps)
         return cls(**fields)
 
     def take(self, members: np.ndarray) -> RolloutBatch:
@@ -269,6 +279,7 @@ class RolloutBatch(Sequences):
             weight_versions=self.weight_versions[self.per_token(kept)],
             finish_reasons=[self.finish_reasons[s] for s in members],
             servers=[self.servers[s] for s in members],
+            step_rewards=None if self.step_rewards is None else self.step_rewards[self.per_token(kept)],
         )
 
     @classmethod
@@ -298,4 +309,16 @@ class RolloutBatch(Sequences):
             weight_versions=np.concatenate(versions or [np.zeros(0, np.int32)]),
             finish_reasons=[r.finish_reason for r in rollouts],
             servers=[r.server for r in rollouts],
+            step_rewards=_at_their_ends(rollouts),
         )
+
+
+def _at_their_ends(rollouts: Sequence[Rollout]) -> np.ndarray | None:
+    """`RolloutBatch.step_rewards`. Rewards of steps that end at the same token add up."""
+    if not any(r.step_rewards for r in rollouts):
+        return None
+    each = [np.full(sum(r.response_mask), np.nan) for r in rollouts]
+    for rewards, r in zip(each, rollouts, strict=True):
+        for _, end, reward in r.step_rewards:
+            rewards[end - 1] = np.nansum([rewards[end - 1], reward])
+    return np.concatenate(each)

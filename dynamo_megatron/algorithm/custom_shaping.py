@@ -19,7 +19,7 @@ class TokenInputs:
     rollout.temperature), natural logs.
     """
 
-    advantages: torch.Tensor  # float64, of the token's rollout; with advantage.kind otb the token's own
+    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb and process rewards its own
     logprobs: torch.Tensor
     entropy: torch.Tensor  # H, nats
     expected_pi_lambda: torch.Tensor  # sum_v p_v^2 (log p_v + H)

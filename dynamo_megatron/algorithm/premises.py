@@ -57,7 +57,7 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
             "gives more rollouts is also trained on more; set algorithm.loss.aggregation=prompt_mean"
         )
-    functions = len(config.reward.functions)
+    functions = len(config.reward.outcomes)
     if kind == "neyman" and allocation.variance != "empirical" and functions > 1:
         warnings.append(
             f"algorithm.allocation.variance={allocation.variance} goes by whether a rollout succeeded, but the reward "

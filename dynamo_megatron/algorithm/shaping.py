@@ -51,11 +51,13 @@ def shape_tokens(
     config: AlgorithmConfig,
     *,
     seed: int,
+    process: np.ndarray | None = None,
 ) -> Shaped:
     """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
 
     advantages, weights: float64 [S], one a rollout. stats: float32 [R], of the policy that the step began with. `seed`:
-    of clip_cov's random keys. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
+    of clip_cov's random keys. `process`: float64 [R], added to the advantage of each token; None: there are no process
+    rewards. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
     2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
     """
     member = np.zeros(len(advantages), bool)
@@ -72,6 +74,8 @@ def shape_tokens(
         energies = token_energies(logprobs.numpy(), collision.numpy())
         of_tokens = token_baselines(advantages[members], group, energies, lengths, config.advantage.singleton)
         a = a - torch.from_numpy(of_tokens)
+    if process is not None:
+        a = a + torch.from_numpy(process)[here]
     if (shaping := config.advantage.entropy_shaping) is not None:
         names = tuple(rollouts.rollout_ids[s] for s in members)
         owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))

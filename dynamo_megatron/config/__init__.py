@@ -330,6 +330,17 @@ class Config(Section):
         if self.rollout.keep_last is not None and self.checkpoint.every is None:
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
+    @property
+    def frozen_models(self) -> dict[str, str]:
+        """key -> folder of each model beside the policy: the KL term's reference, and the two of the reward `prime`."""
+        found = {}
+        if self.algorithm.kl.coef:
+            found["algorithm.kl.reference"] = self.algorithm.kl.reference or self.model.path
+        if (prime := self.reward.prime).model is not None:
+            found["reward.prime.model"] = prime.model
+            found["reward.prime.reference"] = prime.reference or self.model.path
+        return found
+
     def with_servers(self, ranks: int, nodes: int) -> Config:
         """As `RolloutConfig.with_servers`."""
         return self.model_copy(update={"rollout": self.rollout.with_servers(ranks, nodes)})

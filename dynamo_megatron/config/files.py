@@ -356,6 +356,7 @@ _IDENTITY = (
     "reward.format",
     "reward.code.score",
     "reward.code.tests",
+    "reward.prime",
     "algorithm",
     "rollout.temperature",
     "rollout.max_new_tokens",

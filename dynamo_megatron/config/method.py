@@ -32,6 +32,13 @@ class EntropyShapingConfig(Section):
     kappa: Annotated[float, Field(gt=1)] = 2.0
 
 
+class ProcessConfig(Section):
+    """Of rewards of a response's steps, where there are any: A_t = A + weight * sum_{k >= t} gamma^(k-t) (r_k - b)."""
+
+    weight: Annotated[float, Field(ge=0)] = 1.0  # of the return of process rewards beside the outcome's advantage
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount of a later step's reward, per token
+
+
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
 ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
 LOSSES = ("clip", "cispo")
@@ -57,6 +64,7 @@ class AdvantageConfig(Section):
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
+    process: ProcessConfig = ProcessConfig()
     # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/your-own.md)
     entropy_shaping: EntropyShapingConfig | str | None = None
 

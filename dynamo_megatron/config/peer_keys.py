@@ -56,6 +56,12 @@ TABLE = (
         "`dr_grpo` does not divide by the standard deviation",
     ),
     Row(
+        "algorithm.gamma algorithm.lam",
+        "--gamma --lambd",
+        "algorithm.advantage.process.gamma",
+        "of rewards of steps; without a critic GAE's lambda only multiplies gamma: set it to the product of the two",
+    ),
+    Row(
         "actor.policy_loss.loss_mode",
         "",
         "algorithm.loss.clip_cov algorithm.loss.kl_cov algorithm.loss.ratio algorithm.loss.kind",

@@ -51,8 +51,17 @@ class CodeConfig(Section):
     python: str | None = None  # interpreter of the programs; None: the trainer's, without any packages
 
 
+class PrimeConfig(Section):
+    """The implicit process reward of PRIME (arXiv 2502.01456), of each response token."""
+
+    # prime: folder of the implicit process reward model, as model.path and of its shape; it is not trained
+    model: str | None = None
+    reference: str | None = None  # prime: folder of the model that it was trained against; None: model.path
+    beta: Annotated[float, Field(gt=0)] = 0.05  # prime: times the log-ratio of the two
+
+
 class RewardConfig(Section):
-    # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | module:function | http://
+    # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | prime | module:function | http://
     functions: Annotated[list[str], Field(min_length=1)] = ["math"]
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
@@ -62,6 +71,17 @@ class RewardConfig(Section):
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
     format: FormatConfig = FormatConfig()
     code: CodeConfig = CodeConfig()
+    prime: PrimeConfig = PrimeConfig()
+
+    @property
+    def outcomes(self) -> list[str]:
+        """Those of `functions` that a whole response gets a number from."""
+        return [name for name in self.functions if name != "prime"]
+
+    @property
+    def implicit(self) -> bool:
+        """Each response token has an implicit process reward."""
+        return "prime" in self.functions
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -75,6 +95,19 @@ class RewardConfig(Section):
             raise ValueError(
                 f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prime_has_its_models(self) -> RewardConfig:
+        if self.functions[0] == "prime":
+            raise ValueError(
+                "functions: prime rewards tokens, and whether a rollout succeeds is the first function's to say; name "
+                "another one before it, such as [math, prime]"
+            )
+        if self.implicit and self.prime.model is None:
+            raise ValueError("prime.model: name the folder of the implicit process reward model (docs/rewards.md)")
+        if not self.implicit and self.prime != PrimeConfig():
+            raise ValueError("prime: is about the reward prime; put it into functions, such as [math, prime]")
         return self
 
     @model_validator(mode="after")

@@ -132,7 +132,7 @@ def host_memory(
             if config.checkpoint.async_save:
                 save += formulas.WIDTH[dtype] * static.optimizer_elements  # its share of the weights, until written
             load += formulas.load_staging(stage.dense + stage.experts)
-            reference += references[rank // per_stage] if config.algorithm.kl.coef else 0
+            reference += references[rank // per_stage] * len(set(config.frozen_models.values()))
             offloaded += copied[rank // per_stage] if turns else 0
             state += 0 if cuda else static.total
         servers = -(-config.rollout.servers * len(here) // ranks) if _serves_here(config) else 0

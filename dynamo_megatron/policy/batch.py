@@ -16,6 +16,7 @@ from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.overlong import overlong_penalty
+from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.transfer import to_device
@@ -27,9 +28,11 @@ class TrainBatch:
     """The S rollouts of a step with what the loss needs of each; the same on every rank."""
 
     rollouts: RolloutBatch
-    advantages: np.ndarray  # float64 [S]
+    advantages: np.ndarray  # float64 [S], of the outcome
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains the rollout
     weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch, times the prompt's
+    process: np.ndarray | None = None  # float64 [R], what process rewards add to the advantage of each token
+    implicit_rewards: np.ndarray | None = None  # float64 [R], of the reward `prime`
 
     @classmethod
     def build(
@@ -39,10 +42,12 @@ class TrainBatch:
         gather: Callable[[str], list[str]] | None = None,
         baseline: Baseline | None = None,
         prompt_weights: np.ndarray | None = None,
+        implicit_rewards: np.ndarray | None = None,
     ) -> TrainBatch:
         """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
         `baseline`: what is known of each rollout's prompt besides its group (`Selection.baseline`). `prompt_weights`:
-        float64 [S], of each rollout's prompt, which multiplies its token weights; None: 1.
+        float64 [S], of each rollout's prompt, which multiplies its token weights; None: 1. `implicit_rewards`: as
+        `Policy.implicit_rewards` gives them.
 
         Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
         """
@@ -64,7 +69,19 @@ class TrainBatch:
             )
         if prompt_weights is not None:
             weights *= prompt_weights
-        return cls(rollouts, advantages, mini_batch, weights)
+        rewards = [r for r in (rollouts.step_rewards, implicit_rewards) if r is not None]
+        lengths, advantage = rollouts.response_lengths, config.algorithm.advantage
+        process = sum(process_advantages(r, group, lengths, advantage) for r in rewards) if rewards else None
+        return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards)
+
+    @property
+    def mean_process(self) -> np.ndarray:
+        """float64 [S], of `process`, each over the tokens of the rollout."""
+        lengths = self.rollouts.response_lengths
+        if self.process is None:
+            return np.zeros(len(lengths))
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        return np.bincount(owner, self.process, len(lengths)) / np.maximum(lengths, 1)
 
     @property
     def mini_batches(self) -> list[np.ndarray]:

@@ -22,12 +22,12 @@ from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
-from dynamo_megatron.checkpoint.policy_weights import load_folder
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
+from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.gradients import reduced_afterwards, wrap
 from dynamo_megatron.policy.head_loss import (
     Finite,
@@ -60,15 +60,7 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._packer = Packer(spec, config, layout)
         self.chunks = build_chunks(spec, config, layout)
-        # In host memory: the reference's parameters, or the policy's while those of the reference are in their place.
-        self._held: list[torch.Tensor] = []
-        kl = config.algorithm.kl
-        if kl.coef:
-            load_folder(self.chunks, spec, kl.reference or config.model.path, layout)
-            cuda, copies = torch.cuda.is_available(), (p.detach().to("cpu", copy=True) for p in self._parameters)
-            self._held = [copy.pin_memory() if cuda else copy for copy in copies]
-        if not kl.coef or kl.reference not in (None, config.model.path):
-            load_folder(self.chunks, spec, config.model.path, layout)
+        self._frozen = FrozenModels(self.chunks, spec, config, layout)
         if spec.tied and layout.is_last_stage:
             self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         self.ddp = wrap(self.chunks, layout)
@@ -133,16 +125,24 @@ class Policy:
         )
 
     @torch.no_grad()
-    def token_stats(self, source: Sequences, mini_batches: Sequence[MiniBatch], model: str = "policy") -> TokenStats:
+    def token_stats(
+        self,
+        source: Sequences,
+        mini_batches: Sequence[MiniBatch],
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> TokenStats:
         """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
 
-        `model`: whose weights they are, for messages. Raises, on every rank, NonFiniteError, and ValueError for a token
-        that the vocabulary does not have: its embedding would be zeros or a row of padding."""
+        `model`: whose weights they are, for messages. `temperature`: None: the rollouts'. Raises, on every rank,
+        NonFiniteError, and ValueError for a token that the vocabulary does not have: its embedding would be zeros or a
+        row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
+        head = self._head if temperature is None else {**self._head, "temperature": temperature}
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head)
+            stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **head)
             rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
             found.append((micro_batch.slots, torch.stack(rows)))
             return hidden.new_zeros(())
@@ -170,23 +170,24 @@ class Policy:
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy, or None where no KL term is on. Raises as `token_stats`."""
-        kl = self.config.algorithm.kl
-        if kl.coef == 0:
+        folder = self.config.frozen_models.get("algorithm.kl.reference")
+        if folder is None:
             return None
-        self._change_places()
-        try:
-            model = f"reference model {kl.reference or self.config.model.path}"
-            return self.token_stats(source, mini_batches, model).logprobs
-        finally:
-            self._change_places()  # whatever has happened: the policy's weights may be saved yet
+        with self._frozen.in_place_of_policy(folder):
+            return self.token_stats(source, mini_batches, f"reference model {folder}").logprobs
 
-    @torch.no_grad()
-    def _change_places(self) -> None:
-        """What is held goes to where the parameters are, and those to host memory: never a third copy."""
-        for parameter, held in zip(self._parameters, self._held, strict=True):
-            present = parameter.clone()
-            parameter.copy_(held)
-            held.copy_(present)
+    def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
+        """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
+        trained; None where it is not on. Raises as `token_stats`."""
+        if not self.config.reward.implicit:
+            return None
+        logprobs = []
+        for key in ("reward.prime.model", "reward.prime.reference"):
+            folder = self.config.frozen_models[key]
+            with self._frozen.in_place_of_policy(folder):
+                stats = self.token_stats(source, mini_batches, f"{key} {folder}", temperature=1.0)
+            logprobs.append(stats.logprobs.double().numpy())
+        return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
 
     def update(
         self,
@@ -213,6 +214,7 @@ class Policy:
             stats,
             self.config.algorithm,
             seed=self.config.seed,
+            process=batch.process,
         )
         engine = torch.from_numpy(batch.rollouts.engine_logprobs)
         old = engine if self.config.algorithm.loss.old == "engine" else stats.logprobs

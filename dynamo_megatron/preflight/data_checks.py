@@ -58,7 +58,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
     bad = False
     for prompt, (right, wrong) in zip(prompts, scores, strict=True):
         for what, score in ((f"its answer {str(prompt.answer)!r:.60}", right), (f"the answer {WRONG!r}", wrong)):
-            where = f"reward.functions: {', '.join(config.functions)} on prompt {prompt.prompt_id!r} and {what}"
+            where = f"reward.functions: {', '.join(config.outcomes)} on prompt {prompt.prompt_id!r} and {what}"
             if score.status == "reward_timeout":
                 bad = True
                 yield failed(
@@ -69,7 +69,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
         return
     rewards = [(right.reward, wrong.reward) for right, wrong in scores]
     shown = "; ".join(f"{right:g} and {wrong:g}" for right, wrong in rewards)
-    yield ok(f"{', '.join(config.functions)} on the answer and on {WRONG!r}: {shown}")
+    yield ok(f"{', '.join(config.outcomes)} on the answer and on {WRONG!r}: {shown}")
     if all(right == wrong for right, wrong in rewards):
         yield note(
             "the answer itself scores as the wrong one does: if the reward does not ask for a form of its own (tags, "

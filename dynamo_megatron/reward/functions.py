@@ -1,14 +1,19 @@
 """Reward functions by name, and what they may return.
 
-A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that runs
-elsewhere is a URL (`http.py`).
+A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that also rewards
+the steps of a response returns
+
+    {"reward": number, "steps": [(start, end, number), ...]}
+
+with spans of characters of the response in order, none in another (`checked_steps`). One that runs elsewhere is a URL
+(`http.py`).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +36,10 @@ CONFIGURED = {
     "code": "dynamo_megatron.reward.code_answer:code_reward",
 }
 URLS = ("http://", "https://")
+Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
 
 
-def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], float]:
+def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], Any]:
     """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line), also where there
     is no sandbox for `code`."""
     if name in CONFIGURED:
@@ -54,3 +60,33 @@ def checked(value: Any) -> float:
     if abs(value) > LARGEST_REWARD:
         raise ValueError(f"returned {float(value):g}, of more than {LARGEST_REWARD:g} in size")
     return float(value)
+
+
+def checked_steps(value: Any, characters: int) -> tuple[float, list[Step]]:
+    """What a function has returned for a response of that many characters: its reward, and those of its steps, if any.
+
+    Raises ValueError for a reward that `checked` does not take, and for steps that are not of the form above.
+    """
+    if not isinstance(value, Mapping):
+        return checked(value), []
+    if set(value) != {"reward", "steps"}:
+        raise ValueError(f"returned a dictionary with the keys {sorted(map(str, value))}, not reward and steps")
+    if not isinstance(value["steps"], Sequence) or isinstance(value["steps"], str):
+        raise ValueError(f"returned steps {value['steps']!r:.80}, not a list of (start, end, reward)")
+    steps: list[Step] = []
+    for number, step in enumerate(value["steps"], 1):
+        if not isinstance(step, Sequence) or isinstance(step, str) or len(step) != 3:
+            raise ValueError(f"returned {step!r:.80} as step {number}, not (start, end, reward)")
+        start, end, reward = step
+        before = steps[-1][1] if steps else 0
+        whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in (start, end))
+        if not whole or not before <= start < end <= characters:
+            raise ValueError(
+                f"returned step {number} from {start!r:.40} to {end!r:.40}; give characters from {before}, where the "
+                f"one before ends, to {characters}, the response's end, at least one"
+            )
+        try:
+            steps.append((int(start), int(end), checked(reward)))
+        except ValueError as error:
+            raise ValueError(f"{error}, as the reward of step {number}") from None
+    return checked(value["reward"]), steps

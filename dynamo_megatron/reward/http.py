@@ -9,7 +9,8 @@ with at most 64 samples (what JSON does not know, such as a date, goes as its te
 
     {"rewards": [number, ...]}
 
-as many finite numbers, in the same order, uncompressed. Several requests may be under way at once. A request is sent
+as many finite numbers, in the same order, uncompressed; in place of a number also {"reward": number, "steps":
+[[start, end, number], ...]} (`functions.py`). Several requests may be under way at once. A request is sent
 again, later and later, where the connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a
 service answers becomes an outcome of the samples that were asked for, and nothing else.
 """
@@ -28,7 +29,7 @@ import aiohttp
 from yarl import URL
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.functions import checked
+from dynamo_megatron.reward.functions import checked_steps
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show_exception
 from dynamo_megatron.types import Prompt
@@ -77,8 +78,8 @@ class HttpReward:
             raise RuntimeError(f"reward.functions: {self._name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
 
     async def score(self, prompt: Prompt, response: str) -> tuple:
-        """("parts", {url: reward}), ("error", url, text), or ("timeout", url, text) where no answer came within the
-        deadline.
+        """("parts", {url: reward}, *steps), ("error", url, text), or ("timeout", url, text) where no answer came within
+        the deadline.
 
         A deadline that passes after an attempt has failed is an error: the service is down, not slow.
         Raises RuntimeError after `close`.
@@ -101,7 +102,8 @@ class HttpReward:
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
             outcome = asyncio.run_coroutine_threadsafe(self._outcome(encoded), self._loop)
-        return await asyncio.wrap_future(outcome)
+        kind, *rest = await asyncio.wrap_future(outcome)
+        return self._checked(rest[0], len(response)) if kind == "value" else (kind, *rest)
 
     def close(self) -> None:
         """Ends the requests under way, the session and the thread; what waits is cancelled. May be called twice."""
@@ -149,7 +151,7 @@ class HttpReward:
                 outcome.set_result(result)
 
     async def _answer(self, body: bytes, count: int) -> list[tuple]:
-        """An outcome for each of `count` samples, whatever the service answers."""
+        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure."""
         failure, pause = None, FIRST_PAUSE
         try:
             async with asyncio.timeout(self._deadline):
@@ -198,11 +200,12 @@ class HttpReward:
             raise _Unreadable(f'the answer is not {{"rewards": [...]}} but {reply.decode(errors="replace")!r:.80}')
         if len(rewards) != count:
             raise _Unreadable(f"gave {len(rewards)} rewards for {count} samples")
-        return [self._checked(reward) for reward in rewards]
+        return [("value", reward) for reward in rewards]
 
-    def _checked(self, reward: Any) -> tuple:
+    def _checked(self, value: Any, characters: int) -> tuple:
         try:
-            return ("parts", {self._name: checked(reward)})
+            reward, steps = checked_steps(value, characters)
+            return ("parts", {self._name: reward}, *steps)
         except (ValueError, OverflowError) as error:
             return ("error", self._name, str(error))
 

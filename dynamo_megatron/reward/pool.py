@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.functions import URLS
+from dynamo_megatron.reward.functions import URLS, Step
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -40,13 +40,15 @@ class RewardError(InputError):
 @dataclass(frozen=True)
 class Score:
     """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok", and
-    `failure` says in one line which function failed, and how, where it is not."""
+    `failure` says in one line which function failed, and how, where it is not. `steps`: those that the functions
+    reward."""
 
     reward: float
     success: bool
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
     failure: str = field(default="", compare=False)
+    steps: list[Step] = field(default_factory=list)
 
 
 class RewardPool:
@@ -58,14 +60,15 @@ class RewardPool:
     number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`). The same holds for a
     service, by `HttpReward`'s rules; where all functions are services there are no processes.
     The reward is `config.fusion` over the functions' values; a sample succeeds where the first function gives at least
-    `config.success_threshold`. May be used from any event loop and thread.
+    `config.success_threshold`. `prime` is no function of a response: the ranks compute it (`Policy.implicit_rewards`).
+    May be used from any event loop and thread.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         if len(set(config.functions)) < len(config.functions):
             raise InputError(f"reward.functions: a function is named twice in {config.functions}")
         self._config = config
-        self._local = [name for name in config.functions if not name.startswith(URLS)]
+        self._local = [name for name in config.outcomes if not name.startswith(URLS)]
         self._services: list[HttpReward] = []
         # Blocking reads in threads, not asyncio's: the pool outlives event loops.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
@@ -117,7 +120,7 @@ class RewardPool:
             service.close()
 
     def _open_services(self) -> None:
-        if len(self._local) == len(self._config.functions):
+        if len(self._local) == len(self._config.outcomes):
             return
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
         from dynamo_megatron.reward.http import HttpReward
@@ -126,7 +129,7 @@ class RewardPool:
         if variable is not None and not os.environ.get(variable):
             raise InputError(f"reward.api_key_env: the environment variable {variable} is not set")
         key = os.environ[variable] if variable is not None else ""
-        for name in self._config.functions:
+        for name in self._config.outcomes:
             if name not in self._local:
                 service = HttpReward(name, self._config.deadline, key)
                 service.start()
@@ -166,16 +169,18 @@ class RewardPool:
         return reply
 
     def _combined(self, prompt: Prompt, response: str, replies: list[tuple]) -> Score:
-        """Each of `replies` is ("parts", {function: value}), ("timeout", function, text), or, with any other first
-        word, a failure: (word, function, text, [frames])."""
+        """Each of `replies` is ("parts", {function: value}, *steps), ("timeout", function, text), or, with any other
+        first word, a failure: (word, function, text, [frames])."""
         late = next((reply for reply in replies if reply[0] == "timeout"), None)
         failed = next((reply for reply in replies if reply[0] not in ("parts", "timeout")), None)
         if failed is None and late is None:
-            values = {name: value for _, parts in replies for name, value in parts.items()}
-            parts = {name: values[name] for name in self._config.functions}
+            values = {name: value for _, parts, *_ in replies for name, value in parts.items()}
+            parts = {name: values[name] for name in self._config.outcomes}
+            steps = [step for reply in replies for step in reply[2:]]
             reward = FUSIONS[self._config.fusion](list(parts.values()))
             if abs(reward) <= LARGEST_REWARD:
-                return Score(reward, parts[self._config.functions[0]] >= self._config.success_threshold, parts)
+                success = parts[self._config.outcomes[0]] >= self._config.success_threshold
+                return Score(reward, success, parts, steps=steps)
             text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
             failed = ("error", ", ".join(parts), text)
         if failed is not None and self._config.on_error == "raise":

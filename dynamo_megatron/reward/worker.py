@@ -1,8 +1,8 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
 Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and
-from then on answers each (prompt, response) with ("parts", {name: value}) or ("error", function, "Type: text (file,
-line N)", frames). It ends with the socket.
+from then on answers each (prompt, response) with ("parts", {name: value}, *steps) or ("error", function, "Type: text
+(file, line N)", frames); a step is (start, end, reward). It ends with the socket.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.reward.functions import checked, load_function
+from dynamo_megatron.reward.functions import checked_steps, load_function
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.runtime.user_code import failure
@@ -44,13 +44,14 @@ def main(descriptor: int) -> None:
 
 
 def _score(functions: dict[str, Callable], prompt: Prompt, response: str) -> tuple:
-    parts = {}
+    parts, steps = {}, []
     for name, function in functions.items():
         try:
-            parts[name] = checked(function(prompt, response))
+            parts[name], more = checked_steps(function(prompt, response), len(response))
+            steps += more
         except (Exception, SystemExit) as error:  # the user's function may raise anything; the parent decides
             return ("error", name, *failure(error))
-    return ("parts", parts)
+    return ("parts", parts, *steps)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
 
@@ -357,6 +358,8 @@ class Generator:
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
+            if score.steps:
+                rollout.step_rewards = token_spans(score.steps, response.tokens, text, self._tokenizer)
         return rollout, failure
 
     def _unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:

@@ -80,6 +80,8 @@ def type_fault(rollout: Rollout) -> str:
         wrong.append("success")
     if not isinstance(parts, dict) or not all(map(_number, parts.values())):
         wrong.append("reward_parts")
+    if not all(len(step) == 3 and _integers(step[:2]) and _number(step[2]) for step in rollout.step_rewards):
+        wrong.append("step_rewards")
     return f"{wrong[0]} {_shown(getattr(rollout, wrong[0]))} is of another type than a rollout's" if wrong else ""
 
 
@@ -113,6 +115,8 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
     reward = rollout.reward
     if type(reward) not in (int, float) or not abs(reward) <= LARGEST_REWARD or type(rollout.success) is not bool:
         return f"reward {_shown(reward)}, success {_shown(rollout.success)}"
+    if fault := _steps_fault(rollout.step_rewards, len(tokens) - prompt):
+        return fault
     return response_fault(
         tokens[prompt:],
         rollout.engine_logprobs,
@@ -121,6 +125,15 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
         vocab_size=vocab_size,
         max_new_tokens=max_new_tokens,
     )
+
+
+def _steps_fault(steps: Sequence[Any], length: int) -> str:
+    for step in steps:
+        if len(step) != 3 or not _integers(step[:2]) or not 0 <= step[0] < step[1] <= length:
+            return f"step {_shown(step)} of a response of {length} tokens"
+        if type(step[2]) not in (int, float) or not abs(step[2]) <= LARGEST_REWARD:
+            return f"reward {_shown(step[2])} of a step"
+    return ""
 
 
 def _integers(values: Sequence[Any]) -> bool:

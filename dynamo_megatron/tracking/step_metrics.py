@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.clock import Clock
-    from dynamo_megatron.types import TokenStats
+    from dynamo_megatron.types import RolloutBatch, TokenStats
     from dynamo_megatron.weight_sync.push import PushReport
 
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
@@ -83,6 +83,7 @@ def step_metrics(
     `policy/selected_share`, `reward/overlong_penalty`,
     `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
     the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
+    `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
     `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
     updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
     measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
@@ -123,7 +124,7 @@ def step_metrics(
         "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
         **_shares(updates, len(difference), config),
         "policy/grad_norm": grad_norm,
-        **variance_proxy(rollouts, batch.advantages, stats, grad_norm, algorithm.advantage),
+        **variance_proxy(batch, stats, grad_norm, algorithm.advantage),
         "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
         **spike_count(updates, config),
         "policy/learning_rate": config.learning_rate(record.step),
@@ -134,6 +135,7 @@ def step_metrics(
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
+        **_of_process_rewards(sampled, batch),
         **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
@@ -205,6 +207,16 @@ def _of_options(record: StepRecord, differing: int, trained: int, waited: float,
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
     return options | _of_staleness(record, waited)
+
+
+def _of_process_rewards(sampled: RolloutBatch, batch: TrainBatch) -> dict[str, float]:
+    """Of a rollout the sum over its steps or, of the reward `prime`, which only trained ones have, over its tokens."""
+    named = {"steps": (sampled, sampled.step_rewards), "prime": (batch.rollouts, batch.implicit_rewards)}
+    return {
+        f"reward/{name}": float(np.nansum(rewards)) / max(1, len(rollouts.rollout_ids))
+        for name, (rollouts, rewards) in named.items()
+        if rewards is not None
+    }
 
 
 def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:

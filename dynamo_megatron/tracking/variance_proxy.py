@@ -11,18 +11,18 @@ from dynamo_megatron.algorithm.energy import rollout_energies, token_baselines, 
 
 if TYPE_CHECKING:
     from dynamo_megatron.config.method import AdvantageConfig
-    from dynamo_megatron.types import RolloutBatch, TokenStats
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.types import TokenStats
 
 
-def variance_proxy(
-    rollouts: RolloutBatch, advantages: np.ndarray, stats: TokenStats, grad_norm: float, config: AdvantageConfig
-) -> dict[str, float]:
-    """Metrics of a step: W is a rollout's energy, A its advantage (float64 [S]; of kind otb the mean over its tokens),
-    N the number of rollouts.
+def variance_proxy(batch: TrainBatch, stats: TokenStats, grad_norm: float, config: AdvantageConfig) -> dict[str, float]:
+    """Metrics of a step: W is a rollout's energy, A its advantage (of kind otb and with process rewards the mean over
+    its tokens), N the number of rollouts.
 
     Signal strength is the squared gradient norm of the update, whose scale is the aggregation's; total power the mean
     of A^2 W; pure noise their difference over N - 1, at least 0.
     """
+    rollouts, advantages = batch.rollouts, batch.advantages
     logprobs, collision, lengths = stats.logprobs.numpy(), stats.collision.numpy(), rollouts.response_lengths
     energies = rollout_energies(logprobs, collision, lengths)
     if config.kind == "otb":
@@ -30,6 +30,7 @@ def variance_proxy(
         of_tokens = token_baselines(advantages, group, token_energies(logprobs, collision), lengths, config.singleton)
         owner = np.repeat(np.arange(len(lengths)), lengths)
         advantages = advantages - np.bincount(owner, of_tokens, minlength=len(lengths)) / np.maximum(lengths, 1)
+    advantages = advantages + batch.mean_process
     signal, power = grad_norm**2, float(np.mean(advantages**2 * energies)) if len(energies) else 0.0
     return {
         "variance_proxy/proxy1_signal_strength": signal,

@@ -33,6 +33,7 @@ algorithm:
     positive_weight: 0.7
     overlong_buffer: 0.4
     overlong_penalty: 0.9
+    process: {weight: 0.3, gamma: 0.8}
     entropy_shaping: {alpha: 0.3}
   modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
   loss:
@@ -62,7 +63,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "sequential": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
     section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
-    section["advantage"]["normalise"] = "none"
+    section["advantage"] |= {"normalise": "none", "process": {"weight": 1.0, "gamma": 1.0}}
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")

@@ -43,6 +43,11 @@ def test_what_the_table_names_is_there(here, capsys):
         ("algorithm.adv_estimator", "of verl; here it is algorithm.advantage.kind"),
         ("custom_reward_function.path", "of verl; here it is reward.functions (module:function"),
         ("reward.custom_reward_function.path", "of verl; here it is reward.functions"),
+        (
+            "algorithm.lam",
+            "of verl; here it is algorithm.advantage.process.gamma (of rewards of steps; ",
+        ),
+        ("algorithm.advantage.process.lam", "without a critic GAE's lambda only multiplies gamma"),
         ("trainer.test_freq", "of verl; here it is eval.every"),
         ("prompt_data", "of slime; here it is data.source"),
         ("n_samples_per_prompt", "of slime; here it is algorithm.allocation"),

@@ -285,10 +285,10 @@ def test_a_step_of_a_run(run_folder, converted, tmp_path, capsys):
 
 def test_a_runs_checkpoint_may_be_the_reference_policy(run_folder, converted, tiny_model):
     checkpoint = next((run_folder / "checkpoints").iterdir())
-    check_reference(load_model_config(converted[0]), str(checkpoint))
+    check_reference(load_model_config(converted[0]), str(checkpoint), "algorithm.kl.reference")
     other = load_model_config(tiny_model("qwen2", **{**SIZES, "ffn": 32}))
     with pytest.raises(ValueError, match=r"^algorithm\.kl\.reference: .* is a checkpoint of another model: ffn_hidden"):
-        check_reference(other, str(checkpoint))
+        check_reference(other, str(checkpoint), "algorithm.kl.reference")
 
 
 def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, tmp_path, monkeypatch, capsys):

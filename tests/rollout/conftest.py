@@ -14,6 +14,8 @@ import time
 def slow(prompt, response):
     if prompt.prompt_id == "broken":
         raise KeyError("no answer")
+    if prompt.prompt_id == "steps":
+        return {"reward": 1.0, "steps": [(0, 1, 0.5), (1, len(response), -0.25)]}
     time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
     return 1.0
 """

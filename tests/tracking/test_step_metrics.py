@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
@@ -23,9 +24,19 @@ OPTIONAL = {
 }
 
 
-def metrics(clock: Clock | None = None, pushed: PushReport | None = None, rejected=(), **algorithm) -> dict[str, float]:
+def metrics(
+    clock: Clock | None = None,
+    pushed: PushReport | None = None,
+    rejected=(),
+    *,
+    steps=None,
+    implicit=None,
+    process=None,
+    **algorithm,
+) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
-    `rejected`: indices of those that the policy is said to reject."""
+    `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
+    what they add to the tokens' advantages."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
         prompt_ids=["p", "p"],
@@ -40,6 +51,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, reject
         weight_versions=np.zeros(10, np.int32),
         finish_reasons=["stop", "stop"],
         servers=["", ""],
+        step_rewards=steps,
     )
     outcomes = {"a": Outcome("completed", "server-0"), "b": Outcome("truncated", "server-0")}
     uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
@@ -51,7 +63,7 @@ def metrics(clock: Clock | None = None, pushed: PushReport | None = None, reject
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
-        SimpleNamespace(rollouts=rollouts, advantages=np.array([-1.0, 1.0])),
+        TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],
         pushed or PushReport(),
@@ -138,3 +150,16 @@ def test_what_the_servers_did():
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
     assert found["fleet/server-1/rollouts"] == 0
     assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
+
+
+def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():
+    steps = np.array([0.5, np.nan, *[np.nan] * 6, 0.25, 1.0])
+    found = metrics(steps=steps, implicit=np.full(10, 0.1))
+    assert found["reward/steps"] == 0.875 and found["reward/prime"] == pytest.approx(0.5)
+    assert not {"reward/steps", "reward/prime"} & metrics().keys()
+
+
+def test_the_variance_proxy_has_the_mean_advantage_of_a_rollouts_tokens():
+    """Outcomes -1 and 1; process rewards add .5 on average to the first and nothing to the second."""
+    found = metrics(process=np.array([0.0, 1.0, *[0.0] * 8]))
+    assert found["variance_proxy/expected_a_squared"] == (0.25 + 1) / 2

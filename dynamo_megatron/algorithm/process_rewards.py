@@ -1,0 +1,62 @@
+"""From rewards of a response's steps to what they add to the advantages of its tokens.
+
+A step's reward comes with its last token. Less the group's baseline it counts for that token and all before it: the
+return from token t is G_t = sum_{k >= t} gamma^(k-t) (r_k - b), over the tokens k at which a step ends. The outcome's
+advantage is made apart from it (as in PRIME, arXiv 2502.01456).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.config.method import AdvantageConfig
+
+
+def process_advantages(
+    rewards: np.ndarray, group: np.ndarray, lengths: np.ndarray, config: AdvantageConfig
+) -> np.ndarray:
+    """`config.process.weight` times the return of each token, float64 [R].
+
+    rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens are of.
+    The baseline goes by `config.kind`: `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv
+    2402.03300, section 4.1.3), all other kinds with the mean over the group's other rollouts of their mean step. A
+    rollout that is the only one of its group with steps gets 0, with `singleton: raw` its rewards.
+    """
+    ends = np.flatnonzero(~np.isnan(rewards))
+    owner = np.repeat(np.arange(len(lengths)), lengths)[ends]
+    steps = np.bincount(owner, minlength=len(lengths))
+    having = np.bincount(group, steps > 0, minlength=len(lengths))[group]  # rollouts of the group with steps
+    values = rewards[ends]
+    if config.kind in ("grpo", "dr_grpo"):
+        centred = group_advantages(values, group[owner].tolist(), config.kind, eps=config.eps)
+    else:
+        centred = _leave_one_out(values, owner, steps, group, having)
+    left = np.where(config.singleton == "raw", values, 0.0)
+    each = np.zeros(len(rewards))
+    each[ends] = np.where(having[owner] == 1, left, centred)
+    return config.process.weight * discounted_returns(each, lengths, config.process.gamma)
+
+
+def _leave_one_out(
+    values: np.ndarray, owner: np.ndarray, steps: np.ndarray, group: np.ndarray, having: np.ndarray
+) -> np.ndarray:
+    """float64 [steps]. Measured from the group's lowest step, equal steps are exactly 0."""
+    lowest = np.full(len(steps), np.inf)
+    np.minimum.at(lowest, group[owner], values)
+    shifted = values - lowest[group[owner]]
+    mean = np.bincount(owner, shifted, minlength=len(steps)) / np.maximum(steps, 1)
+    others = np.bincount(group, mean, minlength=len(steps))[group] - mean
+    return shifted - (others / np.maximum(having - 1, 1))[owner]
+
+
+def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
+    """G_t = r_t + gamma G_{t+1} within each rollout, 0 after its end, float64 [R]. lengths: int64 [S]."""
+    ends = np.cumsum(lengths)[np.argsort(-lengths, kind="stable")]  # the longest first
+    as_long = np.cumsum(np.bincount(lengths, minlength=1)[::-1])[::-1]  # [n]: rollouts of n tokens or more
+    returns, following = np.zeros(len(rewards)), np.zeros(len(lengths))
+    for place, count in enumerate(as_long[1:], 1):  # from the end, all rollouts at once
+        here = ends[:count] - place
+        following[:count] = rewards[here] + gamma * following[:count]
+        returns[here] = following[:count]
+    return returns

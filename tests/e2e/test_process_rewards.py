@@ -1,0 +1,96 @@
+"""A run on recorded rollouts with rewards of steps and PRIME's: resumed it gives the same, and they do train."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import Rollout
+
+pytestmark = pytest.mark.full
+STEPS, PROMPTS, GROUP, RESPONSE = 4, 8, 4, 6
+
+
+def record(folder, model_path) -> None:
+    """A group of every prompt in every step, half of it right; every response has two steps."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_path), load_tokenizer(model_path)
+    rng, store = np.random.default_rng(0), RolloutStore(folder)
+    for step in range(1, STEPS + 1):
+        for i in range(PROMPTS):
+            prompt = tokenizer.encode(f"Problem {i}.\n")
+            tokens = torch.tensor([prompt + r.tolist() for r in rng.integers(5, 90, (GROUP, RESPONSE))])
+            with torch.no_grad():
+                logprobs = model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
+            chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
+            for k in range(GROUP):
+                group = group_id(step, i)
+                store.append(
+                    Rollout(
+                        rollout_id=rollout_id(group, k),
+                        group_id=group,
+                        prompt_id=f"problem-{i}",
+                        step=step,
+                        tokens=tokens[k].tolist(),
+                        response_mask=[0] * len(prompt) + [1] * RESPONSE,
+                        engine_logprobs=chosen[k].tolist(),
+                        weight_versions=[(step - 1, 0, RESPONSE)],
+                        finish_reason="length",
+                        reward=float(k % 2),
+                        success=bool(k % 2),
+                        reward_parts={},
+                        step_rewards=[(0, 2, float(rng.normal())), (2, RESPONSE, float(rng.normal()))],
+                    )
+                )
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def run(make_tiny_model, tmp_path_factory, start_run):
+    """run(name, *keys): the run's metrics and weights."""
+    folder = tmp_path_factory.mktemp("process")
+    models = [make_tiny_model(folder / f"model-{seed}", dtype="float32", seed=seed) for seed in range(2)]
+    record(folder / "record", models[0])
+    problems = [{"id": f"problem-{i}", "problem": f"Problem {i}.", "answer": ""} for i in range(PROMPTS)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    config = {
+        "model": {"path": str(models[0]), "dtype": "float32", "max_length": 256},
+        "data": {"source": str(folder / "problems.jsonl"), "template": "{prompt}\n", "batch_prompts": PROMPTS},
+        "rollout": {"max_new_tokens": RESPONSE, "engine": "recorded", "recorded": str(folder / "record")},
+        "reward": {"functions": ["math", "prime"], "prime": {"model": str(models[1])}},
+        "algorithm": {
+            "allocation": {"kind": "uniform", "budget": PROMPTS * GROUP},
+            "advantage": {"process": {"gamma": 0.9}},
+        },
+        "optimizer": {"lr": 1e-6, "warmup_steps": 0},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def go(name: str, *keys: str):
+        output = folder / name
+        process = start_run(folder, folder / "config.yaml", f"output_dir={output}", *keys)
+        assert process.wait() == 0, process.text[-3000:]
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        timed = ("time/", "throughput/", "resources/")
+        rows = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+        return rows, {k: v for file in (output / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+
+    return go
+
+
+def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
+    straight, weights = run("straight", f"trainer.steps={STEPS}")
+    run("cut", "trainer.steps=2")
+    resumed, again = run("cut", f"trainer.steps={STEPS}")
+    assert resumed == straight and len(straight) == STEPS
+    assert weights and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)
+    without, others = run("without", f"trainer.steps={STEPS}", "algorithm.advantage.process.weight=0")
+    assert [row["reward/steps"] for row in without] == [row["reward/steps"] for row in straight]
+    assert any(not torch.equal(weights[name], others[name]) for name in weights)

@@ -1,0 +1,114 @@
+"""Process rewards in the batch that is trained on: added to the outcome's advantage, token by token, or not there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.algorithm.baseline import Baseline
+from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+
+METHODS = Path(__file__).parents[2] / "configs" / "methods"
+NAMES = sorted(path.stem for path in METHODS.glob("*.yaml"))
+# group, outcome, tokens
+ROWS = [("a", 1.0, 3), ("a", 0.0, 5), ("b", 0.0, 1), ("b", 1.0, 8), ("b", 1.0, 2), ("c", 1.0, 4)]
+
+
+def rollouts(*rows: tuple[str, float, list[float | None]]) -> RolloutBatch:
+    """(group, outcome, the reward that ends at each token or None) of each."""
+    made = []
+    for i, (group, reward, rewards) in enumerate(rows):
+        steps = [(t, t + 1, r) for t, r in enumerate(rewards) if r is not None]
+        tokens, mask = [1, 2, *[3] * len(rewards)], [0, 0, *[1] * len(rewards)]
+        versions, logprobs = [(0, 0, len(rewards))], [-1.0] * len(rewards)
+        identity = (f"{group}-{i}", group, group, 1)
+        made.append(
+            Rollout(*identity, tokens, mask, logprobs, versions, "stop", reward, reward > 0, {}, step_rewards=steps)
+        )
+    return RolloutBatch.from_rollouts(made)
+
+
+def configured(method: str = "grpo", *overrides: str) -> Config:
+    fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=8"]
+    return compose([str(METHODS / f"{method}.yaml")], [*fixed, *overrides])[0]
+
+
+def token_advantages(batch: TrainBatch, config: Config) -> np.ndarray:
+    """float32 [R], of all mini-batches, as the policy head gets them."""
+    count = len(batch.rollouts.engine_logprobs)
+    stats = TokenStats(*(torch.linspace(low, high, count) for low, high in ((-2, -1), (0.5, 1), (0, 0.1), (0.2, 0.3))))
+    found = np.zeros(count, np.float32)
+    for members in batch.mini_batches:
+        shaped = shape_tokens(
+            batch.rollouts, members, batch.advantages, batch.weights, stats, config.algorithm, seed=0,
+            process=batch.process,
+        )  # fmt: skip
+        found += shaped.advantages.numpy()
+    return found
+
+
+PAIR = rollouts(("a", 1.0, [None, 0.5, 1.0]), ("a", 0.0, [-0.5, None]))
+
+
+def test_outcome_and_steps_by_hand():
+    """rloo: the outcome's advantages are 1 and -1; mean steps .75 and -.5; gamma .5, weight 2."""
+    config = configured("rloo", "algorithm.advantage.process={weight: 2.0, gamma: 0.5}")
+    batch = TrainBatch.build(PAIR, config)
+    np.testing.assert_array_equal(batch.advantages, [1.0, -1.0])
+    returns = [1.0 / 2 + 1.5 / 4, 1.0 + 1.5 / 2, 1.5, -1.25, 0.0]
+    np.testing.assert_allclose(token_advantages(batch, config), np.array([1, 1, 1, -1, -1]) + 2 * np.array(returns))
+    np.testing.assert_allclose(batch.mean_process, [2 * (0.875 + 1.75 + 1.5) / 3, -2 * 1.25 / 2])
+
+
+def test_prime_by_hand():
+    """The advantage of arXiv 2502.01456, with beta .05: log-ratios (2, 4) and (-2, 0, -4), so rewards (.1, .2) and
+    (-.1, 0, -.2) with the means .15 and -.1; outcomes 1 and 0."""
+    batch = rollouts(("a", 1.0, [None, None]), ("a", 0.0, [None, None, None]))
+    implicit = 0.05 * np.array([2.0, 4.0, -2.0, 0.0, -4.0])
+    config = configured("rloo")
+    built = TrainBatch.build(batch, config, implicit_rewards=implicit)
+    first = [1 + (0.1 + 0.1) + (0.2 + 0.1), 1 + (0.2 + 0.1)]
+    second = [-1 + (-0.1 - 0.15) + (0 - 0.15) + (-0.2 - 0.15), -1 + (0 - 0.15) + (-0.2 - 0.15), -1 + (-0.2 - 0.15)]
+    np.testing.assert_allclose(token_advantages(built, config), [*first, *second], rtol=1e-6)
+
+
+def test_steps_and_prime_add_up_each_with_a_baseline_of_its_own():
+    config = configured("rloo")
+    implicit = np.array([0.1, 0.2, 0.0, -0.1, 0.3])
+    none = RolloutBatch(**{**vars(PAIR), "step_rewards": None})
+    both = TrainBatch.build(PAIR, config, implicit_rewards=implicit).process
+    apart = TrainBatch.build(PAIR, config).process + TrainBatch.build(none, config, implicit_rewards=implicit).process
+    np.testing.assert_allclose(both, apart, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", [name for name in NAMES if name != "dynamo_published"])
+def test_without_process_rewards_nothing_is_added_and_with_rewards_of_0_nothing_changes(method):
+    config = configured(method)
+    none = rollouts(*((group, reward, [None] * n) for group, reward, n in ROWS))
+    zero = rollouts(*((group, reward, [0.0] * n) for group, reward, n in ROWS))
+    known = Baseline(np.full(len(ROWS), 0.4), np.full(len(ROWS), 3.0))
+    plain, with_zeros = (TrainBatch.build(batch, config, baseline=known) for batch in (none, zero))
+    assert none.step_rewards is None and plain.process is None and not with_zeros.process.any()
+    np.testing.assert_array_equal(token_advantages(plain, config), token_advantages(with_zeros, config))
+
+
+def test_mini_batches_have_the_advantages_of_the_whole_step():
+    rng = np.random.default_rng(0)
+    made = rollouts(*((g, r, [float(x) if x > 0 else None for x in rng.normal(0, 1, n)]) for g, r, n in ROWS))
+    one, three = configured("grpo"), configured("grpo", "algorithm.loss.mini_batches=3")
+    together, apart = TrainBatch.build(made, one), TrainBatch.build(made, three)
+    assert len(apart.mini_batches) == 3
+    np.testing.assert_array_equal(token_advantages(together, one), token_advantages(apart, three))
+
+
+def test_a_group_of_equal_outcomes_is_trained_by_its_steps():
+    equal = rollouts(("a", 1.0, [None, 0.5]), ("a", 1.0, [None, -0.5]))
+    config = configured("rloo")
+    batch = TrainBatch.build(equal, config)
+    assert not batch.advantages.any()
+    np.testing.assert_allclose(token_advantages(batch, config), [1.0, 1.0, -1.0, -1.0])

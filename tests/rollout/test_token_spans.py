@@ -1,0 +1,155 @@
+"""Steps from the characters of a response to its tokens, to the rollout file and back."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_ins import Server
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.reuse import reusable
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.rollout.token_spans import character_ends, token_spans
+from dynamo_megatron.rollout.validation import rollout_fault, type_fault
+from dynamo_megatron.types import Prompt, Rollout, RolloutBatch
+
+
+def byte_level(*merges: tuple[str, str]) -> Tokenizer:
+    """A token a byte, and one for each of `merges`; the last one is an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    made = Tokenizer(models.BPE(vocabulary, list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+BYTES = byte_level()
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_by_hand():
+    tokenizer, text = byte_level(("=", "4")), "2+2=4 é\n🙂."
+    tokens = [*encoded(tokenizer, text), tokenizer.token_to_id("<end>")]
+    # 2, +, 2, =4, blank, é (2 bytes), line end, 🙂 (4 bytes), ., end
+    assert character_ends(tokens, tokenizer) == [1, 2, 3, 5, 6, 6, 7, 8, 8, 8, 8, 9, 10, 10]
+    steps = [(0, 4, 0.5), (4, 7, 1.0), (8, 9, 2.0), (9, 10, -1.0)]  # the first two share =4
+    assert token_spans(steps, tokens, text, tokenizer) == [(0, 4, 0.5), (3, 7, 1.0), (8, 12, 2.0), (12, 14, -1.0)]
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=60))
+def test_every_character_comes_with_its_last_byte(text):
+    ends = character_ends(encoded(BYTES, text), BYTES)
+    sizes = [len(character.encode()) for character in text]
+    assert [ends.index(k) + 1 for k in range(1, len(text) + 1)] == list(itertools.accumulate(sizes))
+
+
+@given(st.lists(st.integers(0, 256), max_size=40))
+def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
+    text = BYTES.decode(tokens)
+    steps = [(k, k + 1, 1.0) for k in range(len(text))]
+    spans = token_spans(steps, tokens, text, BYTES)
+    assert all(0 <= start < end <= len(tokens) for start, end, _ in spans)
+    ends = [end for _, end, _ in spans]
+    assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
+
+
+def rollout(name: str, steps, response: int = 3) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        group_id=name.rpartition("-")[0],
+        prompt_id="p",
+        step=5,
+        tokens=[1, 2, *range(3, 3 + response)],
+        response_mask=[0, 0] + [1] * response,
+        engine_logprobs=[-0.5] * response,
+        weight_versions=[(4, 0, response)],
+        finish_reason="stop",
+        reward=1.0,
+        success=True,
+        reward_parts={"mine:steps": 1.0},
+        step_rewards=steps,
+    )
+
+
+WITH = rollout("000005-0000-000", [(0, 1, 0.1), (1, 3, -2.0)])
+WITHOUT = rollout("000005-0000-001", [], response=2)
+ENDS = [0.1, np.nan, -2.0]
+
+
+def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
+    RolloutStore(tmp_path).append(WITH, WITHOUT)
+    assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
+    prompt = Prompt("p", text="?", tokens=[1, 2])
+    wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
+    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, range(1), range(4, 5), 100, 4)
+    kept = RolloutBatch.join([reuse.kept[name].batch for name in wanted])
+    replayed = RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4).generate(5, [prompt], [2]).batch
+    for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
+        np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
+
+
+def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):
+    async def work(generator, push):
+        await push(0)
+        prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
+        return await generator.generate(1, prompts, [1, 1], 0)
+
+    batch = with_generator(work, Server()).batch
+    np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
+    assert [r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))] == [[(0, 1, 0.5), (1, 3, -0.25)], []]
+
+
+def test_a_line_from_before_there_were_steps_has_none():
+    line = WITHOUT.to_json().replace(',"step_rewards":[]', "")
+    assert "step_rewards" not in line and Rollout.from_json(line) == WITHOUT
+
+
+def test_a_batch_without_steps_carries_nothing():
+    assert RolloutBatch.from_rollouts([WITHOUT]).step_rewards is None
+    one = RolloutBatch.from_rollouts([WITHOUT])
+    assert RolloutBatch.join([one, one]).step_rewards is None
+
+
+def test_joining_and_taking_keep_each_rollouts_own():
+    one, two = RolloutBatch.from_rollouts([WITHOUT]), RolloutBatch.from_rollouts([WITH, WITHOUT])
+    joined = RolloutBatch.join([one, two])
+    np.testing.assert_array_equal(joined.step_rewards, [np.nan, np.nan, *ENDS, np.nan, np.nan])
+    np.testing.assert_array_equal(joined.take(np.array([1])).step_rewards, ENDS)
+    assert two.nbytes - one.nbytes == 5 * 8 + 3 * 8 + 5 * 8  # tokens, logprobs and versions of WITH; all step rewards
+
+
+def test_steps_that_end_at_one_token_add_up():
+    both = rollout("000005-0000-000", [(0, 1, 0.5), (0, 1, 0.25), (2, 3, 1.0)])
+    np.testing.assert_array_equal(RolloutBatch.from_rollouts([both]).step_rewards, [0.75, np.nan, 1.0])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[(0, 4, 1.0)], [(2, 2, 1.0)], [(-1, 2, 1.0)], [(0, 2)], [(0, 2.0, 1.0)], [(0, 2, None)], [(0, 2, float("nan"))]],
+    ids=str,
+)
+def test_damaged_steps_of_a_file_are_found(steps):
+    damaged = dataclasses.replace(WITH, step_rewards=steps)
+    assert rollout_fault(WITH, vocab_size=100, max_new_tokens=4) == "" == type_fault(WITH)
+    assert rollout_fault(damaged, vocab_size=100, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("steps", ["[[0, 2]]", "[3]", "null", "7"])
+def test_a_line_whose_steps_are_no_triples_is_no_rollout(steps):
+    line = WITHOUT.to_json().replace('"step_rewards":[]', f'"step_rewards":{steps}')
+    with pytest.raises(ValueError, match=r"^not a rollout: "):
+        Rollout.from_json(line)
+
+
+@pytest.mark.parametrize("steps", [[(0, 2)], [(0, "2", 1.0)], [(0, 2, None)]], ids=str)
+def test_steps_of_another_type_are_named(steps):
+    assert type_fault(dataclasses.replace(WITH, step_rewards=steps)).startswith("step_rewards ")
