@@ -23,13 +23,13 @@ from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import PolicyModel
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
-Kind = Literal["statistics", "reference", "update", "fit"]
+Kind = Literal["statistics", "reference", "implicit", "update", "fit"]
 
 
 @dataclass(frozen=True)
 class PassInputs:
-    """`kind`: `statistics` of the tokens under the policy or the `reference`, an `update`, or a `fit` of `sft`. S
-    sequences with R response tokens in all, the same on every rank; `sequences` is a RolloutBatch unless `fit`."""
+    """`kind`: `statistics` of the tokens under the policy, the `reference` or the models of `implicit` rewards, an
+    `update`, or a `fit` of `sft`. S sequences with R response tokens in all, the same on every rank; `sequences` is a RolloutBatch unless `fit`."""
 
     kind: Kind
     sequences: Sequences
@@ -60,8 +60,11 @@ class PassInputs:
         if self.batch is not None:
             of_rollouts = {"advantage": self.batch.advantages, "token weight": self.batch.weights}
         bad = {name: np.flatnonzero(~np.isfinite(v)) for name, v in of_rollouts.items() if v is not None}
-        slots = np.flatnonzero(~np.isfinite(getattr(self.sequences, "engine_logprobs", np.zeros(0))))
-        bad["engine logprob"] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
+        of_tokens = {"engine logprob": getattr(self.sequences, "engine_logprobs", None)}
+        of_tokens["process reward"] = None if self.batch is None else self.batch.process
+        for name, values in of_tokens.items():
+            slots = np.flatnonzero(~np.isfinite([] if values is None else values))
+            bad[name] = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
         return [
             f"the {name} of {self.sequences.name(int(rows[0]))} is NaN or infinite"
             + (f", and of {len(rows) - 1} more" if len(rows) > 1 else "")

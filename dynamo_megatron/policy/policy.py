@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -131,10 +132,12 @@ class Policy:
         mini_batches: Sequence[MiniBatch],
         model: str = "policy",
         temperature: float | None = None,
+        kind: Literal["statistics", "reference", "implicit"] = "statistics",
     ) -> TokenStats:
         """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
 
-        `model`: whose weights they are, for messages. `temperature`: None: the rollouts'. Raises, on every rank,
+        `model`, `kind`: whose weights they are, for messages and for `replay --step`. `temperature`: None: the
+        rollouts'. Raises, on every rank,
         NonFiniteError, and ValueError for a token that the vocabulary does not have: its embedding would be zeros or a
         row of padding."""
         source.check_tokens(self.spec.vocab_size)
@@ -159,7 +162,6 @@ class Policy:
             what = f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
             said = [f"{what}responses; the first: {source.name(owners[0])}"]
             said += broken_weights(self.chunks, self.spec, self.layout)
-            kind = "statistics" if model == "policy" else "reference"
             inputs = PassInputs.of_pass(source, [mini.members for mini in mini_batches], kind)
             raise NonFiniteError("; ".join(said), inputs)
         return TokenStats(*gathered)
@@ -174,7 +176,7 @@ class Policy:
         if folder is None:
             return None
         with self._frozen.in_place_of_policy(folder):
-            return self.token_stats(source, mini_batches, f"reference model {folder}").logprobs
+            return self.token_stats(source, mini_batches, f"reference model {folder}", kind="reference").logprobs
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
@@ -185,7 +187,7 @@ class Policy:
         for key in ("reward.prime.model", "reward.prime.reference"):
             folder = self.config.frozen_models[key]
             with self._frozen.in_place_of_policy(folder):
-                stats = self.token_stats(source, mini_batches, f"{key} {folder}", temperature=1.0)
+                stats = self.token_stats(source, mini_batches, f"{key} {folder}", temperature=1.0, kind="implicit")
             logprobs.append(stats.logprobs.double().numpy())
         return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
 

@@ -120,5 +120,7 @@ def repeat(policy: Policy, inputs: PassInputs) -> str:
         return f"mean logprob {float(policy.token_stats(sequences, packed).logprobs.mean()):g}"
     if inputs.kind == "reference":
         return f"mean logprob {float(policy.reference_logprobs(sequences, packed).mean()):g}"
+    if inputs.kind == "implicit":
+        return f"mean reward of a token {float(policy.implicit_rewards(sequences, packed).mean()):g}"
     (mini_batch,) = packed
     return str(policy.update(inputs.batch, mini_batch, inputs.stats, inputs.reference_logprobs, rate))
