@@ -29,7 +29,8 @@ Kind = Literal["statistics", "reference", "implicit", "update", "fit"]
 @dataclass(frozen=True)
 class PassInputs:
     """`kind`: `statistics` of the tokens under the policy, the `reference` or the models of `implicit` rewards, an
-    `update`, or a `fit` of `sft`. S sequences with R response tokens in all, the same on every rank; `sequences` is a RolloutBatch unless `fit`."""
+    `update`, or a `fit` of `sft`. S sequences with R response tokens in all, the same on every rank; `sequences` is a
+    RolloutBatch unless `fit`."""
 
     kind: Kind
     sequences: Sequences
