@@ -11,8 +11,8 @@ pytestmark = pytest.mark.full
 SEEDS = """
 import os
 if "RANK" in os.environ:
-    from dynamo_megatron import train_job
-    set_up = train_job.TrainJob.set_up
+    from dynamo_megatron.JOB
+    set_up = Job.set_up
     def patched(self, policy, coordinator):
         import dataclasses
         import torch
@@ -34,8 +34,9 @@ if "RANK" in os.environ:
                 batch = dataclasses.replace(batch, rollouts=dataclasses.replace(rollouts, engine_logprobs=logprobs))
             return batch
         coordinator.begin_step, TrainBatch.build = begun, built
-    train_job.TrainJob.set_up = patched
+    Job.set_up = patched
 """
+TRAIN, SFT = "train_job import TrainJob as Job", "sft import SFTJob as Job"
 NAMES = {  # what the last line says of the cause
     "WEIGHT": "NaN or infinity in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
     "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
@@ -53,7 +54,7 @@ def stages(request) -> int:
 def test_a_nan_stops_with_its_name_and_is_repeated(
     replay, command_line, workspace, tmp_path, monkeypatch, stages, fault
 ):
-    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault))
+    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault).replace("JOB", TRAIN))
     with monkeypatch.context() as seeded:
         seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
@@ -95,6 +96,20 @@ def repaired(command_line, workspace, output, folder) -> None:
     assert code == 1 and "NOT reproduced: everything is finite now" in text, text[-3000:]
     shutil.rmtree(output)
     kept.rename(output)
+
+
+def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", "WEIGHT").replace("JOB", SFT))
+    output = tmp_path / "run"
+    with monkeypatch.context() as seeded:
+        seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        keys = ("parallel.pp=1", "trainer.steps=3", f"output_dir={output}")
+        code, text = command_line(workspace, "sft", workspace / "config.yaml", *keys)
+    last = text.strip().splitlines()[-1]
+    assert code == 1 and "step 2: NonFiniteError: loss nan" in last and NAMES["WEIGHT"] in last, text[-3000:]
+    code, text = command_line(workspace, "replay", "--step", output, 2)
+    assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
+    assert "step-000002: update of sft, 3 sequences" in text
 
 
 def test_a_step_that_did_not_fail_is_refused(replay, command_line, workspace):
