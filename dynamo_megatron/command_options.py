@@ -117,8 +117,16 @@ def _add_eval(commands: Any) -> None:
     sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument(
         "--model",
+        action="append",
+        default=[],
         help="a Hugging Face folder, a run or one of its checkpoints (both bring their config along), or the URL of an "
-        "SGLang server (default: model.path)",
+        "SGLang server (default: model.path); several times: side by side, with differences to the first",
+    )
+    sub.add_argument(
+        "--suite",
+        metavar="table | NAME,NAME,...",
+        help="several sets, each the file NAME.jsonl in the folder eval.data; table: aime24, aime25, amc23, math500, "
+        "minerva, olympiad",
     )
     sub.add_argument("--out", type=Path, required=True, help="folder for the responses, the table and the logs")
 

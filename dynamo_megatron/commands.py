@@ -170,7 +170,7 @@ def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
     with _loading_packages():
         from dynamo_megatron.evaluation.command import evaluate
 
-    return evaluate(*_files_and_keys(options.config + rest), options.model, options.out)
+    return evaluate(*_files_and_keys(options.config + rest), options.model, options.suite, options.out)
 
 
 def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

@@ -1,14 +1,14 @@
-"""`dynamo-megatron eval`: a model's answers to held-out problems, scored: pass@k with intervals."""
+"""`dynamo-megatron eval`: models' answers to held-out problems, scored: pass@k with intervals."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -16,37 +16,41 @@ import yaml
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, compose, to_plain
-from dynamo_megatron.convert import find_checkpoint, mcore2hf, run_config
+from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.convert import mcore2hf
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
-from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.evaluation.results import markdown_table, summarise, write_results
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
+from dynamo_megatron.evaluation.problems import read_problems, tokenized, training_prompts
+from dynamo_megatron.evaluation.results import markdown_table, write_results
+from dynamo_megatron.evaluation.subjects import Subject, find_subjects, with_model
+from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run_folder import NewFolder, model_file
-from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.types import ProblemResult
+from dynamo_megatron.types import ProblemResult, Prompt
+
+log = logging.getLogger(__name__)
 
 
-def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, out: Path) -> int:
+def evaluate(
+    files: Sequence[str], overrides: Sequence[str], models: Sequence[str], suite: str | None, out: Path
+) -> int:
     """Evaluates and returns the exit code.
 
-    `model`: a Hugging Face folder, a run (its newest checkpoint), a checkpoint, or the URL of an SGLang server;
-    None: `model.path`. `out` gets `problems.jsonl` (one ProblemResult a line), `summary.json`, `table.md` and logs.
-    Raises ConfigError.
+    `models`: each a Hugging Face folder, a run (its newest checkpoint), a checkpoint, or the URL of an SGLang server;
+    none: `model.path`. `suite`: as `suite_sets`, of the folder `eval.data`; None: the problems of `eval.data`.
+    `out` gets `summary.json`, `table.md`, logs and ProblemResults, one a line: `problems.jsonl` of one model without a
+    suite, else MODEL/SET.jsonl. Raises ConfigError.
     """
-    url = model if model is not None and model.startswith(("http://", "https://")) else None
-    checkpoint = None
-    if model is not None and url is None and not (Path(model) / "config.json").is_file():
-        _, checkpoint = find_checkpoint(model)
-    config = _config(files, overrides, model, checkpoint, out)
+    subjects = find_subjects(files, overrides, models, out, single=suite is None)
+    config = next(iter(subjects.values())).config
     if (out / "config.yaml").exists():
         raise ConfigError(f"--out: {out} holds a run or an evaluation; name another folder")
     if (found := model_file(out)) is not None:
@@ -56,21 +60,22 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
         (out / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
+    scores: dict[str, dict[str, SetScores]] = {}
     try:
-        with (
-            contextlib.closing(Progress()) as progress,
-            tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder,
-        ):
-            served = config
-            if checkpoint is not None:
-                config = _with_model(config, checkpoint)
-            if url is None and is_torch_dist(config.model.path):
-                progress.phase("converting checkpoint")
-                whole = Path(folder) / "hf"
-                mcore2hf(config.model.path, whole)
-                served = _with_model(config, whole)
-            results = _ask(served, url, progress)
-        show(_write(results, config, model, out), sys.stdout)
+        with contextlib.closing(Progress()) as progress:
+            problems = _problems(config, suite)
+            warnings = _overlap_warnings(subjects.values(), problems, progress)
+            stop = StopFlag()
+            for name, subject in subjects.items():
+                scores[name] = {}
+                with contextlib.closing(_answers(subject, problems, out, stop, progress)) as answers:
+                    for set_name, results in answers:
+                        folder = subject.folder
+                        write_results(
+                            out / "problems.jsonl" if folder is None else folder / f"{set_name}.jsonl", results
+                        )
+                        scores[name][set_name] = set_scores(results, config.eval.k)
+        show(_write(scores, subjects, warnings, out), sys.stdout)
     except ValueError as error:
         results_folder.discard(str(error))
         raise ConfigError(str(error)) from None
@@ -78,16 +83,55 @@ def evaluate(files: Sequence[str], overrides: Sequence[str], model: str | None, 
         show(str(error))
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing of the evaluation was kept", file=sys.stderr)
+        print(f"interrupted; {_kept(scores, out)}", file=sys.stderr)
         return 130
     except StopRequested as stopped:
-        print(f"stopped by {stopped}; nothing of the evaluation was kept", file=sys.stderr)
+        print(f"stopped by {stopped}; {_kept(scores, out)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _with_model(config: Config, path: str | Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+def _kept(scores: Mapping[str, Mapping[str, SetScores]], out: Path) -> str:
+    finished = sum(map(len, scores.values()))
+    return (
+        f"the responses of {finished} finished sets are in {out}" if finished else "nothing of the evaluation was kept"
+    )
+
+
+def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
+    """Set -> its problems. Raises ValueError."""
+    source = config.eval.data or config.data.source
+    if suite is None:
+        return {Path(source).stem: read_problems(config)}
+    sets = suite_sets(suite, source)
+    return {
+        name: read_problems(config.model_copy(update={"eval": config.eval.model_copy(update={"data": file})}))
+        for name, file in sets.items()
+    }
+
+
+def _overlap_warnings(
+    subjects: Iterable[Subject], problems: Mapping[str, Sequence[Prompt]], progress: Progress
+) -> list[str]:
+    """Of problems that are in the training data (`data.source`), a line a set; logged, too."""
+    trained = {s.config.data.source: s.config for s in subjects if s.config.data.source and s.config.eval.data}
+    warnings = []
+    for source, config in trained.items():
+        if config.data.streamed:
+            continue
+        progress.phase("comparing with the training data")
+        try:
+            found = overlaps([p for each in problems.values() for p in each], training_prompts(config))
+        except (ValueError, OSError) as error:
+            warnings.append(f"the evaluation was not compared with the training data: {error}")
+            continue
+        for name, prompts in problems.items():
+            ours = {id(prompt) for prompt in prompts}
+            if own := [overlap for overlap in found if id(overlap.problem) in ours]:
+                warnings.append(overlap_warning(name, len(prompts), own, source))
+    for warning in warnings:
+        log.warning("%s", warning)
+    return warnings
 
 
 def _with_servers(config: Config, url: str | None) -> Config:
@@ -103,76 +147,73 @@ def _with_servers(config: Config, url: str | None) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _write(results: list[ProblemResult], config: Config, model: str | None, out: Path) -> str:
-    """Writes the evaluation, config.yaml as the mark that it is complete; returns what the user reads."""
-    summary = summarise(results, config.eval.k)
-    table = markdown_table([(model or config.model.path, summary)], config.eval.k)
-    source = config.eval.data or config.data.source
-    write_results(out / "problems.jsonl", results)
+def _write(
+    scores: Mapping[str, Mapping[str, SetScores]], subjects: Mapping[str, Subject], warnings: Sequence[str], out: Path
+) -> str:
+    """Writes the figures, config.yaml as the mark that they are complete; returns what the user reads."""
+    (first, subject), *_ = subjects.items()
+    config, k = subject.config, subject.config.eval.k
+    text = config.eval.data or config.data.source
+    if subject.folder is None:
+        (scored,) = scores[first].values()
+        summary, table, responses = scored.summary, markdown_table([(first, scored.summary)], k), out / "problems.jsonl"
+    else:
+        summary = suite_summary(scores, k)
+        table, responses = suite_table(summary, k), out / "MODEL" / "SET.jsonl"
+        text = f"{text}: {_sampling(config)}"
+    text = "\n\n".join([text, table, *(f"warning: {warning}" for warning in warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (out / "table.md").write_text(f"{source}\n\n{table}\n", encoding="utf-8")
+    (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
-    return f"{source}\n\n{table}\n\n{out}/problems.jsonl has every response"
+    return f"{text}\n\n{responses} has every response"
 
 
-def _config(
-    files: Sequence[str], overrides: Sequence[str], model: str | None, checkpoint: Path | None, out: Path
-) -> Config:
-    """A checkpoint brings its run's config; what a model alone does not need to say has a default."""
-    defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
-    if checkpoint is not None:
-        defaults = to_plain(run_config(checkpoint))
-        del defaults["rollout"]["servers"]  # of the run's machine
-    elif model is not None and "://" in model:
-        defaults["model"] = {"path": ""}
-    elif model is not None:
-        defaults["model"] = {"path": model, "dtype": _dtype(Path(model))}
-    config, _ = compose(files, overrides, defaults)
-    if not (config.eval.data or config.data.source):
-        raise ConfigError("eval.data: missing; name the problems with eval.data=...")
-    if not config.model.path:
-        raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
-    if checkpoint is None and model is not None and "://" not in model:
-        config = _with_model(config, model)
-    # The server's and the rollout process's logs go where the evaluation goes.
-    return config.model_copy(update={"output_dir": str(out)})
-
-
-def _dtype(folder: Path) -> str:
-    """What the folder's weights are used in, unless the config says otherwise."""
-    config = plain_json.read_object(folder / "config.json")
-    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
-
-
-def _ask(config: Config, url: str | None, progress: Progress) -> list[ProblemResult]:
-    spec = load_model_config(config.model.path, config.model.family)
-    progress.phase("loading tokenizer")
-    if url is None:
-        from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
-
-        check_config(Path(config.model.path), spec)
-        check_served_rope(spec)
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
-    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-    progress.phase("loading data")
-    problems = load_problems(
-        config,
-        lambda prompt: encode_prompt(prompt, tokenizer, config.data),
-        max_prompt_length(config, spec, evaluation=True),
+def _sampling(config: Config) -> str:
+    """How the responses of an evaluation are made, for its table."""
+    temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
+    return (
+        f"{config.eval.samples} a problem, {f'temperature {temperature:g}' if temperature else 'greedy'}, at most "
+        f"{config.eval.max_new_tokens or config.rollout.max_new_tokens} tokens"
     )
-    stop = StopFlag()
-    stop.catch_signals()
-    ends = end_token_ids(config.model.path, tokenizer)
-    worker = RolloutWorker(_with_servers(config, url), ends, spec.vocab_size, decoder_of(tokenizer))
-    try:
-        worker.start()
-        progress.phase("starting server")
-        worker.wait_ready(stop.check)
-        progress.phase("evaluate", len(problems) * config.eval.samples)
-        return worker.evaluate(problems, stop.check, progress.count)
-    except RewardError as error:
-        raise RolloutError(str(error)) from None
-    finally:
-        progress.close()
-        worker.close()
+
+
+def _answers(
+    subject: Subject, problems: Mapping[str, Sequence[Prompt]], out: Path, stop: StopFlag, progress: Progress
+) -> Iterator[tuple[str, list[ProblemResult]]]:
+    """(set, results) of each set, from servers that run until the last one. Raises ValueError, RolloutError."""
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
+        config = subject.config
+        if subject.url is None and is_torch_dist(config.model.path):
+            progress.phase("converting checkpoint")
+            mcore2hf(config.model.path, Path(folder) / "hf")
+            config = with_model(config, Path(folder) / "hf")
+        spec = load_model_config(config.model.path, config.model.family)
+        progress.phase("loading tokenizer")
+        if subject.url is None:
+            from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+
+            check_config(Path(config.model.path), spec)
+            check_served_rope(spec)
+            with open_weights(config.model.path, spec):
+                pass  # opening checks every header
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+        progress.phase("loading data")
+        longest = max_prompt_length(config, spec, evaluation=True)
+        prompts = {
+            name: tokenized(each, lambda prompt: encode_prompt(prompt, tokenizer, config.data), longest)
+            for name, each in problems.items()
+        }
+        stop.catch_signals()
+        ends = end_token_ids(config.model.path, tokenizer)
+        worker = RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer))
+        try:
+            worker.start()
+            progress.phase("starting server")
+            worker.wait_ready(stop.check)
+            for name, each in prompts.items():
+                progress.phase(f"evaluate {name}" if len(prompts) > 1 else "evaluate", len(each) * config.eval.samples)
+                yield name, worker.evaluate(each, stop.check, progress.count)
+        except RewardError as error:
+            raise RolloutError(str(error)) from None
+        finally:
+            worker.close()

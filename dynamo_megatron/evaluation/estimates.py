@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,14 +41,25 @@ def bootstrap(values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level:
     Equal values give an interval without width: a sample without spread says nothing about spread. The same seed gives
     the same interval. Raises ValueError without values.
     """
-    x = np.asarray(values, np.float64)
-    if not x.size:
+    return average_bootstrap([values], resamples=resamples, seed=seed, level=level)
+
+
+def average_bootstrap(
+    sets: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0, level: float = 0.95
+) -> Interval:
+    """The mean of the means of `sets`, float [N_s] each, one a problem: every set has the same weight, whatever N_s.
+
+    The interval is as that of `bootstrap`; a resample draws the problems of each set from this set. Raises ValueError
+    without sets or where one has no values.
+    """
+    values = [np.asarray(x, np.float64) for x in sets]
+    if not values or not all(x.size for x in values):
         raise ValueError("values: no problems, so no mean and no interval")
     generator = np.random.default_rng(seed)
     # One resample at a time: all indices at once would take resamples * N * 8 bytes.
-    means = [x[generator.integers(x.size, size=x.size)].mean() for _ in range(resamples)]
+    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in values]) for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(x.mean()), float(low), float(high))
+    return Interval(float(np.mean([x.mean() for x in values])), float(low), float(high))
 
 
 def paired_bootstrap(

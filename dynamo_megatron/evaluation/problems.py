@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.sources import load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -19,28 +21,44 @@ UNLIMITED = 10_000  # problems that a function may yield without eval.limit: it 
 def load_problems(
     config: Config, encode: Callable[[Prompt], list[int]], max_length: int, training: Iterable[Prompt] = ()
 ) -> list[Prompt]:
-    """The first `eval.limit` problems of `eval.data` (else `data.source`), tokenized.
+    """The problems of `read_problems`, `tokenized`. Those that are in `training` too (`overlaps`) are warned about, not
+    left out. Raises ValueError."""
+    problems = tokenized(read_problems(config), encode, max_length)
+    if found := overlaps(problems, training):
+        evaluated = config.eval.data or config.data.source
+        log.warning("%s", overlap_warning(evaluated, len(problems), found, config.data.source))
+    return problems
 
-    A function that yields more than UNLIMITED problems is refused without a limit. Problems that are in `training` too
-    are warned about, not left out. Raises ValueError naming a prompt of more than `max_length` tokens: a score that
-    leaves problems out is another score.
+
+def read_problems(config: Config) -> list[Prompt]:
+    """The first `eval.limit` problems of `eval.data` (else `data.source`).
+
+    Raises ValueError, also for a function that yields more than UNLIMITED problems without a limit.
     """
     source = config.eval.data or config.data.source
     try:
-        prompts = _first_problems(config, source)
+        return _first_problems(config, source)
     except ValueError as error:
         raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
-    tokenized = [dataclasses.replace(prompt, tokens=encode(prompt)) for prompt in prompts]
-    for prompt in tokenized:
+
+
+def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:
+    """Raises ValueError naming a prompt of more than `max_length` tokens: a score that leaves problems out is another
+    score."""
+    problems = [dataclasses.replace(prompt, tokens=encode(prompt)) for prompt in prompts]
+    for prompt in problems:
         if len(prompt.tokens) > max_length:
             raise InputError(
                 f"eval.data: prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, above the limit of "
                 f"{max_length}; raise model.max_length or lower eval.max_new_tokens"
             )
-    known = {repr((p.messages, p.text)) for p in training}
-    if seen := sum(repr((p.messages, p.text)) in known for p in tokenized):
-        log.warning("eval.data: %d of %d problems of %s are trained on too", seen, len(tokenized), source)
-    return tokenized
+    return problems
+
+
+def training_prompts(config: Config) -> Iterator[Prompt]:
+    """The prompts of `data.source`, or the first `data.limit` rows, one after another. Raises ValueError."""
+    rows = (prompt for _, prompt in located_prompts(config.data))
+    return itertools.islice(rows, config.data.limit)
 
 
 def _first_problems(config: Config, source: str) -> list[Prompt]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
@@ -103,32 +103,6 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
-    exact, normalised = overlap(subject.prompts, problems)
-    if exact or normalised:
-        first = (exact or normalised)[0]
-        yield note(
-            f"{len(exact)} of {len(problems)} evaluation problems are in the training data word for word and "
-            f"{len(normalised)} more but for case, spacing and punctuation (the first: {first!r}); their scores are of "
-            "what was trained on: take them out of data.source or eval.data"
-        )
-
-
-def overlap(training: Iterable[Prompt], problems: Iterable[Prompt]) -> tuple[list[str], list[str]]:
-    """Ids of the problems that are in `training` as they are, and of those that are after `normal`."""
-    known = {problem_text(p) for p in training}
-    known_normal = {normal(t) for t in known}
-    exact = [p.prompt_id for p in problems if problem_text(p) in known]
-    close = [p.prompt_id for p in problems if problem_text(p) not in known and normal(problem_text(p)) in known_normal]
-    return exact, close
-
-
-def problem_text(prompt: Prompt) -> str:
-    """What the user says: a system message is no part of the problem."""
-    if prompt.text is not None:
-        return prompt.text
-    return "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
-
-
-def normal(problem: str) -> str:
-    """Lower case, one space, without punctuation that is no arithmetic."""
-    return " ".join(re.sub(r"[^\w\s+\-*/^=<>]", "", problem.casefold()).split())
+    if found := overlaps(problems, subject.prompts):
+        warning = overlap_warning(config.eval.data, len(problems), found, config.data.source)
+        yield note(f"{warning}: take them out of data.source or eval.data")

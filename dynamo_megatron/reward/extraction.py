@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+)?)|(\.\d+))")
+NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
@@ -75,7 +75,7 @@ def join_thousands(text: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of `text` (a fraction a/b counts as one) without thousands separators; None without any."""
+    """The last number of `text` (a/b and 1.5e-3 count as one) without thousands separators; None without any."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None

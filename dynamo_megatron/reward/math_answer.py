@@ -19,7 +19,15 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Spans of bounded length, so that openings without an end cost no quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
-INTEGER = re.compile(r"-?[0-9]{1,1000}")
+# math-verify reads 4.5e33 as a product with e, and rounds numbers to six decimal places before it compares them.
+SCIENTIFIC = re.compile(r"(?<![\w.}])([0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})[eE]([-+]?[0-9]{1,3})(?!\w)")
+DECIMAL = re.compile(
+    r"([-+]?(?:[0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000}))"
+    r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?[0-9]{1,3})\}|([0-9])))?(?:\s*\\?%)?"
+)
+BASED = re.compile(r"[0-9][0-9A-F]{0,1000}_\{?([0-9]{1,3})\}?")  # 2516_8
+LINE_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")  # between the rows of a matrix
+ROUNDING = Decimal("5e-7")  # math-verify's, between decimal numbers
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
@@ -42,8 +50,15 @@ def math_answer(prompt: Prompt, response: str) -> float:
         return float(_plain(candidate).casefold() == _plain(reference).casefold())
     if _plain(candidate) == _plain(reference):
         return 1.0
-    if INTEGER.fullmatch(candidate) and INTEGER.fullmatch(reference):  # math-verify takes a millisecond for them
-        return float(int(candidate) == int(reference))
+    reference, candidate = _right_sides(reference, candidate)
+    wanted, given = _decimal(reference), _decimal(candidate)
+    if wanted is not None and given is not None:  # math-verify takes a millisecond for them
+        near = abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted))
+        if near or "%" not in reference + candidate:
+            return float(near)
+    bases = [BASED.fullmatch(_plain(text)) for text in (reference, candidate)]
+    if all(bases) and bases[0][1] != bases[1][1]:  # which math-verify does not see
+        return 0.0
     target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
     gold = _parsed_reference(reference)
     return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
@@ -52,6 +67,14 @@ def math_answer(prompt: Prompt, response: str) -> float:
 @lru_cache(maxsize=1024)
 def _parsed_reference(reference: str) -> list[Any]:
     return parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+
+
+def _right_sides(reference: str, candidate: str) -> tuple[str, str]:
+    """Without their left sides, where both are one equation and the left sides are the same: y = 2x and y = x + x."""
+    (left, *right), (other, *given) = reference.split("="), candidate.split("=")
+    if len(right) == len(given) == 1 and _plain(left) == _plain(other):
+        return right[0].strip(), given[0].strip()
+    return reference, candidate
 
 
 def _reference(answer: Any) -> str:
@@ -85,7 +108,14 @@ def _final_answer(response: str, words: bool) -> str | None:
 
 def _clean(text: str) -> str:
     text = text.replace("\\$", "").replace("$", "").strip().rstrip(".*").lstrip("*")
-    return join_thousands(text.strip())
+    text = LINE_GAP.sub(r"\\\\", text.replace(r"\varnothing", r"\emptyset"))
+    return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", join_thousands(text.strip()))
+
+
+def _decimal(text: str) -> Decimal | None:
+    r"""The exact value of a decimal number, `\times 10^{n}` included, a percent sign not; None for anything else."""
+    found = DECIMAL.fullmatch(text)
+    return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
 
 
 def _plain(text: str) -> str:

@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dynamo_megatron.evaluation.estimates import bootstrap, paired_bootstrap, pass_at_k
+from dynamo_megatron.evaluation.estimates import average_bootstrap, bootstrap, paired_bootstrap, pass_at_k
 
 
 def test_pass_at_k_against_enumeration():
@@ -54,6 +54,20 @@ def test_bootstrap_edges():
     assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
     with pytest.raises(ValueError, match="no problems"):
         bootstrap([])
+
+
+def test_an_average_over_sets_has_the_interval_of_their_means():
+    """Of 2 sets, the variance of the average is a quarter of the sum of the means' variances, whatever the sizes."""
+    generator = np.random.default_rng(3)
+    small, large = generator.random(30), generator.random(3000) + 5
+    mean, low, high = average_bootstrap([small, large])
+    assert mean == pytest.approx((small.mean() + large.mean()) / 2)
+    deviation = np.sqrt(small.var() / 30 + large.var() / 3000) / 2
+    assert high - low == pytest.approx(2 * 1.96 * deviation, rel=0.1)
+    assert average_bootstrap([small]) == bootstrap(small)
+    for none in ([], [small, []]):
+        with pytest.raises(ValueError, match="no problems"):
+            average_bootstrap(none)
 
 
 def test_pairing_takes_out_what_problems_share():

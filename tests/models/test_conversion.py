@@ -318,7 +318,10 @@ def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, c
     monkeypatch.setitem(families, "qwen2", mistaken)
     said = "num_key_value_heads: 2, Megatron: 4; rms_norm_eps: 1e-06, Megatron: 1e-05"
     assert said in refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
-    assert cli.main(["eval", "--model", str(converted[0]), "--out", str(tmp_path / "eval"), "eval.data=none"]) == 2
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    words = ["--model", str(converted[0]), "--out", str(tmp_path / "eval"), f"eval.data={problems}"]
+    assert cli.main(["eval", *words]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -1,16 +1,10 @@
-import itertools
 import time
-from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import load_prompts
 from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number, tagged
 from dynamo_megatron.reward.math_answer import math_answer
 from dynamo_megatron.types import Prompt
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def score(answer, response):
@@ -55,6 +49,8 @@ TABLE = [
     ),
     (5, [r"\boxed{\boxed{5}}", r"\boxed{5} then \boxed{6"], [r"\boxed{", r"\boxed{}", r"\boxed{x}"]),
     ("1e-05", [r"\boxed{1e-05}"], [r"\boxed{1}"]),
+    ("4.5e33", ["about 4.5e33", r"\boxed{4.50 \times 10^{33}}"], ["4.5", r"\boxed{4.5e32}"]),
+    ("N=n", [r"\boxed{N = 2n/2}"], [r"\boxed{N=n+1}"]),
     (1e-05, [r"\boxed{0.00001}"], [r"\boxed{0.0001}"]),
 ]
 
@@ -79,7 +75,7 @@ def test_extraction():
     assert boxed(r"\boxed{\boxed{5} cm}") == "5" and boxed(r"} \boxed{1} {") == "1"
     assert boxed(r"\boxed{a\}b}") == r"a\}b"
     assert last_number("-1,234.5/6") == "-1234.5/6" and last_number("-.5") == "-.5" and last_number("-1,2") == "2"
-    assert last_number("12,34") == "34" and last_number("v2") is None
+    assert last_number("12,34") == "34" and last_number("v2") is None and last_number("to 1.5e-3.") == "1.5e-3"
     assert join_thousands("(1,000)") == "(1,000)" and join_thousands("1,000,000") == "1000000"
     assert join_thousands("1,2,3") == "1,2,3" and join_thousands("1234,567") == "1234,567"
 
@@ -92,14 +88,3 @@ def test_a_response_that_repeats_itself_costs_no_time(unit):
     score(72, unit * (100_000 // len(unit)))
     tagged(unit * (100_000 // len(unit)))
     assert time.process_time() - start < 2.0
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
-@pytest.mark.parametrize(("name", "every", "share"), [("gsm8k_train", 50, 1.0), ("math500", 5, 0.99)])
-def test_real_answers_equal_themselves_and_not_the_next_one(name, every, share):
-    prompts = load_prompts(DataConfig(source=str(DATA / f"{name}.jsonl")))[::every]
-    right = [math_answer(p, rf"The answer is \boxed{{{p.answer}}}.") for p in prompts]
-    assert sum(right) >= share * len(prompts)
-    pairs = itertools.pairwise(prompts)
-    wrong = [math_answer(p, rf"\boxed{{{q.answer}}}") for p, q in pairs if p.answer != q.answer]
-    assert sum(wrong) <= 0.02 * len(wrong)

@@ -1,0 +1,124 @@
+"""Several evaluation sets, several models side by side: what the responses say, in plain data and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.estimates import Interval, average_bootstrap
+from dynamo_megatron.evaluation.results import (
+    in_percent,
+    markdown_row,
+    markdown_table,
+    problem_pass_at_k,
+    summarise,
+)
+from dynamo_megatron.types import ProblemResult
+
+TABLE = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")  # of the table in arXiv 2602.19208
+AVERAGE = "average"  # its column: the mean of the sets' figures, each with the same weight
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """A model's scores on one set, without its responses."""
+
+    prompt_ids: tuple[str, ...]
+    passes: dict[int, np.ndarray]  # k -> pass@k of every problem, float64 [N]
+    summary: dict[str, float]  # of `summarise`
+
+
+Scores = Mapping[str, Mapping[str, SetScores]]  # model -> set -> scores; the same sets of every model
+
+
+def suite_sets(suite: str, folder: str) -> dict[str, str]:
+    """Name -> source of the sets of `suite`: "table", or names with commas between them, each FOLDER/NAME.jsonl.
+
+    Raises ValueError naming what is not there.
+    """
+    names = TABLE if suite == "table" else tuple(dict.fromkeys(suite.split(",")))
+    for name in names:
+        if name in ("", AVERAGE) or "/" in name:
+            raise InputError(
+                f"--suite: {name!r} is no name of a set; give table, or names of files with commas between"
+            )
+        if not (Path(folder) / f"{name}.jsonl").is_file():
+            raise InputError(f"--suite: there is no file {Path(folder) / name}.jsonl; eval.data names the sets' folder")
+    return {name: str(Path(folder) / f"{name}.jsonl") for name in names}
+
+
+def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
+    """Raises ValueError as `summarise`."""
+    passes = {each: problem_pass_at_k(results, each) for each in k}
+    return SetScores(tuple(result.prompt_id for result in results), passes, summarise(results, k))
+
+
+def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
+    """Plain data: `models` with each set's figures (`summarise`) and the average of pass@k over the sets; `differences`
+    of pass@k to the first model, paired by problem. Intervals are 95 %, bootstrapped over the problems of each set."""
+    first, *others = scores
+    return {
+        "models": {
+            model: {**{name: s.summary for name, s in sets.items()}, AVERAGE: _figures(sets.values(), k)}
+            for model, sets in scores.items()
+        },
+        "differences": {
+            model: {
+                **{name: _figures([s], k, [scores[first][name]]) for name, s in scores[model].items()},
+                AVERAGE: _figures(scores[model].values(), k, scores[first].values()),
+            }
+            for model in others
+        },
+    }
+
+
+def _figures(
+    sets: Iterable[SetScores], k: Sequence[int], reference: Iterable[SetScores] | None = None
+) -> dict[str, float]:
+    """pass@k averaged over `sets`, less that of `reference` if there is one, and its ends."""
+    sets = list(sets)
+    references = [None] * len(sets) if reference is None else list(reference)
+    found = {}
+    for each in k:
+        values = []
+        for scores, base in zip(sets, references, strict=True):
+            assert base is None or base.prompt_ids == scores.prompt_ids
+            values.append(scores.passes[each] - (0.0 if base is None else base.passes[each]))
+        name, interval = f"eval/pass@{each}", average_bootstrap(values)
+        found |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return found
+
+
+def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
+    """`suite_summary` in Markdown: for each k a table of models by sets, with the differences to the first model; then
+    the lengths and faults of the responses."""
+    models, differences = summary["models"], summary["differences"]
+    first = next(iter(models))
+    names = [name for name in models[first] if name != AVERAGE or len(models[first]) > 2]
+    tables = []
+    for each in k:
+        head = [f"pass@{each}, % (95 %)"]
+        head += [n if n == AVERAGE else f"{n} ({models[first][n]['eval/problems']})" for n in names]
+        lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * len(names))]
+        for model, sets in models.items():
+            lines.append(markdown_row([model, *(in_percent(_interval(sets[name], each)) for name in names)]))
+        for model, sets in differences.items():
+            cells = (in_percent(_interval(sets[name], each), sign="+") for name in names)
+            lines.append(markdown_row([f"{model} - {first}, points", *cells]))
+        tables.append("\n".join(lines))
+    rows = [
+        (f"{model}, {name}", figures)
+        for model, sets in models.items()
+        for name, figures in sets.items()
+        if name != AVERAGE
+    ]
+    return "\n\n".join([*tables, markdown_table(rows, [])])
+
+
+def _interval(figures: Mapping[str, float], k: int) -> Interval:
+    return Interval(*(figures[f"eval/pass@{k}{end}"] for end in ("", "_low", "_high")))

@@ -1,0 +1,84 @@
+import random
+import tracemalloc
+
+import pytest
+
+from dynamo_megatron.evaluation.overlap import LENGTH, overlap_warning, overlaps
+from dynamo_megatron.types import Prompt
+
+WORDS = [f"w{i}" for i in range(5000)]
+
+
+def prompt(name: str, text: str) -> Prompt:
+    return Prompt(name, text=text, answer="1")
+
+
+def some_words(seed: int, count: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def found(problem: str, *training: str, **options) -> list[tuple[float, str]]:
+    training = [prompt(str(i), text) for i, text in enumerate(training)]
+    return [(o.share, o.training_id) for o in overlaps([prompt("p", problem)], training, **options)]
+
+
+def test_a_problem_inside_a_longer_prompt_is_found_whatever_its_case_and_punctuation():
+    problem = some_words(0, 40)
+    inside = f"Solve this step by step. {problem.upper().replace(' w', ', w')}!\n\nPut the answer into a box."
+    assert found(problem, some_words(1, 60), inside) == [(1.0, "1")]
+
+
+def test_the_share_is_of_one_prompt_and_of_the_problems_own_ngrams():
+    """40 words have 28 n-grams of 13; 26 of them in a row have 14."""
+    words = some_words(0, 40).split()
+    first, last = " ".join(words[:26]), " ".join(words[14:])
+    assert found(" ".join(words), first, last) == [(0.5, "0")]
+    assert found(" ".join(words), " ".join(words[:24]), " ".join(words[15:])) == []  # 12 of them and 13 others
+    assert found(" ".join(words), " ".join(words[:25])) == []
+    assert found(" ".join(words), " ".join(words[:25]), share=13 / 28) == [(13 / 28, "0")]
+    assert found(" ".join(words), " ".join(reversed(words))) == []
+
+
+def test_a_sentence_of_many_problems_is_not_enough():
+    sentence = "where m and n are relatively prime positive integers . Find m + n and give it as an integer"
+    assert found(f"{some_words(0, 60)} {sentence}", f"{some_words(1, 60)} {sentence}") == []
+
+
+@pytest.mark.parametrize("words", [1, LENGTH - 1, LENGTH])
+def test_a_short_problem_is_compared_as_a_whole(words):
+    problem = some_words(0, words)
+    assert found(problem, f" {problem.title()} ?") == [(1.0, "0")]
+    longer = found(problem, f"{problem} and more")
+    assert longer == ([(1.0, "0")] if words == LENGTH else [])
+
+
+def test_an_operator_is_no_punctuation():
+    assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
+
+
+def test_messages_count_without_the_system_prompt():
+    said = some_words(0, 30)
+    chat = Prompt("c", messages=[{"role": "system", "content": "s"}, {"role": "user", "content": said}], answer="1")
+    assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
+    assert overlaps([prompt("p", "s")], [chat]) == []
+
+
+def test_the_warning_counts_and_names_the_worst():
+    problems = [prompt(f"p{i}", some_words(i, 40)) for i in range(3)]
+    training = [prompt("half", some_words(0, 40)[: len(" ".join(some_words(0, 40).split()[:30]))]), problems[2]]
+    text = overlap_warning("aime24", 3, overlaps(problems, training), "train.jsonl")
+    assert text.startswith("eval.data: 2 of 3 problems of aime24 have at least 50% of their 13-grams of words in one ")
+    assert "prompt of train.jsonl (the most, 100%: 'p2' in 'p2')" in text
+
+
+def test_memory_depends_on_the_evaluation_alone():
+    """The training data is read once, from an iterator, and nothing of it stays."""
+    problems = [prompt(str(i), some_words(i, 50)) for i in range(50)]
+    peaks = []
+    for count in (200, 4000):
+        training = (prompt(str(i), some_words(1000 + i, 50)) for i in range(count))
+        tracemalloc.start()
+        assert overlaps(problems, training) == []
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]
