@@ -160,7 +160,7 @@ def _write(
     else:
         summary = suite_summary(scores, k)
         table, responses = suite_table(summary, k), out / "MODEL" / "SET.jsonl"
-        text = f"{text}: {sampling(config)}"
+        text = f"{text}: {_sampling(config)}"
     text = "\n\n".join([text, table, *(f"warning: {warning}" for warning in warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
@@ -168,7 +168,7 @@ def _write(
     return f"{text}\n\n{responses} has every response"
 
 
-def sampling(config: Config) -> str:
+def _sampling(config: Config) -> str:
     """How the responses of an evaluation are made, for its table."""
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     return (
