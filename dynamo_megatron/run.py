@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 # Their message says it all; others come with a traceback.
 FORESEEN = (InputError, RolloutError, GradientSpike, OSError)
-# What gloo says of a rank that has been killed; its launcher says how.
-LOST_CONNECTION = re.compile(r"gloo/transport/.*?(Connection \w+ by peer|Broken pipe)", re.DOTALL)
+# What gloo, and the client of rank 0's store, say of a rank that has been killed; its launcher says how.
+LOST_CONNECTION = re.compile(
+    r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
+)
 LOST = "ConnectionError: lost the connection to another rank"
 
 
@@ -201,7 +203,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, runnin
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
-    if (broken := LOST_CONNECTION.search(text)) is not None:
+    if (broken := LOST_CONNECTION.search(f"{type(error).__name__}: {text}")) is not None:
         text = f"{LOST} ({broken[1]})"
     message = printable(text if refused or broken is not None else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:

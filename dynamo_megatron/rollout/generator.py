@@ -32,6 +32,7 @@ from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.rollout.token_spans import token_spans
+from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
 
@@ -135,6 +136,7 @@ class Generator:
         await self._fleet.end_push(version, outcomes)
         for dispatched in self._dispatched.values():
             dispatched.pushed()
+        give_back_freed_memory()  # altered or very long replies leave holes
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():

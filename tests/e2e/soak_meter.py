@@ -112,7 +112,7 @@ class Meter:
 
     def __init__(self, shared_memory: Path, temporary: Path):
         self._shared_memory, self._temporary = shared_memory, temporary
-        self._kinds: dict[int, str] = {}
+        self._kinds: dict[psutil.Process, str] = {}  # one with the process id of an earlier one is another one
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
         self._ignored: set[Path] = set()
@@ -131,11 +131,11 @@ class Meter:
         """After a step that took so long. `processes`: the run's, the launcher too."""
         for process in processes:
             with contextlib.suppress(psutil.Error):
-                if process.pid not in self._kinds:
+                if process not in self._kinds:
                     if time.time() - process.create_time() < YOUNG:
                         continue
-                    self._kinds[process.pid] = kind_of(process, launcher)
-                kind = self._kinds[process.pid]
+                    self._kinds[process] = kind_of(process, launcher)
+                kind = self._kinds[process]
                 if kind and (used := usage(process.pid)) is not None:
                     self._lives[kind, process.pid].append((step, used))
         self._whole["/dev/shm entries"].append(len({*self._shared_memory.iterdir()} - self._ignored))

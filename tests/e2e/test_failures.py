@@ -33,6 +33,17 @@ FAILS_ON_RANK_0 = FAILS_ON_RANK_1.replace('"1"', '"0"').replace(
     'raise KeyError("this rank has had enough")',
     'import time; time.sleep(2.0); raise OSError(28, "No space left on device")',  # by then rank 1 waits for it
 )
+DIES_IN_GENERATE = """
+import os
+if os.environ.get("RANK") == "0":
+    from dynamo_megatron.rollout.recorded import RecordedRollouts
+    generate = RecordedRollouts.generate
+    def dies(self, step, *arguments):
+        if step == 3:
+            import time; time.sleep(2.0); os.kill(os.getpid(), 9)  # by then rank 1 waits for its word in the store
+        return generate(self, step, *arguments)
+    RecordedRollouts.generate = dies
+"""
 
 
 @pytest.fixture
@@ -81,6 +92,17 @@ def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_tracebac
     assert run.wait() == 1
     before, killed = run.text.splitlines()[-2:]
     assert killed == "rank 1 was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
+    assert run.left_behind(within=10) == []
+
+
+def test_rank_0_killed_while_another_one_waits_for_its_word_is_named_without_a_traceback(
+    recorded, workspace, start_run, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(DIES_IN_GENERATE)
+    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    assert run.wait() == 1
+    before, killed = run.text.splitlines()[-2:]
+    assert killed == "rank 0 was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
     assert run.left_behind(within=10) == []
 
 
