@@ -52,12 +52,14 @@ def step_config(folder: Path, keys: Sequence[str]) -> tuple[Config, int]:
 
 def local_ranks(asked: int | None, had: int) -> int:
     """Ranks to start here: as many as asked for, else as the run `had`. Raises ConfigError if the GPUs are too few."""
-    if asked is None and 0 < (gpus := torch.cuda.device_count()) < had:
+    ranks = asked or had
+    if 0 < (gpus := torch.cuda.device_count()) < ranks:
+        what = f"the run had {had}" if asked is None else str(asked)
         raise ConfigError(
-            f"--ranks: the run had {had}, and here are {gpus} GPUs; give --ranks and a layout that fits "
+            f"--ranks: {what}, and here are {gpus} GPUs; give --ranks and a layout that fits "
             "(parallel.tp=...), or start the command on several nodes with torchrun or srun"
         )
-    return asked or had
+    return ranks
 
 
 class StepReplay(Job):
