@@ -74,11 +74,14 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
         keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
         if fault == "ENGINE":  # by default no update uses them
             keys += ["algorithm.loss.old=engine", "algorithm.modulation=null"]
+        earlier = workspace / f"nan-{fault}-{stages}" / "nonfinite" / "step-000009"  # of another start
+        earlier.mkdir(parents=True)
         code, text, output = replay(f"nan-{fault}-{stages}", lambda rollout: rollout, *keys)
     last = text.strip().splitlines()[-1]
     assert code == 1 and "step 2: NonFiniteError: " in last and NAMES[fault] in last, text[-3000:]
     folder = output / "nonfinite" / "step-000002"
     assert f"dynamo-megatron replay --step {output} 2 repeats it" in text and (folder / "manifest.json").is_file()
+    assert not earlier.exists()
     assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < 2e6, "weights without the optimizer"
 
     code, text = command_line(workspace, "replay", "--step", output, 2)
@@ -117,6 +120,7 @@ def test_a_disk_that_is_full_then_does_not_hide_the_nan(
     (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", "WEIGHT").replace("JOB", TRAIN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("FILL", str(small_disk / "full"))
+    (small_disk / "run" / "nonfinite" / "step-000009").mkdir(parents=True)  # of another start; it stays
     store = RolloutStore(tmp_path / "record")
     for rollout in made_rollouts:
         store.append(rollout)
@@ -130,7 +134,7 @@ def test_a_disk_that_is_full_then_does_not_hide_the_nan(
     (warning,) = [i for i, line in enumerate(lines) if "warning: " in line]
     assert first < warning < len(lines) - 1
     assert "saving after this error failed: OSError: " in lines[warning] and "No space left" in lines[warning]
-    assert not list((small_disk / "run" / "nonfinite").iterdir())
+    assert [path.name for path in (small_disk / "run" / "nonfinite").iterdir()] == ["step-000009"]
 
 
 def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, stages):
