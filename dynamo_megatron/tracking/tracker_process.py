@@ -47,12 +47,12 @@ class TrackerProcess:
         self._send()
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """As `Tracker.write`; returns at once."""
+        """As `Tracker.write`; returns at once, but the one time that it finds the process failed."""
         if not self._open:
             return
         self._backlog += json.dumps(metrics).encode() + b"\n"
         self._send()
-        if len(self._backlog) > LARGEST_BACKLOG:
+        if self._open and len(self._backlog) > LARGEST_BACKLOG:
             self._give_up(f"has taken nothing for {LARGEST_BACKLOG >> 20} MiB of metrics")
 
     def ended(self) -> bool:
