@@ -18,7 +18,7 @@ from dynamo_megatron.checkpoint.folder import checkpoint_folders
 from dynamo_megatron.checkpoint.policy_state import begin_save
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.run_folder import FAILED_STEPS
 

@@ -11,7 +11,7 @@ from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
 from dynamo_megatron.failed_step import write_failed_step
 from dynamo_megatron.phases import Phases
-from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested

@@ -8,7 +8,7 @@ import torch
 from dynamo_megatron import training_run
 from dynamo_megatron.config import Config
 from dynamo_megatron.phases import Phases
-from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.training_run import RunParts, TrainingRun
 

@@ -1,4 +1,4 @@
-"""What a pass of the policy is computed from besides its weights, and the error of a pass whose results are not finite.
+"""What a pass of the policy is computed from besides its weights, and which of either is not finite.
 
 `replay --step` repeats the pass from it (replay/step.py).
 """
@@ -106,15 +106,6 @@ class PassInputs:
 
 def _fields(record: Any, but: str = "") -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != but}
-
-
-class NonFiniteError(RuntimeError):
-    """A token statistic, loss or gradient norm that is NaN or infinite; raised on every rank, before the optimizer
-    step. `inputs`: of the pass."""
-
-    def __init__(self, message: str, inputs: PassInputs):
-        super().__init__(message)
-        self.inputs = inputs
 
 
 def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:

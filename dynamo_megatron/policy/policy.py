@@ -41,10 +41,11 @@ from dynamo_megatron.policy.head_loss import (
 )
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
 from dynamo_megatron.policy.packing import Packer
 from dynamo_megatron.policy.partial_norms import accumulated_square
-from dynamo_megatron.policy.pass_inputs import NonFiniteError, PassInputs, broken_weights
+from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
 from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats

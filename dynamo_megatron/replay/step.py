@@ -18,6 +18,7 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.run import Job
 from dynamo_megatron.run_folder import FAILED_STEPS
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -90,8 +91,6 @@ class StepReplay(Job):
         self._policy, self._inputs = policy, PassInputs.from_state(state)
 
     def run(self) -> None:
-        from dynamo_megatron.policy.pass_inputs import NonFiniteError  # needs Megatron
-
         inputs, again = self._inputs, None
         try:
             result = repeat(self._policy, inputs)
