@@ -18,7 +18,7 @@ from dynamo_megatron.checkpoint.folder import checkpoint_folders
 from dynamo_megatron.checkpoint.policy_state import begin_save
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.run_folder import FAILED_STEPS
 
@@ -26,23 +26,20 @@ from dynamo_megatron.run_folder import FAILED_STEPS
 def write_failed_step(
     policy: Policy, config: Config, step: int, error: NonFiniteError, say: Callable[[str], None] | None
 ) -> None:
-    """Writes the folder of `step`, in place of those of earlier failures; collective over all ranks. `say`: rank 0's,
-    None elsewhere; gets one line that names the folder, or says why there is none."""
+    """Writes the folder of `step`, then removes those of earlier failures; collective over all ranks. `say`: rank 0's,
+    None elsewhere; gets one line that names the folder. Raises OSError if the disk is full, RuntimeError for what else
+    may fail in a save (memory, a collective)."""
     output = Path(config.output_dir)
     root, state = output / FAILED_STEPS, None
+    earlier = [folder for number, folder in checkpoint_folders(root) if number != step]
     if say is not None:
         failure = {"message": str(error), "config": to_plain(config)}
         state = {"failure": failure, **error.inputs.state()}
-        for _, earlier in checkpoint_folders(root):
-            shutil.rmtree(earlier, ignore_errors=True)
-    try:
-        save = begin_save(policy, root, step, state, background=False, optimizer=False)
-        save.complete(1, config.trainer.timeout, say)
-    except OSError as failed:
-        if say is not None:
-            say(f"warning: the batch that failed was not written: {failed}")
-        return
+    save = begin_save(policy, root, step, state, background=False, optimizer=False)
+    save.complete(len(earlier) + 1, config.trainer.timeout, say)  # all stay: by number this one may be the oldest
     if say is not None:
+        for folder in earlier:
+            shutil.rmtree(folder, ignore_errors=True)
         say(
             f"the batch that failed and its weights: {root / f'step-{step:06d}'}; "
             f"dynamo-megatron replay --step {output} {step} repeats it"

@@ -16,6 +16,7 @@ MEMORY = {
     "update": "train",
     "save": "save",
     "export": "save",
+    "failed step": "failed step",
 }
 
 

@@ -19,6 +19,7 @@ from dynamo_megatron.layout_checks import check_layout, describe_layout, missing
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
 # Their message says it all; others come with a traceback.
-FORESEEN = (InputError, RolloutError, GradientSpike, OSError)
+FORESEEN = (InputError, RolloutError, NonFiniteError, GradientSpike, OSError)
 # What gloo, and the client of rank 0's store, say of a rank that has been killed; its launcher says how.
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL

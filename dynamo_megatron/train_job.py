@@ -196,8 +196,10 @@ class TrainJob(Job):
         self._serving.close()  # not after a failure: the ranks may be out of step, and it is what is to be told
 
     def close(self) -> None:
-        super().close()
-        self._end_servers()
+        try:
+            self._end_servers()  # first: they hold GPUs, and trackers may take their time
+        finally:
+            super().close()
 
     def _end_servers(self) -> None:
         if self._rollout is not None:

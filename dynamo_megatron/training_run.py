@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,10 +11,12 @@ from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
 from dynamo_megatron.failed_step import write_failed_step
 from dynamo_megatron.phases import Phases
-from dynamo_megatron.policy.pass_inputs import NonFiniteError
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.runtime.heap import give_back_freed_memory
+from dynamo_megatron.runtime.plain_text import error_line, show
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.profiler import StepProfiler
 
@@ -47,23 +50,45 @@ class TrainingRun:
         if self.journal is not None:
             self.journal.open(self.start)
         try:
-            self.train()
+            with closing(self.profiler):
+                self.train()
         except StopRequested:
             self.stop()
             self.save()
             self.checkpoints.settle()
             raise
-        except NonFiniteError as error:  # on every rank
-            self.stop()
-            self.phases.begin("save")
-            say = None if self.journal is None else self.journal.say
-            write_failed_step(self.policy, self.config, self.coordinator.step, error, say)
+        except (NonFiniteError, GradientSpike) as error:  # on every rank
+            self.keep(error)
             raise
         self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")
         self.checkpoints.export_final()
         if self.journal is not None:
             self.journal.ended(self.coordinator.step)
+
+    def keep(self, error: NonFiniteError | GradientSpike) -> None:
+        """Completes a save under way, and writes what gave NaN or infinity; collective over all ranks. A failure of
+        either is a warning: `error` is what ends the run, and what the user is to be told last."""
+        step, say = self.coordinator.step, None if self.journal is None else self.journal.say
+        self.coordinator.begin_step(step)  # the files may take as long as a step
+        if say is not None:
+            say(f"step {step}: {error_line(error)}")
+        try:
+            self.checkpoints.settle()
+            if isinstance(error, NonFiniteError):
+                self.stop()
+                self.phases.begin("failed step")
+                write_failed_step(self.policy, self.config, step, error, say)
+        except (OSError, RuntimeError, MemoryError) as second:
+            if say is not None or not isinstance(second, OSError):  # every rank raises OSError for another's file
+                self.warn(f"saving after this error failed: {error_line(second)}")
+
+    def warn(self, line: str) -> None:
+        """Of this rank, to the user."""
+        if self.journal is not None:
+            self.journal.say(f"warning: {line}")
+        else:
+            show(f"rank {self.coordinator.rank}: warning: {line}")
 
     def train(self) -> None:
         """All steps. Raises StopRequested."""
@@ -79,7 +104,8 @@ class TrainingRun:
     def reached(self, step: int) -> None:
         """The policy has the weights of `step`, which ends. A save in the background that has just been written is
         completed."""
-        self.profiler.end(step)
+        if (failed := self.profiler.end(step)) is not None:
+            self.warn(failed)
         self.phases.clock.begin("save")
         self.checkpoints.reached(step)
         give_back_freed_memory()

@@ -20,9 +20,9 @@ class Recorded:
 def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own():
     memory = Recorded()
     phases = Phases(None, memory)
-    for phase in ("push weights", "read data", "generate", "logprobs", "update", "push weights", "evaluate", "save"):
+    for phase in ("push weights", "read data", "generate", "logprobs", "update", "push weights", "failed step", "save"):
         phases.begin(phase)
-    assert memory.entered == ["weights", "generate", "weights", "train", "weights", "generate", "save"]
+    assert memory.entered == ["weights", "generate", "weights", "train", "weights", "failed step", "save"]
     assert set(memory.entered) <= PHASES.keys() and set(MEMORY.values()) - {None} == PHASES.keys()
     assert phases.clock.seconds["memory"] >= 0.07 and phases.clock.seconds["update"] < 0.01
 

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -22,3 +23,20 @@ def test_links_to_servers_are_closed_where_the_ranks_are_in_step(ending, closes)
         with pytest.raises(type(ending), match=str(ending)):
             job.run()
     assert len(closed) == closes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_servers_are_ended_before_the_trackers_are_waited_for(fails):
+    order = []
+
+    def end_servers():
+        order.append("servers")
+        if fails:
+            raise RuntimeError("no answer")
+
+    job = TrainJob.__new__(TrainJob)
+    job._rollout = SimpleNamespace(close=end_servers)
+    job.journal = SimpleNamespace(close=lambda: order.append("journal"))
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        job.close()
+    assert order == ["servers", "journal"]

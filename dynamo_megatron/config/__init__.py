@@ -327,6 +327,8 @@ class Config(Section):
             yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
+        if (last := max(self.tracking.profile_steps, default=0)) > self.trainer.steps:
+            yield f"tracking.profile_steps: {last} is beyond trainer.steps, {self.trainer.steps}; name steps of the run"
         if self.rollout.keep_last is not None and self.checkpoint.every is None:
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 

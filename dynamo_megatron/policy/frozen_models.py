@@ -36,8 +36,11 @@ class FrozenModels:
         self._change_places(self._held[folder])
         try:
             yield
-        finally:
-            self._change_places(self._held[folder])
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # out of memory again: the first error is what ends the run
+                self._change_places(self._held[folder])
+            raise
+        self._change_places(self._held[folder])
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

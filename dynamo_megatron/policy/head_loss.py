@@ -15,7 +15,8 @@ from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.pass_inputs import NonFiniteError, PassInputs
+from dynamo_megatron.policy.non_finite import NonFiniteError
+from dynamo_megatron.policy.pass_inputs import PassInputs
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.runtime.user_code import UserFunction
 

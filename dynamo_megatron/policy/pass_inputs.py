@@ -1,4 +1,4 @@
-"""What a pass of the policy is computed from besides its weights, and the error of a pass whose results are not finite.
+"""What a pass of the policy is computed from besides its weights, and which of either is not finite.
 
 `replay --step` repeats the pass from it (replay/step.py).
 """
@@ -108,18 +108,9 @@ def _fields(record: Any, but: str = "") -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != but}
 
 
-class NonFiniteError(RuntimeError):
-    """A token statistic, loss or gradient norm that is NaN or infinite; raised on every rank, before the optimizer
-    step. `inputs`: of the pass."""
-
-    def __init__(self, message: str, inputs: PassInputs):
-        super().__init__(message)
-        self.inputs = inputs
-
-
 def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:
-    """Which weights hold NaN or infinity: a few words for each rank that has some, with Hugging Face's name of the
-    first. Collective over all ranks; reads all parameters."""
+    """Which weights hold NaN or infinity: of each rank that has some Hugging Face's name of the first, each name once.
+    Collective over all ranks; reads all parameters."""
     experts, found = spec.experts_of(layout.ep.rank(), layout.ep.size()), []
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -127,5 +118,12 @@ def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layou
                 found.append(huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start)))
     first = " or ".join(found[0]) if found else ""
     more = f", and {len(found) - 1} more parameters" if len(found) > 1 else ""
-    mine = f"NaN or infinity in the weights of rank {layout.rank}: {first}{more}" if found else None
-    return [said for said in layout.gather(mine) if said is not None]
+    by_name: dict[str, list[tuple[int, str]]] = {}
+    for rank, (name, others) in enumerate(layout.gather((first, more))):
+        if name:
+            by_name.setdefault(name, []).append((rank, others))
+    return [
+        f"NaN or infinity in the weights of rank {ranks[0][0]}: {name}{ranks[0][1]}"
+        + (f" (and on {len(ranks) - 1} more ranks)" if len(ranks) > 1 else "")
+        for name, ranks in by_name.items()
+    ]

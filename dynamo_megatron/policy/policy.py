@@ -41,10 +41,11 @@ from dynamo_megatron.policy.head_loss import (
 )
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
 from dynamo_megatron.policy.packing import Packer
 from dynamo_megatron.policy.partial_norms import accumulated_square
-from dynamo_megatron.policy.pass_inputs import NonFiniteError, PassInputs, broken_weights
+from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
 from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats
@@ -137,9 +138,8 @@ class Policy:
         """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
 
         `model`, `kind`: whose weights they are, for messages and for `replay --step`. `temperature`: None: the
-        rollouts'. Raises, on every rank,
-        NonFiniteError, and ValueError for a token that the vocabulary does not have: its embedding would be zeros or a
-        row of padding."""
+        rollouts'. Raises, on every rank, NonFiniteError, and ValueError for a token that the vocabulary does not have:
+        its embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
@@ -162,7 +162,8 @@ class Policy:
             what = f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
             said = [f"{what}responses; the first: {source.name(owners[0])}"]
             said += broken_weights(self.chunks, self.spec, self.layout)
-            inputs = PassInputs.of_pass(source, [mini.members for mini in mini_batches], kind)
+            members, measured = [m.members for m in mini_batches], any(m.split is not None for m in mini_batches)
+            inputs = PassInputs.of_pass(source, members, kind, measured=measured)
             raise NonFiniteError("; ".join(said), inputs)
         return TokenStats(*gathered)
 

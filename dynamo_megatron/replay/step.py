@@ -18,6 +18,7 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.run import Job
 from dynamo_megatron.run_folder import FAILED_STEPS
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -52,12 +53,14 @@ def step_config(folder: Path, keys: Sequence[str]) -> tuple[Config, int]:
 
 def local_ranks(asked: int | None, had: int) -> int:
     """Ranks to start here: as many as asked for, else as the run `had`. Raises ConfigError if the GPUs are too few."""
-    if asked is None and 0 < (gpus := torch.cuda.device_count()) < had:
+    ranks = asked or had
+    if 0 < (gpus := torch.cuda.device_count()) < ranks:
+        what = f"the run had {had}" if asked is None else str(asked)
         raise ConfigError(
-            f"--ranks: the run had {had}, and here are {gpus} GPUs; give --ranks and a layout that fits "
+            f"--ranks: {what}, and here are {gpus} GPUs; give --ranks and a layout that fits "
             "(parallel.tp=...), or start the command on several nodes with torchrun or srun"
         )
-    return asked or had
+    return ranks
 
 
 class StepReplay(Job):
@@ -88,8 +91,6 @@ class StepReplay(Job):
         self._policy, self._inputs = policy, PassInputs.from_state(state)
 
     def run(self) -> None:
-        from dynamo_megatron.policy.pass_inputs import NonFiniteError  # needs Megatron
-
         inputs, again = self._inputs, None
         try:
             result = repeat(self._policy, inputs)

@@ -14,7 +14,10 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
-from dynamo_megatron.tracking.trackers import Tracker, open_trackers
+from dynamo_megatron.tracking.trackers import Tracker, close_trackers, open_trackers
+
+LAST_ROWS = 60.0  # seconds that the end of a run waits for its trackers
+LAST_ROWS_OF_A_FAILURE = 10.0  # the same after a stop or a failure
 
 
 def last_line(config: Config, step: int, *, evaluated: bool) -> str:
@@ -48,11 +51,13 @@ class Journal:
         self._trackers: list[Tracker] = []
         self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
         self._why: str | None = None
+        self._last_line: str | None = None  # of a run that is complete
+        self._closing = False
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines of later steps are dropped."""
         self._logs = {name.removesuffix(".jsonl"): StepLog(self._folder / name, keep_to=start) for name in STEP_LOGS}
-        self._trackers = open_trackers(self._config, start, self.say)
+        self._trackers = open_trackers(self._config, start, self._say_of_tracker)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
             metrics = read_rows(self._folder / "metrics.jsonl", "step")
@@ -96,8 +101,8 @@ class Journal:
         return self._why
 
     def ended(self, step: int) -> None:
-        """The run is complete, with its model of `step`: prints the last line."""
-        self.say(last_line(self._config, step, evaluated=bool(self._evaluations)))
+        """The run is complete, with its model of `step`: `close` prints the last line."""
+        self._last_line = last_line(self._config, step, evaluated=bool(self._evaluations))
 
     def say(self, line: str) -> None:
         self.progress.say(line)
@@ -108,9 +113,17 @@ class Journal:
         return terminal_width(sys.stdout)
 
     def close(self) -> None:
+        """Waits for the trackers' last rows, for a bounded time. The last line of a run that was stopped or has failed
+        is on the screen before, and stays the last one: trackers that fail now say so in their logs alone."""
         self.progress.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._closing = True
+        close_trackers(self._trackers, LAST_ROWS_OF_A_FAILURE if self._last_line is None else LAST_ROWS)
+        if self._last_line is not None:
+            self.say(self._last_line)
+
+    def _say_of_tracker(self, line: str) -> None:
+        if not self._closing or self._last_line is not None:
+            self.say(line)
 
     def _judge(self, metrics: Mapping[str, Any]) -> None:
         if self._rule is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.runtime.whole_files import replacing
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -30,10 +34,27 @@ class StepProfiler:
             self._running = profile(activities=[ProfilerActivity.CPU, *gpu])
             self._running.start()
 
-    def end(self, step: int) -> None:
-        if self._running is None:
-            return
-        self._running.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"))
-        self._running = None
+    def end(self, step: int) -> str | None:
+        """Returns why there is no trace, for the user, where it cannot be written."""
+        if (recorded := self._running) is None:
+            return None
+        self.close()
+        trace = self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"
+        plain = trace.with_suffix("")  # torch itself would compress by way of TMPDIR, which may be small
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, replacing(trace) as file, gzip.open(file, "wb") as target:
+                shutil.copyfileobj(source, target)
+        except OSError as error:
+            return f"the profile {trace} was not written: {error}"
+        finally:
+            with suppress(OSError):
+                plain.unlink()
+        return None
+
+    def close(self) -> None:
+        """Ends a recording; of a step that has failed there is no trace."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None

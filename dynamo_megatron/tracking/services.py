@@ -174,7 +174,7 @@ class TrackioTracker:
 
 class OpenMetricsEndpoint:
     """http://127.0.0.1:PORT/metrics: the last value of each metric, `policy/grad_norm` as
-    `dynamo_megatron_policy_grad_norm`, and `dynamo_megatron_step`."""
+    `dynamo_megatron_policy_grad_norm`, and `dynamo_megatron_step`. Metrics whose names become equal are one."""
 
     def __init__(self, config: Config):
         from prometheus_client import CollectorRegistry, Gauge
@@ -185,10 +185,10 @@ class OpenMetricsEndpoint:
 
     def write(self, metrics: Mapping[str, float]) -> None:
         for name, value in {**numbers(metrics), "step": metrics["step"]}.items():
-            if name not in self._gauges:
-                metric = "dynamo_megatron_" + re.sub(r"\W", "_", name)
-                self._gauges[name] = self._gauge(metric, name, registry=self._registry)
-            self._gauges[name].set(value)
+            metric = "dynamo_megatron_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            if metric not in self._gauges:
+                self._gauges[metric] = self._gauge(metric, name, registry=self._registry)
+            self._gauges[metric].set(value)
 
     def close(self) -> None:
         self._close()

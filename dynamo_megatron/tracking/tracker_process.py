@@ -8,32 +8,33 @@ process prints goes to output_dir/logs/tracker-NAME.log. Its stdin is empty: a l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.runtime.log_files import log_to
+from dynamo_megatron.runtime.log_files import log_to, mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent, keeping
 
 LARGEST_BACKLOG = 16 << 20  # bytes of rows that it has not taken: some thousand steps
-CLOSED_WITHIN = 60.0  # seconds that the end of a run waits for the last rows to be sent
-POLL_EVERY = 0.05  # seconds
+LAST_WORDS = 1.0  # seconds for one whose pipe is closed to end, and to write why into its log
 
 
 class TrackerProcess:
-    """Rank 0's end. A tracker that fails, or takes nothing, is ended with one line to `say`; the run goes on."""
+    """Rank 0's end. A tracker that fails, or takes nothing, is ended with one line to `say` and to its log; the run
+    goes on."""
 
-    def __init__(self, name: str, config: Config, say: Callable[[str], None], closed_within: float = CLOSED_WITHIN):
-        self._name, self._say, self._closed_within = name, say, closed_within
+    def __init__(self, name: str, config: Config, say: Callable[[str], None]):
+        self._name, self._say = name, say
         self._log = Path(config.output_dir) / "logs" / f"tracker-{name}.log"
+        self._log_began = mark(self._log)
         theirs, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         module = "dynamo_megatron.tracking.tracker_process"
@@ -41,38 +42,36 @@ class TrackerProcess:
         with keeping(*FOR_THE_RANKS):  # it is to send what the ranks still log while they stop
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
         os.close(theirs)
-        self._open = True
+        self._open, self._told = True, False
         self._backlog = bytearray(json.dumps(to_plain(config)).encode() + b"\n")
         self._send()
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """As `Tracker.write`; returns at once."""
+        """As `Tracker.write`; returns at once, but the one time that it finds the process failed."""
         if not self._open:
             return
         self._backlog += json.dumps(metrics).encode() + b"\n"
         self._send()
-        if len(self._backlog) > LARGEST_BACKLOG:
+        if self._open and len(self._backlog) > LARGEST_BACKLOG:
             self._give_up(f"has taken nothing for {LARGEST_BACKLOG >> 20} MiB of metrics")
 
-    def close(self) -> None:
-        """Waits until all rows are sent, for a bounded time."""
-        deadline = time.monotonic() + self._closed_within
-        while self._open and self._backlog:
+    def ended(self) -> bool:
+        """As `Tracker.ended`."""
+        if self._open:
             self._send()
-            if time.monotonic() > deadline:
-                return self._give_up(f"did not take its last rows within {self._closed_within:g} s")
-            time.sleep(POLL_EVERY if self._backlog else 0)
-        if not self._open:
+        if self._open and not self._backlog:
+            self._end()
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """As `Tracker.close`."""
+        if self._open:
+            return self._give_up("did not take its last rows in time")
+        if self._told:
             return
-        self._end()
-        try:
-            code = self._process.wait(max(POLL_EVERY, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            self._tell(f"did not end within {self._closed_within:g} s")
-            return
-        if code != 0:
+        if self._process.poll() is None:
+            return self._kill("did not end in time")
+        if self._process.returncode != 0:
             self._tell("failed")
 
     def _send(self) -> None:
@@ -82,10 +81,15 @@ class TrackerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS)
             self._give_up("failed")
 
     def _give_up(self, what: str) -> None:
         self._end()
+        self._kill(what)
+
+    def _kill(self, what: str) -> None:
         self._process.kill()
         self._process.wait()
         self._tell(what)
@@ -95,19 +99,21 @@ class TrackerProcess:
         os.close(self._pipe)
 
     def _tell(self, what: str) -> None:
-        why = last_line(self._log)
-        self._say(
-            f"warning: {self._name} {what}{why and f' ({why})'}; metrics.jsonl has all metrics; its log is {self._log}"
-        )
+        self._told = True
+        line = f"warning: {self._name} {what}"
+        if why := self._said_last():
+            line += f" ({why})"
+        with contextlib.suppress(OSError), open(open_log(self._log, 0o644), "w", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+        self._say(f"{line}; metrics.jsonl has all metrics; its log is {self._log}")
 
-
-def last_line(log: Path) -> str:
-    """What a process that failed said last, shortened; "" where it has said nothing."""
-    try:
-        lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return on_one_line(next((line for line in reversed(lines) if line.strip()), ""), 200)
+    def _said_last(self) -> str:
+        """What the process said last, shortened; "" where it has said nothing."""
+        try:
+            lines = text_since(self._log, self._log_began).split("\n")
+        except OSError:
+            return ""
+        return on_one_line(next((line for line in reversed(lines) if line.strip()), ""), 200)
 
 
 def main(name: str, output_dir: str, descriptor: int, parent: int) -> None:

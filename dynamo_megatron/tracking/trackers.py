@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.listening import LOOPBACK, check_port
 from dynamo_megatron.tracking.tracker_process import TrackerProcess
 
+POLL_EVERY = 0.05  # seconds
 PACKAGES = {"openmetrics": "prometheus_client"}  # of the names that differ from their package's
 
 
@@ -20,7 +22,12 @@ class Tracker(Protocol):
     def write(self, metrics: Mapping[str, float]) -> None:
         """One row: `step` and numbers by name. A step may have several rows, of different names."""
 
-    def close(self) -> None: ...
+    def ended(self) -> bool:
+        """Sends the last rows on, as far as it can without waiting; nothing is written afterwards. Whether all is sent
+        and closed."""
+
+    def close(self) -> None:
+        """Ends what `ended` has not."""
 
 
 class TensorBoardTracker:
@@ -35,6 +42,9 @@ class TensorBoardTracker:
 
     def write(self, metrics: Mapping[str, float]) -> None:
         self._attempt(lambda: self._add(metrics))
+
+    def ended(self) -> bool:
+        return True
 
     def close(self) -> None:
         self._attempt(self._writer.close)
@@ -89,3 +99,12 @@ def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> lis
         TensorBoardTracker(config, start, say) if name == "tensorboard" else TrackerProcess(name, config, say)
         for name in asked_for(config)
     ]
+
+
+def close_trackers(trackers: Sequence[Tracker], within: float) -> None:
+    """Waits at most `within` seconds for all of them together to send their last rows."""
+    deadline, waiting = time.monotonic() + within, list(trackers)
+    while (waiting := [tracker for tracker in waiting if not tracker.ended()]) and time.monotonic() < deadline:
+        time.sleep(POLL_EVERY)
+    for tracker in trackers:
+        tracker.close()

@@ -32,6 +32,7 @@ PHASES = {
     "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a push
     "train": ((), PARTS),
     "save": (("weights",), PARTS),
+    "failed step": ((), ("weights",)),  # written without the optimizer, after the servers have ended
 }
 
 

@@ -53,6 +53,7 @@ def test_checks_across_sections_report_all_they_find():
     stop = "trainer.stop_when={metric: eval/pass@4, above: 1}"
     words = ("algorithm.allocation.budget=3", "algorithm.loss.mini_batches=100", "checkpoint.export_hf=best")
     streamed = ("data.source=my_data:problems", "algorithm.allocation.prior_by=level")
+    words += ("tracking.profile_steps=[3, 12, 4]", "trainer.steps=10")
     lines = refused(*words, *streamed, stop)
     assert [line.removeprefix("the command line: ").partition(":")[0] for line in lines] == [
         "algorithm.allocation.budget",
@@ -61,7 +62,9 @@ def test_checks_across_sections_report_all_they_find():
         "trainer.stop_when.metric",
         "trainer.stop_when.metric",
         "checkpoint.export_hf",
+        "tracking.profile_steps",
     ]
+    assert lines[-1].endswith("12 is beyond trainer.steps, 10; name steps of the run")
     assert "eval.k gives eval/pass@1, not eval/pass@4" in lines[3] and "needs the periodic evaluation" in lines[4]
 
 

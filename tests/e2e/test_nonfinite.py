@@ -2,9 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
+from safetensors import numpy as arrays_of
+from safetensors.torch import load_file, save_file
+
+from dynamo_megatron.rollout.store import RolloutStore
 
 pytestmark = pytest.mark.full
 
@@ -13,6 +18,13 @@ import os
 if "RANK" in os.environ:
     from dynamo_megatron.JOB
     set_up = Job.set_up
+    def fill(path):
+        with open(path, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 16))
+            except OSError:
+                file.truncate(file.tell() - (1 << 16))
     def patched(self, policy, coordinator):
         import dataclasses
         import torch
@@ -22,6 +34,8 @@ if "RANK" in os.environ:
         def begun(number):
             begin_step(number)
             if number == 2 and "WEIGHT" == "FAULT":
+                if policy.layout.rank == 0 and "FILL" in os.environ:
+                    fill(os.environ["FILL"])
                 with torch.no_grad():
                     policy.chunks[0].decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
         def built(rollouts, *others):
@@ -60,11 +74,14 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
         keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
         if fault == "ENGINE":  # by default no update uses them
             keys += ["algorithm.loss.old=engine", "algorithm.modulation=null"]
+        earlier = workspace / f"nan-{fault}-{stages}" / "nonfinite" / "step-000009"  # of another start
+        earlier.mkdir(parents=True)
         code, text, output = replay(f"nan-{fault}-{stages}", lambda rollout: rollout, *keys)
     last = text.strip().splitlines()[-1]
     assert code == 1 and "step 2: NonFiniteError: " in last and NAMES[fault] in last, text[-3000:]
     folder = output / "nonfinite" / "step-000002"
     assert f"dynamo-megatron replay --step {output} 2 repeats it" in text and (folder / "manifest.json").is_file()
+    assert not earlier.exists()
     assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < 2e6, "weights without the optimizer"
 
     code, text = command_line(workspace, "replay", "--step", output, 2)
@@ -79,15 +96,13 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
 
 def repaired(command_line, workspace, output, folder) -> None:
     """Without the NaN in the batch the pass is finite, and the command says so."""
-    from safetensors.numpy import load_file, save_file
-
     from dynamo_megatron.checkpoint.checksums import file_checksum
 
     kept = output.with_name(f"{output.name}-whole")
     shutil.copytree(output, kept)
-    arrays = load_file(folder / "state.safetensors")
+    arrays = arrays_of.load_file(folder / "state.safetensors")
     arrays["batch.advantages"][3] = 0.5
-    save_file(arrays, folder / "state.safetensors")
+    arrays_of.save_file(arrays, folder / "state.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["checksums"]["state.safetensors"] = file_checksum(folder / "state.safetensors")
     manifest["files"]["state.safetensors"] = (folder / "state.safetensors").stat().st_size
@@ -96,6 +111,45 @@ def repaired(command_line, workspace, output, folder) -> None:
     assert code == 1 and "NOT reproduced: everything is finite now" in text, text[-3000:]
     shutil.rmtree(output)
     kept.rename(output)
+
+
+@pytest.mark.parametrize("small_disk", ["64m"], indirect=True)
+def test_a_disk_that_is_full_then_does_not_hide_the_nan(
+    made_rollouts, command_line, workspace, small_disk, tmp_path, monkeypatch, stages
+):
+    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", "WEIGHT").replace("JOB", TRAIN))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("FILL", str(small_disk / "full"))
+    (small_disk / "run" / "nonfinite" / "step-000009").mkdir(parents=True)  # of another start; it stays
+    store = RolloutStore(tmp_path / "record")
+    for rollout in made_rollouts:
+        store.append(rollout)
+    store.close()
+    keys = ("trainer.steps=2", "rollout.engine=recorded", f"rollout.recorded={tmp_path / 'record'}")
+    keys += (f"parallel.pp={stages}", "algorithm.allocation.kind=uniform", f"output_dir={small_disk / 'run'}")
+    code, text = command_line(workspace, "train", workspace / "config.yaml", *keys)
+    lines, nan = text.strip().splitlines(), f"NonFiniteError: NaN or infinite logprobs.*{NAMES['WEIGHT']}"
+    assert code == 1 and re.search(f"step 2: {nan}", lines[-1]), text[-3000:]
+    first = next(i for i, line in enumerate(lines) if re.match(f"step 2: {nan}", line))
+    (warning,) = [i for i, line in enumerate(lines) if "warning: " in line]
+    assert first < warning < len(lines) - 1
+    assert "saving after this error failed: OSError: " in lines[warning] and "No space left" in lines[warning]
+    assert [path.name for path in (small_disk / "run" / "nonfinite").iterdir()] == ["step-000009"]
+
+
+def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, stages):
+    huge = tmp_path / "huge"
+    shutil.copytree(tiny_model, huge)
+    tensors = load_file(huge / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)  # finite, but what it is multiplied with is not
+    save_file(tensors, huge / "model.safetensors", {"format": "pt"})
+    keys = (f"parallel.pp={stages}", f"algorithm.kl={{coef: 0.1, reference: {huge}}}")
+    code, text, output = replay(f"reference-{stages}", lambda rollout: rollout, *keys)
+    last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
+    assert code == 1 and f"step 1: {error}reference model {huge}" in last, text[-3000:]
+    code, text = command_line(workspace, "replay", "--step", output, 1)
+    assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
+    assert "step-000001: reference, " in text
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):

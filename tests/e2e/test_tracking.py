@@ -40,15 +40,19 @@ def test_the_run_goes_on_and_has_its_traces(replay, tmp_path, monkeypatch, stage
             assert any("backward" in str(event.get("name")).lower() for event in json.load(file)["traceEvents"])
 
 
-def test_spikes_may_be_watched_from_a_resume_on(replay, command_line, workspace):
+@pytest.mark.parametrize("before", [False, True], ids=["from the resume on", "before, too"])
+def test_the_norms_of_updates_are_kept_over_a_resume(replay, command_line, workspace, before):
     """The checkpoint of a run without `optimizer.spike` has no history of norms; the next one has."""
-    keys = ("parallel.pp=1", "checkpoint.every=1")
-    code, text, output = replay("resumed", lambda rollout: rollout, *keys, "trainer.steps=1")
-    assert code == 0 and "spikes" not in read_state(output / "checkpoints" / "step-000001"), text[-3000:]
-    keys += ("trainer.steps=2", "optimizer={lr: 1e-4, spike: {window: 3}}", "rollout.engine=recorded")
-    record = f"rollout.recorded={workspace / 'resumed-record'}"
+    keys, name = ("parallel.pp=1", "checkpoint.every=1"), f"resumed-{before}"
+    spike = "optimizer={lr: 1e-4, spike: {window: 3}}"
+    code, text, output = replay(name, lambda rollout: rollout, *keys, "trainer.steps=1", *[spike] * before)
+    assert code == 0, text[-3000:]
+    assert ("spikes" in read_state(output / "checkpoints" / "step-000001")) == before
+    keys += ("trainer.steps=2", spike, "rollout.engine=recorded")
+    record = f"rollout.recorded={workspace / f'{name}-record'}"
     code, text = command_line(workspace, "train", workspace / "config.yaml", *keys, record, f"output_dir={output}")
     assert code == 0 and "resumed from" in text, text[-3000:]
     norms = read_state(output / "checkpoints" / "step-000002")["spikes"]["norms"]
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert norms == [rows[1]["policy/grad_norm"]] and rows[1]["policy/gradient_spikes"] == 0
+    assert norms == [row["policy/grad_norm"] for row in rows[not before :]]
+    assert rows[1]["policy/gradient_spikes"] == 0

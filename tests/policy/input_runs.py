@@ -70,6 +70,9 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
     batch = rollouts()
     everyone = policy.pack(batch, [np.arange(len(LENGTHS))])
     found["NaN"] = said(lambda: policy.token_stats(batch, everyone))
+    with torch.no_grad():
+        policy.chunks[-1].head_weight[0, 0] = torch.nan
+    found["NaN on all"] = said(lambda: policy.token_stats(batch, everyone))
     policy = Policy(spec, with_reference(config, case["folders"]["huge"]), layout)
     found["reference NaN"] = said(lambda: policy.reference_logprobs(batch, everyone))
     (out / f"rank{layout.rank}.json").write_text(json.dumps(found))

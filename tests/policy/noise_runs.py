@@ -25,7 +25,7 @@ from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy import gradients  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
 
 
@@ -64,6 +64,12 @@ def run(config: dict, overlap: bool, out: Path) -> None:
             policy.update(batch, later, stats, None, 1e-4)
         after = policy.token_stats(source, [mini])
         found[f"after {measured}"] = after.logprobs.tolist()
+        with torch.no_grad():
+            next(policy.chunks[0].parameters()).fill_(torch.nan)
+        try:
+            policy.token_stats(source, [mini])
+        except NonFiniteError as error:
+            found[f"inputs {measured}"] = error.inputs.measured
     found["split"] = {field.name: getattr(mini.split, field.name) for field in dataclasses.fields(mini.split)}
     found["split"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found["split"].items()}
     if layout.rank == 0:

@@ -73,3 +73,9 @@ def test_a_measured_update_is_an_update(found, layout):
     assert {k: v for k, v in measured.items() if "gradient_noise" not in k} == pytest.approx(plain, rel=1e-5, abs=1e-7)
     for after in (found[layout]["after True"], found[layout]["after False"]):
         np.testing.assert_allclose(after, found["1"]["after False"], atol=1e-3)
+
+
+def test_statistics_that_fail_know_whether_their_mini_batches_are_measured(found):
+    """`replay --step` packs them the same way."""
+    for of_layout in found.values():
+        assert (of_layout["inputs True"], of_layout["inputs False"]) == (True, False)

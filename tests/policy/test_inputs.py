@@ -108,7 +108,13 @@ def test_a_model_that_was_converted_without_checksums_loads_with_one_line(said, 
 
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
     weight = f"; NaN or infinity in the weights of rank {len(said[0]) - 1}: lm_head.weight"
-    cases = (("NaN", "policy", weight), ("reference NaN", f"reference model {folders['huge']}", ""))
+    everywhere = "; NaN or infinity in the weights of rank 0: lm_head.weight"
+    everywhere += " (and on 1 more ranks)" if len(said[0]) == 2 else ""
+    cases = (
+        ("NaN", "policy", weight),
+        ("NaN on all", "policy", everywhere),
+        ("reference NaN", f"reference model {folders['huge']}", ""),
+    )
     for rank in said[0]:
         for case, model, cause in cases:
             assert rank[case] == (

@@ -1,14 +1,16 @@
 """What a pass was computed from: on disk and back, and what of it is named as not finite."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from dynamo_megatron.checkpoint.folder import read_state, write_state
+from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.policy.pass_inputs import PassInputs
+from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
 LENGTHS = (3, 0, 2)  # tokens of the responses
@@ -115,3 +117,25 @@ def test_the_rollout_of_an_engine_logprob_is_named(slot, rollout):
     broken = dataclasses.replace(update(), sequences=dataclasses.replace(rollouts(), engine_logprobs=logprobs))
     prompt = {"a": "p", "c": "q"}[rollout]
     assert broken.faults() == [f"the engine logprob of rollout {rollout} of prompt '{prompt}' is NaN or infinite"]
+
+
+def test_weights_that_broke_on_many_ranks_are_named_once(tiny_model):
+    """Ranks 0, 2 and 3 of four say that they have them, rank 1 that it has none, rank 4 others."""
+    bad, found = torch.full((2,), torch.nan), []
+    weights = [("decoder.final_layernorm.weight", bad), ("output_layer.weight", bad)]
+    chunk = SimpleNamespace(
+        layer_offset=0, named_parameters=lambda: [("embedding.word_embeddings.weight", bad[:0]), *weights]
+    )
+
+    def gather(mine):
+        found.append(mine)
+        return [mine, ("", ""), mine, mine, ("lm_head.weight", "")]
+
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    spec = load_model_config(str(tiny_model))
+    assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=gather)) == [
+        "NaN or infinity in the weights of rank 0: model.norm.weight, and 1 more parameters (and on 2 more ranks)",
+        "NaN or infinity in the weights of rank 4: lm_head.weight",
+    ]
+    weights.clear()
+    assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=lambda mine: [mine])) == []

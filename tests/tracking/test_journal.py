@@ -1,13 +1,15 @@
-"""The last line of a run."""
+"""The last line of a run, and what its trackers say at its end."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.tracking.journal import last_line
+from dynamo_megatron.tracking import journal
+from dynamo_megatron.tracking.journal import Journal, last_line
 
 
 def made(tmp_path, export: str, folder: str | None, **sections) -> Config:
@@ -51,3 +53,40 @@ def test_the_next_command_can_be_pasted_where_the_folder_has_a_blank(tmp_path, e
     line = last_line(made(tmp_path / "my runs", "final", "hf"), 64, evaluated=evaluated)
     command = shlex.split(line.partition("; next: ")[2])
     assert command[: len(words) + 2] == ["dynamo-megatron", *words, str(tmp_path / "my runs" / "run")]
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch, capsys):
+    """closed(ended) -> (lines on the screen, seconds that the trackers had) of a journal whose tracker fails when it is
+    closed."""
+
+    def close(ended: bool) -> tuple[list[str], list[float]]:
+        limits, tell = [], []
+        monkeypatch.setattr(
+            journal, "open_trackers", lambda config, start, say: tell.append(say) or [SimpleNamespace()]
+        )
+        monkeypatch.setattr(
+            journal, "close_trackers", lambda trackers, within: (limits.append(within), tell[0]("warning: at the end"))
+        )
+        made_of = made(tmp_path, "final", "hf")
+        kept = Journal(made_of)
+        kept.open(0)
+        tell[0]("warning: in the run")
+        if ended:
+            kept.ended(48)
+        else:
+            kept.say("the error")
+        kept.close()
+        return capsys.readouterr().out.splitlines(), limits
+
+    return close
+
+
+def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(closed):
+    lines, limits = closed(True)
+    assert lines[:2] == ["warning: in the run", "warning: at the end"] and limits == [60.0]
+    assert lines[2].startswith("model: ") and len(lines) == 3
+
+
+def test_nothing_is_said_after_the_last_line_of_a_run_that_failed(closed):
+    assert closed(False) == (["warning: in the run", "the error"], [10.0])

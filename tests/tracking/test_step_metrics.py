@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, OptimizerConfig, SpikeConfig
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.clock import Clock
-from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
+from dynamo_megatron.tracking.step_metrics import StepRecord, spike_count, step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.push import PushReport
 
@@ -32,11 +32,12 @@ def metrics(
     steps=None,
     implicit=None,
     process=None,
+    spike=None,
     **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
     `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
-    what they add to the tokens' advantages."""
+    what they add to the tokens' advantages; `spike`: of the optimizer, with one more update that is a spike."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
         prompt_ids=["p", "p"],
@@ -58,14 +59,19 @@ def metrics(
     result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
-        model={"path": "m"}, data={"source": "d"}, output_dir="o", rollout={"max_new_tokens": 8}, algorithm=algorithm
+        model={"path": "m"},
+        data={"source": "d"},
+        output_dir="o",
+        rollout={"max_new_tokens": 8},
+        algorithm=algorithm,
+        optimizer={"spike": spike},
     )
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
         TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
-        [update, {"skipped": 1.0}],
+        [update, {"skipped": 1.0}, *([{**update, "grad_norm": 6.0, "skipped": 1.0, "spike": 1.0}] if spike else [])],
         pushed or PushReport(),
         clock or Clock(),
         config,
@@ -150,6 +156,16 @@ def test_what_the_servers_did():
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
     assert found["fleet/server-1/rollouts"] == 0
     assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
+
+
+def test_updates_that_were_skipped_as_spikes_are_counted():
+    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o")
+    spike = config.model_copy(update={"optimizer": OptimizerConfig(spike=SpikeConfig())})
+    updates = [{"skipped": 0.0}, {"skipped": 1.0, "spike": 1.0}, {"skipped": 1.0}, {"skipped": 1.0, "spike": 1.0}]
+    assert spike_count(updates, spike) == {"policy/gradient_spikes": 2} and spike_count(updates, config) == {}
+    found = metrics(spike={"above": 2.0})
+    assert (found["policy/gradient_spikes"], found["policy/skipped_updates"], found["policy/grad_norm"]) == (1, 2, 4.0)
+    assert "policy/gradient_spikes" not in metrics()
 
 
 def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():

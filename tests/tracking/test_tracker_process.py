@@ -15,6 +15,7 @@ import pytest
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.tracking.tracker_process import TrackerProcess
+from dynamo_megatron.tracking.trackers import close_trackers
 
 LIBRARY = """
 import json, os, time
@@ -40,10 +41,9 @@ RAISES = 'raise RuntimeError("the service said no")'
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """started(init=, log=, finish=, closed_within=) -> (tracker, what the user is told) with that library."""
-    trackers = []
+    """started(init=, log=, finish=) -> (tracker, what the user is told) with that library."""
 
-    def start(init="pass", log="pass", finish="pass", closed_within=60.0):
+    def start(init="pass", log="pass", finish="pass"):
         text = LIBRARY.replace("INIT", init).replace("LOG", log).replace("FINISH", finish)
         (tmp_path / "trackio.py").write_text(text)
         paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
@@ -51,8 +51,7 @@ def started(tmp_path, monkeypatch):
         monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
         config = Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(tmp_path / "run"))
         said: list[str] = []
-        trackers.append(TrackerProcess("trackio", config, said.append, closed_within))
-        return trackers[-1], said
+        return TrackerProcess("trackio", config, said.append), said
 
     yield start
     for process in processes():
@@ -80,7 +79,7 @@ def test_all_rows_arrive_in_order_before_close_returns(started, tmp_path):
     tracker, said = started()
     for step in range(1, 101):
         tracker.write({"step": step, "reward/mean": step / 2})
-    tracker.close()
+    close_trackers([tracker], 60)
     assert rows(tmp_path) == [{"step": step, "reward/mean": step / 2} for step in range(1, 101)]
     assert said == [] and processes() == []
 
@@ -92,23 +91,61 @@ def test_one_that_raises_is_told_once_and_the_run_goes_on(started, tmp_path, whe
         tracker.write({"step": step, "reward/mean": 0.5})
         if where != "finish":
             wait_until(lambda: processes() == [])
-    tracker.close()
+    close_trackers([tracker], 60)
     log = tmp_path / "run" / "logs" / "tracker-trackio.log"
-    assert said == [
-        f"warning: trackio failed (RuntimeError: the service said no); metrics.jsonl has all metrics; its log is {log}"
-    ]
-    assert "Traceback" in log.read_text()
+    line = "warning: trackio failed (RuntimeError: the service said no)"
+    assert said == [f"{line}; metrics.jsonl has all metrics; its log is {log}"]
+    assert "Traceback" in log.read_text() and log.read_text().endswith(f"{line}\n")
+
+
+def test_one_that_raises_while_it_is_written_to_has_said_why(started):
+    """The pipe is closed before Python prints the traceback."""
+    tracker, said = started(log=RAISES)
+    row = {"reward/mean": 0.5, "long": list(range(2000))}
+    while not said:
+        tracker.write({"step": 1, **row})
+        time.sleep(0.02)
+    assert said[0].startswith("warning: trackio failed (RuntimeError: the service said no);")
+
+
+def test_what_an_earlier_start_has_left_in_the_log_is_no_reason(started, tmp_path):
+    log = tmp_path / "run" / "logs" / "tracker-trackio.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("RuntimeError: of the day before\n")
+    tracker, said = started(init="os._exit(3)")
+    close_trackers([tracker], 60)
+    assert said == [f"warning: trackio failed; metrics.jsonl has all metrics; its log is {log}"]
+
+
+@pytest.mark.parametrize("where", ["log", "finish"])
+def test_all_trackers_have_one_deadline_and_none_waits_for_another(started, tmp_path, monkeypatch, where):
+    library = {where: f'if "HANG" in os.environ: {HANGS}'}
+    monkeypatch.setenv("HANG", "")
+    hanging = [started(**library) for _ in range(3)]
+    monkeypatch.delenv("HANG")
+    sent, said = started(**library)
+    row = {"reward/mean": 0.5, "long": list(range(2000))}
+    for tracker, _ in hanging:
+        for step in range(1, 50):  # more than the pipe holds
+            tracker.write({"step": step, **row})
+    for step in range(1, 50):
+        sent.write({"step": step, **row})
+    start = time.monotonic()
+    close_trackers([*(tracker for tracker, _ in hanging), sent], 12.0)
+    assert time.monotonic() - start < 15 and processes() == []
+    assert said == [] and len(rows(tmp_path)) == 49 * (4 if where == "finish" else 1)
+    assert all(len(told) == 1 and told[0].startswith("warning: trackio did not ") for _, told in hanging)
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
 def test_one_that_hangs_holds_neither_the_steps_nor_the_end(started, where):
-    tracker, said = started(**{where: HANGS}, closed_within=3.0)
+    tracker, said = started(**{where: HANGS})
     start = time.monotonic()
     row = {"reward/mean": 0.5, "long": list(range(2000))}
     for step in range(1, 50):  # more than the pipe holds
         tracker.write({"step": step, **row})
     assert time.monotonic() - start < 2
-    tracker.close()
+    close_trackers([tracker], 3.0)
     assert time.monotonic() - start < 8 and processes() == []
     (line,) = said
     assert line.startswith("warning: trackio did not ")
@@ -131,13 +168,13 @@ def test_signals_that_ask_the_ranks_to_stop_do_not_end_it(started, tmp_path):
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         process.send_signal(number)
     tracker.write({"step": 2, "reward/mean": 0.5})
-    tracker.close()
+    close_trackers([tracker], 60)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2] and said == []
 
 
 def test_a_library_that_asks_for_a_key_gets_none(started):
     tracker, said = started(init="input('key: ')")
-    tracker.close()
+    close_trackers([tracker], 60)
     (line,) = said
     assert "EOFError" in line
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dynamo_megatron.config import Config, TrackingConfig
-from dynamo_megatron.tracking.trackers import check_trackers, open_trackers
+from dynamo_megatron.tracking.trackers import check_trackers, close_trackers, open_trackers
 
 
 def config(output: Path, *backends: str) -> Config:
@@ -26,12 +26,13 @@ def config(output: Path, *backends: str) -> Config:
 
 
 def track(setting: Config, start: int, steps: range, reward: float) -> None:
-    for tracker in open_trackers(setting, start, fail):
+    trackers = open_trackers(setting, start, fail)
+    for tracker in trackers:
         for step in steps:
             tracker.write({"step": step, "reward/mean": reward, "policy/tokens": 10 * step})
             if step % 2 == 0:
                 tracker.write({"step": step, "eval/pass@1": reward / 2})
-        tracker.close()
+    close_trackers(trackers, 60)
 
 
 def fail(line: str) -> None:
@@ -220,7 +221,7 @@ def endpoint(tmp_path):
     check_trackers(setting)
     (tracker,) = open_trackers(setting, 0, fail)
     yield port, tracker
-    tracker.close()
+    close_trackers([tracker], 60)
 
 
 def scraped(port: int, until: str) -> dict[str, float]:
@@ -247,6 +248,16 @@ def test_the_endpoint_has_the_last_value_of_each_metric(endpoint):
         "dynamo_megatron_step": 2.0,
         "dynamo_megatron_policy_grad_norm": 1.5,
         "dynamo_megatron_eval_pass_1": 0.25,
+    }
+
+
+def test_metrics_whose_names_become_equal_are_one(endpoint):
+    port, tracker = endpoint
+    tracker.write({"step": 1, "eval/pass@1": 0.25, "eval/pass_1": 0.5, "reward/größe": 2.0})
+    assert scraped(port, "dynamo_megatron_step 1.0") == {
+        "dynamo_megatron_step": 1.0,
+        "dynamo_megatron_eval_pass_1": 0.5,
+        "dynamo_megatron_reward_gr__e": 2.0,
     }
 
 
