@@ -12,19 +12,7 @@ from dynamo_megatron.config.files import ConfigError
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
-    *(
-        "checkpoints",
-        "rollouts",
-        "logs",
-        "hf",
-        "hf-step-*",
-        "tokens",
-        "tensorboard",
-        "wandb",
-        "wandb-id",
-        "servers",
-        "push",
-    ),
+    *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
 )
 _OF_A_START = {".lock", "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
