@@ -1,4 +1,4 @@
-"""The last line of a run."""
+"""The last line of a run, and its statistics of tokens."""
 
 import shlex
 
@@ -7,7 +7,8 @@ import pytest
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.tracking.journal import last_line
+from dynamo_megatron.rollout.store import step_files, tokens_file
+from dynamo_megatron.tracking.journal import Journal, last_line
 
 
 def made(tmp_path, export: str, folder: str | None, **sections) -> Config:
@@ -51,3 +52,32 @@ def test_the_next_command_can_be_pasted_where_the_folder_has_a_blank(tmp_path, e
     line = last_line(made(tmp_path / "my runs", "final", "hf"), 64, evaluated=evaluated)
     command = shlex.split(line.partition("; next: ")[2])
     assert command[: len(words) + 2] == ["dynamo-megatron", *words, str(tmp_path / "my runs" / "run")]
+
+
+ROW = {"rollout_id": "a", "response": "f0", "entropy": [0.5]}
+
+
+def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
+    config = made(tmp_path, "never", "")
+    for start, steps in ((0, range(1, 6)), (3, ())):
+        journal = Journal(config)
+        journal.open(start)
+        for step in steps:
+            journal.tokens(step, [ROW])
+        journal.close()
+    assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
+
+
+def test_statistics_that_cannot_be_written_end_no_run(tmp_path, capsys):
+    config = made(tmp_path, "never", "")
+    journal = Journal(config)
+    journal.open(0)
+    (tmp_path / "run" / "tokens").touch()  # not a folder
+    journal.tokens(1, [ROW])
+    journal.tokens(2, [ROW])
+    (tmp_path / "run" / "tokens").unlink()
+    journal.tokens(3, [ROW])
+    journal.close()
+    said = f"warning: {tmp_path / 'run' / 'tokens'}: File exists; step 1 has no statistics of tokens"
+    assert capsys.readouterr().out.splitlines() == [said]
+    assert tokens_file(tmp_path / "run", 3).is_file() and list(step_files(tmp_path / "run", "tokens")) == [3]
