@@ -78,10 +78,9 @@ def shown_rollouts(
 def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict[str, Mapping[str, list[float]]]:
     """rollout_id -> the lists of its row; none where the row is of another response."""
     found = {}
-    for r in rollouts:
-        ids = r.tokens[r.response_mask.count(0) :]
-        row = rows.get(r.rollout_id)
-        if row is not None and row.response == response_hash(ids):
+    for r in (r for r in rollouts if r.rollout_id in rows):
+        row, ids = rows[r.rollout_id], r.tokens[r.response_mask.count(0) :]
+        if row.response == response_hash(ids):
             found[r.rollout_id] = {name: values for name, values in row.lists.items() if len(values) == len(ids)}
     return found
 
