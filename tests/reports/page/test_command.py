@@ -115,7 +115,7 @@ def test_a_run_that_its_rule_has_stopped_has_ended(make_run, new_rollout, stop_w
     trainer, evaluation = {"stop_when": stop_when}, {"data": "d", "every": 2}
     run = make_run("run", [new_rollout(s, 0, 0) for s in (1, 2)], trainer=trainer, eval=evaluation)
     if evaluated:
-        (run / "evaluations.jsonl").write_text(json.dumps({"step": 2, "eval/pass@1": 0.5}) + "\n")
+        (run / "evaluations.jsonl").write_text('{"step": 2, "eval/reward": 0.5}\n')
     assert page_data([run])["runs"][0]["ended"] is ended
 
 
