@@ -211,27 +211,40 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.reports.page.command import watch, write_page
-    from dynamo_megatron.reports.page.render import MissingLibrary
+    from dynamo_megatron.reports.page.command import watch
+    from dynamo_megatron.reports.page.data import MOST_RUNS
     from dynamo_megatron.reports.report import write_report
     from dynamo_megatron.reports.side_by_side import write_side_by_side
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
+    if len(options.run) > MOST_RUNS:
+        show(f"report.html has the first {MOST_RUNS} of the {len(options.run)} runs")
     try:
         if options.watch is not None:
             watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
             return 0
         text = write_report(options.run[0], out) if len(options.run) == 1 else write_side_by_side(options.run, out)
         print(wrapped(printable(text), terminal_width(sys.stdout)))
-        show(f"The page with all charts and rollouts is {write_page(options.run, out, options.rollout)}.", sys.stdout)
-    except MissingLibrary as error:
-        if options.watch is not None:
-            raise ConfigError(str(error)) from None
-        show(str(error))  # text and picture are there
+        _write_page(options.run, out, options.rollout)
     except InputError as error:
         raise ConfigError(str(error)) from None
     return 0
+
+
+def _write_page(runs: Sequence[Path], out: Path, asked: Sequence[str]) -> None:
+    """Text and picture are there: what only the page needs is no error, unless rollouts are asked for by id."""
+    from dynamo_megatron.reports.page.command import write_page
+    from dynamo_megatron.reports.page.render import MissingLibrary
+
+    try:
+        show(f"The page with all charts and rollouts is {write_page(runs, out, asked)}.", sys.stdout)
+    except MissingLibrary as error:
+        show(str(error))
+    except (InputError, OSError) as error:
+        if asked:
+            raise
+        show(f"warning: report.html is not written: {escaped_line(str(error))}")
 
 
 def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

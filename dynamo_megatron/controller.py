@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
-from dynamo_megatron.tracking.token_rows import token_rows, tokens_file, write_token_rows
+from dynamo_megatron.tracking.token_rows import token_rows
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
 
 if TYPE_CHECKING:
@@ -277,8 +276,7 @@ class Controller:
         policy says of some rollouts' tokens. What it has measured of the gradient's noise may change the shape of the
         next step."""
         if count := self.config.tracking.token_rollouts:
-            path = tokens_file(Path(self.config.output_dir), record.step)
-            write_token_rows(path, token_rows(batch, stats, self.config, count))
+            self._journal.tokens(record.step, token_rows(batch, stats, self.config, count))
         line = step_line(metrics, self.config.trainer.steps, self._journal.width)
         self._journal.step(metrics, line, record.allocation_rows())
         sampled = record.result.batch

@@ -13,19 +13,7 @@ FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were comp
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
-    *(
-        "checkpoints",
-        "rollouts",
-        "logs",
-        "hf",
-        "hf-step-*",
-        "tokens",
-        "tensorboard",
-        "wandb",
-        "wandb-id",
-        "servers",
-        "push",
-    ),
+    *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
     *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*", "swanlab", "swanlab-id", "trackio-id"),
 )

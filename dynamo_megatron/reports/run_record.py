@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-@cache
+@lru_cache(maxsize=4096)  # steps, of 64 kB with 256 prompts each
 def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[int, int]]:
     """(prompt_id, position in the step) -> trials, successes, of the rollouts of a file that were trained on.
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.rollout.store import step_files
+from dynamo_megatron.rollout.store import step_files, tokens_file
 
 SHARE = 0.5  # of what is free on the disk and what rollouts/ takes; above it the oldest go, without a keep_last
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes of a response's token, and of all else of a rollout
@@ -20,8 +20,8 @@ def stored_step(rollouts: int, response_tokens: float) -> float:
 
 
 class Retention:
-    """Removes the rollouts of old steps of the run in `folder`, but none after its last checkpoint: a resume goes on
-    from them.
+    """Removes the rollouts of old steps of the run in `folder`, with the statistics of their tokens, but none after its
+    last checkpoint: a resume goes on from them.
 
     `keep_last`: steps kept before the one that begins; None: all while rollouts/ uses less than SHARE of the disk's
     room."""
@@ -43,9 +43,10 @@ class Retention:
             gone, why = self._beyond_share(step, removable, files)
         try:
             for old in gone:
+                tokens_file(self._folder, old).unlink(missing_ok=True)  # first: a kill in between leaves none behind
                 files[old].unlink(missing_ok=True)
         except OSError as error:  # no reason to end a run
-            why += f"; but {files[old]} cannot be removed: {error.strerror}"
+            why += f"; but {error.filename} cannot be removed: {error.strerror}"
         if not gone or self._noted:
             return []
         self._noted = True

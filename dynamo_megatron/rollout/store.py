@@ -27,11 +27,16 @@ def step_file(folder: str | os.PathLike, step: int) -> Path:
     return plain if plain.exists() and not path.exists() else path
 
 
-def step_files(folder: str | os.PathLike) -> dict[int, Path]:
-    """step -> its file, by step. No file is opened."""
-    rollouts = Path(folder) / "rollouts"
-    names = sorted(os.listdir(rollouts)) if rollouts.is_dir() else []
-    found = {int(match[1]): rollouts / name for name in names if (match := STEP_FILE.fullmatch(name))}
+def tokens_file(folder: str | os.PathLike, step: int) -> Path:
+    """The statistics of the step's tokens (tracking/token_rows.py)."""
+    return Path(folder) / "tokens" / f"step-{step:06d}.jsonl.zst"
+
+
+def step_files(folder: str | os.PathLike, of: str = "rollouts") -> dict[int, Path]:
+    """step -> its file, by step; `of`: rollouts or tokens. No file is opened."""
+    files = Path(folder) / of
+    names = sorted(os.listdir(files)) if files.is_dir() else []
+    found = {int(match[1]): files / name for name in names if (match := STEP_FILE.fullmatch(name))}
     return dict(sorted(found.items()))  # of .jsonl and .jsonl.zst, the later name
 
 

@@ -11,9 +11,11 @@ from typing import Any
 from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
+from dynamo_megatron.tracking.token_rows import write_token_rows
 from dynamo_megatron.tracking.trackers import Tracker, close_trackers, open_trackers
 
 LAST_ROWS = 60.0  # seconds that the end of a run waits for its trackers
@@ -43,7 +45,7 @@ def last_line(config: Config, step: int, *, evaluated: bool) -> str:
 
 
 class Journal:
-    """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`."""
+    """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`, `tokens/`."""
 
     def __init__(self, config: Config):
         self._config, self._folder = config, Path(config.output_dir)
@@ -53,10 +55,14 @@ class Journal:
         self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
         self._closing = False
+        self._tokens_lost = False
 
     def open(self, start: int) -> None:
-        """The run goes on after step `start`: lines of later steps are dropped."""
+        """The run goes on after step `start`: lines and statistics of later steps are dropped."""
         self._logs = {name.removesuffix(".jsonl"): StepLog(self._folder / name, keep_to=start) for name in STEP_LOGS}
+        for step, path in step_files(self._folder, "tokens").items():
+            if step > start:
+                path.unlink()
         self._trackers = open_trackers(self._config, start, self._say_of_tracker)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
@@ -73,6 +79,17 @@ class Journal:
             self.say(line)
         self.progress.step_done(metrics["step"], metrics.get("reward/mean"))
         self._judge(metrics)
+
+    def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on; one line says
+        so."""
+        try:
+            write_token_rows(tokens_file(self._folder, step), rows)
+        except OSError as error:
+            if not self._tokens_lost:
+                where = self._folder / "tokens"
+                self.say(f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens")
+            self._tokens_lost = True
 
     def evaluated(self, step: int) -> bool:
         return any(e["step"] == step for e in self._evaluations)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,20 +23,29 @@ if TYPE_CHECKING:  # names only, as in step_metrics
     from dynamo_megatron.policy.batch import TrainBatch
 
 
-def tokens_file(folder: Path, step: int) -> Path:
-    """`folder`: a run's output folder."""
-    return folder / "tokens" / f"step-{step:06d}.jsonl.zst"
+class TokenRow(NamedTuple):
+    """What is known of one rollout's tokens."""
+
+    response: str  # `response_hash`: a rollout_id may have got another response since then
+    lists: dict[str, list[float]]  # name -> a number a response token
+
+
+def response_hash(ids: Sequence[int]) -> str:
+    """Of a response's token ids."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
 def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int) -> Iterator[dict[str, Any]]:
     """A line for each of `count` rollouts, evenly spaced in the order of their advantages, the lowest and the highest
-    among them.
+    among them, with the `response_hash` of its tokens.
 
     Lists have a number a response token, under the weights that the step began with: `logprob` and `entropy` (nats),
     `advantage` (as the loss gets it, before the modulation) and `modulation`, its factor where the ratio is 1. The last
-    one is left out where the method has none, or its scope is the micro-batch. `stats`: float32 [R].
+    one is left out where the method has none, or its scope is the micro-batch, and so are both where
+    `entropy_shaping` is a function of the user's: calls on rank 0 alone could let the ranks' copies of it diverge.
+    `stats`: float32 [R].
     """
-    rollouts = batch.rollouts
+    rollouts, users = batch.rollouts, isinstance(config.algorithm.advantage.entropy_shaping, str)
     order = np.argsort(batch.advantages, kind="stable")
     wanted = set(order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)].tolist())
     offsets = rollouts.response_offsets
@@ -43,17 +53,22 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
         taken = [s for s in members.tolist() if s in wanted]
         if not taken:
             continue
-        shaped = shape_tokens(
-            rollouts, members, batch.advantages, batch.weights, stats, config.algorithm, seed=config.seed
-        )
+        shaped = None
+        if not users:
+            fields = (batch.advantages, batch.weights, stats, config.algorithm)
+            shaped = shape_tokens(rollouts, members, *fields, seed=config.seed, process=batch.process)
         for s in taken:
             here = slice(int(offsets[s]), int(offsets[s + 1]))
-            own, advantages = TokenStats(*(statistic[here] for statistic in stats)), shaped.advantages[here]
-            found = {"logprob": own.logprobs, "entropy": own.entropy, "advantage": advantages}
-            if config.algorithm.modulation is not None and shaped.ranges is not None:
-                found["modulation"] = _factor(advantages, own, shaped.ranges, config.algorithm)
+            own = TokenStats(*(statistic[here] for statistic in stats))
+            found = {"logprob": own.logprobs, "entropy": own.entropy}
+            if shaped is not None:
+                found["advantage"] = shaped.advantages[here]
+            if shaped is not None and shaped.ranges is not None:
+                found["modulation"] = _factor(found["advantage"], own, shaped.ranges, config.algorithm)
             lists = {name: [float(f"{v:.6g}") for v in values.tolist()] for name, values in found.items()}
-            yield {"rollout_id": rollouts.rollout_ids[s], **lists}
+            end = int(rollouts.offsets[s + 1])
+            ids = rollouts.tokens[end - (here.stop - here.start) : end].tolist()
+            yield {"rollout_id": rollouts.rollout_ids[s], "response": response_hash(ids), **lists}
 
 
 def _factor(
@@ -85,19 +100,21 @@ def write_token_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(compressed(json.dumps(row).encode() + b"\n") for row in rows)
 
 
-def read_token_rows(path: Path) -> dict[str, dict[str, list[float]]]:
-    """rollout_id -> its lists; nothing without a file. Raises ValueError (path:line) for a line that is not such."""
-    found: dict[str, dict[str, list[float]]] = {}
+def read_token_rows(path: Path) -> dict[str, TokenRow]:
+    """By rollout_id; nothing without a file. Raises ValueError (path:line) for a line that is not such."""
+    found: dict[str, TokenRow] = {}
     for number, line in enumerate(read_raw_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
-            name = row.pop("rollout_id")
-            sound = isinstance(name, str) and all(
-                isinstance(values, list) and all(type(v) in (int, float) for v in values) for values in row.values()
-            )
+            name, response = row.pop("rollout_id"), row.pop("response")
+            sound = isinstance(name, str) and isinstance(response, str) and all(map(_are_numbers, row.values()))
         except (ValueError, KeyError, AttributeError, TypeError):
             sound = False
         if not sound:
             raise InputError(f"{path}:{number}: no token statistics of a rollout; remove the file")
-        found[name] = row
+        found[name] = TokenRow(response, row)
     return found
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) in (int, float) for v in values)

@@ -12,7 +12,7 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files
+from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files, tokens_file
 from dynamo_megatron.types import Rollout
 
 
@@ -56,6 +56,15 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     RolloutStore(tmp_path).append(rollout(10))
     assert retention.trim(11) == []  # it is said once
     assert 10 in step_files(tmp_path)
+
+
+def test_statistics_of_tokens_go_with_their_rollouts(tmp_path):
+    make_run(tmp_path, 9, 8)
+    for step in range(1, 10):
+        tokens_file(tmp_path, step).parent.mkdir(exist_ok=True)
+        tokens_file(tmp_path, step).touch()
+    Retention(tmp_path, 3).trim(10)
+    assert list(step_files(tmp_path, "tokens")) == list(step_files(tmp_path)) == [7, 8, 9]
 
 
 def test_what_cannot_be_removed_ends_no_run(tmp_path):

@@ -1,4 +1,4 @@
-"""The last line of a run, and what its trackers say at its end."""
+"""The last line of a run, what its trackers say at its end, and its statistics of tokens."""
 
 import shlex
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking import journal
 from dynamo_megatron.tracking.journal import Journal, last_line
 
@@ -90,3 +91,32 @@ def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(closed):
 
 def test_nothing_is_said_after_the_last_line_of_a_run_that_failed(closed):
     assert closed(False) == (["warning: in the run", "the error"], [10.0])
+
+
+ROW = {"rollout_id": "a", "response": "f0", "entropy": [0.5]}
+
+
+def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
+    config = made(tmp_path, "never", "")
+    for start, steps in ((0, range(1, 6)), (3, ())):
+        journal = Journal(config)
+        journal.open(start)
+        for step in steps:
+            journal.tokens(step, [ROW])
+        journal.close()
+    assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
+
+
+def test_statistics_that_cannot_be_written_end_no_run(tmp_path, capsys):
+    config = made(tmp_path, "never", "")
+    journal = Journal(config)
+    journal.open(0)
+    (tmp_path / "run" / "tokens").touch()  # not a folder
+    journal.tokens(1, [ROW])
+    journal.tokens(2, [ROW])
+    (tmp_path / "run" / "tokens").unlink()
+    journal.tokens(3, [ROW])
+    journal.close()
+    said = f"warning: {tmp_path / 'run' / 'tokens'}: File exists; step 1 has no statistics of tokens"
+    assert capsys.readouterr().out.splitlines() == [said]
+    assert tokens_file(tmp_path / "run", 3).is_file() and list(step_files(tmp_path / "run", "tokens")) == [3]

@@ -1,4 +1,7 @@
+import dataclasses
 import json
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +11,17 @@ from dynamo_megatron.algorithm.modulation import entropy_change, modulate, modul
 from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.line_files import compressed
-from dynamo_megatron.tracking.token_rows import read_token_rows, token_rows, tokens_file, write_token_rows
+from dynamo_megatron.rollout.store import tokens_file
+from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, token_rows, write_token_rows
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 
 GROUPS, SIZE = 3, 4
+calls = []
+
+
+def doubled(inputs):
+    calls.append(inputs)
+    return 2 * inputs.advantages
 
 
 def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
@@ -34,7 +44,7 @@ def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
                 group_id=group,
                 prompt_id=f"p{s // SIZE}",
                 step=1,
-                tokens=[1] * (n + 1),
+                tokens=[1, *range(10 * s, 10 * s + n)],
                 response_mask=[0] + [1] * n,
                 engine_logprobs=[-1.0] * n,
                 weight_versions=[(0, 0, n)],
@@ -68,6 +78,7 @@ def test_the_factor_is_that_of_the_whole_mini_batch():
     assert len(rows) == 5
     for row in rows:
         s = batch.rollouts.rollout_ids.index(row["rollout_id"])
+        assert row["response"] == response_hash(range(10 * s, 11 * s + 1))
         here = slice(*batch.rollouts.response_offsets[s : s + 2])
         np.testing.assert_allclose(row["modulation"], factor[here], rtol=1e-4)
         np.testing.assert_allclose(row["entropy"], stats.entropy[here], rtol=1e-4)
@@ -90,17 +101,44 @@ def test_without_a_range_of_the_mini_batch_there_is_no_factor():
     assert all("modulation" not in row for row in token_rows(batch, stats, config, 2))
 
 
+def test_rewards_of_steps_are_in_the_advantage():
+    batch, stats, config = made(modulation=None)
+    process = np.linspace(-1, 1, len(stats.logprobs))
+    for row in token_rows(dataclasses.replace(batch, process=process), stats, config, 100):
+        s = batch.rollouts.rollout_ids.index(row["rollout_id"])
+        here = slice(*batch.rollouts.response_offsets[s : s + 2])
+        np.testing.assert_allclose(row["advantage"], batch.advantages[s] + process[here], rtol=1e-4, atol=1e-6)
+
+
+def test_a_function_of_the_users_is_not_called_on_one_rank_alone(monkeypatch):
+    """One that keeps state would shape the next step's advantages otherwise on rank 0 than on the other ranks."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    batch, stats, config = made(
+        advantage={"kind": "rloo", "entropy_shaping": "test_token_rows:doubled"}, modulation=MODULATION
+    )
+    rows = list(token_rows(batch, stats, config, 2))
+    names = {"rollout_id", "response", "logprob", "entropy"}
+    assert len(rows) == 2 and all(set(row) == names for row in rows)
+    assert import_module("test_token_rows").calls == []
+
+
 def test_what_is_written_is_read_and_replaced(tmp_path):
     path = tokens_file(tmp_path, 7)
     assert path.name == "step-000007.jsonl.zst" and read_token_rows(path) == {}
-    write_token_rows(path, [{"rollout_id": "old", "entropy": [1.0]}])
-    write_token_rows(path, [{"rollout_id": "a", "entropy": [0.5, 1e-9]}, {"rollout_id": "b", "entropy": []}])
-    assert read_token_rows(path) == {"a": {"entropy": [0.5, 1e-9]}, "b": {"entropy": []}}
+    rows = [{"rollout_id": "a", "response": "f0", "entropy": [0.5, 1e-9]}, {"rollout_id": "b", "response": "f1"}]
+    write_token_rows(path, [{"rollout_id": "old", "response": "f2", "entropy": [1.0]}])
+    write_token_rows(path, rows)
+    assert read_token_rows(path) == {"a": ("f0", {"entropy": [0.5, 1e-9]}), "b": ("f1", {})}
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"entropy": []}', '{"rollout_id": 1}', '{"rollout_id": "a", "x": ["1"]}'])
+SOUND = {"rollout_id": "a", "response": "f0"}
+LINES = ["[]", "{", '{"response": "f0"}', '{"rollout_id": "a"}', json.dumps({**SOUND, "rollout_id": 1})]
+LINES += [json.dumps({**SOUND, "response": 1}), json.dumps({**SOUND, "x": ["1"]}), json.dumps({**SOUND, "x": 1})]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_line_of_something_else_is_named(tmp_path, line):
     path = tmp_path / "step-000001.jsonl.zst"
-    path.write_bytes(compressed(json.dumps({"rollout_id": "a"}).encode() + b"\n") + compressed(line.encode() + b"\n"))
+    path.write_bytes(compressed(json.dumps(SOUND).encode() + b"\n") + compressed(line.encode() + b"\n"))
     with pytest.raises(ValueError, match=r"step-000001.jsonl.zst:2: no token statistics"):
         read_token_rows(path)

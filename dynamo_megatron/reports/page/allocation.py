@@ -36,9 +36,9 @@ def _visits(revisits: Revisits) -> dict[str, Any]:
     rate, given, steps = revisits.success_rates, revisits.rollouts.astype(float), revisits.steps
     classes = rate_classes(rate)
     first, last = int(steps[0]), int(steps[-1])
-    column = bins(last - first + 1, TIMES)[steps - first]
-    columns = int(column[-1]) + 1
-    edges = [int(steps[column == c].max(initial=first)) for c in range(columns)]
+    of_step = bins(last - first + 1, TIMES)
+    column, columns = of_step[steps - first], int(of_step[-1]) + 1
+    edges = (first + np.flatnonzero(np.append(np.diff(of_step) > 0, True))).tolist()
     mean, count = [], []
     for members in classes.values():
         held = np.append(np.where(members, given, np.nan), np.nan)

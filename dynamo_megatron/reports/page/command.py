@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reports.page.data import page_data
+from dynamo_megatron.reports.page.data import MOST_RUNS, page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
 from dynamo_megatron.reports.page.token_texts import Decode
 from dynamo_megatron.reports.run_record import read_config
@@ -41,11 +41,12 @@ def watch(
     Raises ValueError as `write_page`, and where nothing has changed for `stalled` seconds."""
     library, path = chart_library(), out / "report.html"
     decoders: dict[Path, Decode | None] = {}
-    for folder in folders:
+    shown = folders[:MOST_RUNS]
+    for folder in shown:
         read_config(folder)
     seen, changed, pause, written = None, time.monotonic(), 0.0, False
     while True:
-        now = _state(folders)
+        now = _state(shown)
         if now != seen and all(now):
             begin = time.monotonic()
             try:
@@ -65,7 +66,7 @@ def watch(
         waited = time.monotonic() - changed
         if waited > stalled:
             raise InputError(
-                f"report --watch: no step in {', '.join(map(str, folders))} for {waited / 60:.0f} minutes; call it "
+                f"report --watch: no step in {', '.join(map(str, shown))} for {waited / 60:.0f} minutes; call it "
                 "again when the run goes on"
             )
         time.sleep(pause or POLL)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.config import StopConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.page.allocation import allocation_view, by_source
 from dynamo_megatron.reports.page.curves import curves
@@ -17,27 +18,29 @@ from dynamo_megatron.reports.page.rollouts import Shown, rollout_view, shown_rol
 from dynamo_megatron.reports.page.token_texts import Decode, find_decoder
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 from dynamo_megatron.reports.side_by_side import run_names
+from dynamo_megatron.tracking.stopping import StopRule
 
 MOST_RUNS = 8  # in one page
 ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # of JSON, of all runs together
+MISSES = 20  # rollouts in a row that do not fit, after which no more are tried: a long one takes 0.2 s
 
 
 def page_data(
     folders: Sequence[Path], asked: Collection[str] = (), refresh: float | None = None, decoders: dict | None = None
 ) -> dict[str, Any]:
-    """`runs` in the order of `folders`, `pairs`, when it was made, and `refresh`: seconds until the page is written
-    again, or None. `asked`: ids of rollouts of the first run that must be among those shown. `decoders`: tokenizers of
-    an earlier call, by folder, which this one completes.
+    """`runs`, the first MOST_RUNS of `folders` in their order, and `left_out`, the others; `pairs`, as `pairs` gives
+    them; when it was made, and `refresh`: seconds until the page is written again, or None. `asked`: ids of rollouts of
+    the first run that must be among those shown. `decoders`: tokenizers of an earlier call, by folder, which this one
+    completes.
 
-    Raises ValueError: no run's folder, no step in it, a line of its files that is broken, more than MOST_RUNS runs, or
-    ids in `asked` that are not there or take too many bytes."""
-    if len(folders) > MOST_RUNS:
-        raise InputError(f"report: {len(folders)} runs; the page shows at most {MOST_RUNS} side by side")
+    Raises ValueError: no run's folder, no step in it, a line of its files that is broken, or ids in `asked` that are
+    not there or take too many bytes."""
     decoders = {} if decoders is None else decoders
+    folders, left_out = folders[:MOST_RUNS], folders[MOST_RUNS:]
     runs = dict(zip(run_names(folders), map(read_run, folders), strict=True))
     views, found = {}, []
     for name, run in runs.items():
-        if run.folder not in decoders:
+        if decoders.get(run.folder) is None:  # the run may have exported its model since then
             decoders[run.folder] = find_decoder(run.folder, run.config["model"]["path"])
         first = run is next(iter(runs.values()))
         rollouts = _rollouts(run, asked if first else (), decoders[run.folder], ROLLOUT_BYTES // len(runs))
@@ -47,6 +50,7 @@ def page_data(
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "refresh": refresh,
         "runs": found,
+        "left_out": [str(folder) for folder in left_out],
         "pairs": pairs(runs, views, PAIR_BYTES),
     }
 
@@ -70,12 +74,22 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _ended(run: RunRecord) -> bool:
-    """The run has made its last step, and evaluated it where the config asks for that."""
+    """The run has made its last step, by `trainer.steps` or `stop_when`, and evaluated it where the config asks for
+    that."""
     last = run.metrics[-1]["step"]
     evaluates = run.config.get("eval", {}).get("every") is not None
-    return last >= run.config["trainer"]["steps"] and (
+    return (last >= run.config["trainer"]["steps"] or _stopped(run)) and (
         not evaluates or any(evaluation["step"] == last for evaluation in run.evaluations)
     )
+
+
+def _stopped(run: RunRecord) -> bool:
+    if (rule := run.config["trainer"].get("stop_when")) is None:
+        return False
+    try:
+        return StopRule(StopConfig(**rule)).replay(run.metrics, run.evaluations) is not None
+    except ValueError:  # of another version's config, or it names no metric of the run, which has failed by that
+        return False
 
 
 def _rollouts(run: RunRecord, asked: Collection[str], decode: Decode | None, most_bytes: int) -> dict[str, Any]:
@@ -86,15 +100,17 @@ def _rollouts(run: RunRecord, asked: Collection[str], decode: Decode | None, mos
     last = run.metrics[-1]["step"]
     chosen = shown_rollouts(run.folder, source, last, run.config, asked)
     views: list[dict[str, Any]] = []
-    size = 0
+    size = missed = 0
     for shown in chosen:
         view = rollout_view(shown, decode)
-        size += len(as_json(view))
-        if size > most_bytes:
-            if "asked for" in shown.labels:
-                raise InputError(f"--rollout: those named take more than {most_bytes:,} bytes; name fewer")
+        more = len(as_json(view))
+        if size + more <= most_bytes:
+            views.append(view)
+            size, missed = size + more, 0
+        elif "asked for" in shown.labels:
+            raise InputError(f"--rollout: those named take more than {most_bytes:,} bytes; name fewer")
+        elif (missed := missed + 1) == MISSES:
             break
-        views.append(view)
     return {
         "shown": views,
         "steps": sorted({view["step"] for view in views}),

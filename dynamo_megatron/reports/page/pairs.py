@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dynamo_megatron.evaluation.results import read_results, results_file
+from dynamo_megatron.reports.page.curves import number, plain
 from dynamo_megatron.reports.page.rollouts import MOST_TEXT
 from dynamo_megatron.reports.run_record import RunRecord
 from dynamo_megatron.types import ProblemResult
@@ -15,37 +18,54 @@ from dynamo_megatron.types import ProblemResult
 PAIRS = 200
 
 
-def pairs(runs: Mapping[str, RunRecord], views: Mapping[str, Sequence[dict[str, Any]]], most_bytes: int) -> list[dict]:
-    """Of the first two of `runs`: the first responses to held-out problems of their last evaluations, or where they
-    share none, shown rollouts (`views`, as `rollout_view`) of the same prompt; at most PAIRS, evenly spaced.
+Side = tuple[str, dict[str, Any]]  # the prompt's text; step, response, reward, success
 
-    Each has `prompt_id`, `prompt` and `sides`: two of run, step, response, reward, success. Prompts without a text, and
-    pairs of equal responses, of which none is preferred, are left out, and so are those whose texts are too long to be
-    given whole: a cut response must not become a preference."""
+
+def pairs(
+    runs: Mapping[str, RunRecord], views: Mapping[str, Sequence[dict[str, Any]]], most_bytes: int
+) -> dict[str, Any]:
+    """`shown`: of the first two of `runs`, the first responses to held-out problems of their last evaluations, or where
+    they share none, shown rollouts (`views`, as `rollout_view`) of the same prompt; at most PAIRS, evenly spaced.
+    `other_prompts`: how many prompt ids both runs have with different texts, which are no pairs.
+
+    Each has `key`, a hash of its texts, `prompt_id`, `prompt` and `sides`: two of run, step, response, reward, success.
+    Prompts without a text, and pairs of equal responses, of which none is preferred, are left out, and so are those
+    whose texts are too long to be given whole: a cut response must not become a preference."""
     names = list(runs)[:2]
     if len(names) < 2:
-        return []
+        return {"shown": [], "other_prompts": 0}
     sides = [_of_evaluation(runs[name]) for name in names]
-    if not set(sides[0]) & set(sides[1]):
+    shared, other_prompts = _shared(*sides)
+    if not shared:
         sides = [_of_rollouts(views[name]) for name in names]
+        shared, more = _shared(*sides)
+        other_prompts += more
     found = []
-    for prompt_id in sorted(set(sides[0]) & set(sides[1])):
+    for prompt_id in shared:
         (prompt, first), (_, second) = (side[prompt_id] for side in sides)
-        short = max(len(text) for text in (prompt, first["response"], second["response"])) < MOST_TEXT
-        if prompt and short and first["response"] != second["response"]:
+        texts = (prompt, first["response"], second["response"])
+        if prompt and max(map(len, texts)) < MOST_TEXT and first["response"] != second["response"]:
             two = [{"run": name, **side} for name, side in zip(names, (first, second), strict=True)]
-            found.append({"prompt_id": prompt_id, "prompt": prompt, "sides": two})
+            found.append({"key": _hash(texts), "prompt_id": prompt_id, "prompt": prompt, "sides": two})
     places = sorted(set(np.linspace(0, len(found) - 1, PAIRS).round().astype(int).tolist())) if found else []
     kept, size = [], 0
     for pair in (found[i] for i in places):
-        size += 6 * (len(pair["prompt"]) + sum(len(side["response"]) for side in pair["sides"]))  # JSON's longest
-        if size > most_bytes:
-            break
-        kept.append(pair)
-    return kept
+        more = 6 * (len(pair["prompt"]) + sum(len(side["response"]) for side in pair["sides"]))  # JSON's longest
+        if size + more <= most_bytes:
+            kept.append(pair)
+            size += more
+    return {"shown": kept, "other_prompts": other_prompts}
 
 
-Side = tuple[str, dict[str, Any]]  # the prompt's text; step, response, reward, success
+def _shared(first: Mapping[str, Side], second: Mapping[str, Side]) -> tuple[list[str], int]:
+    """The prompt ids that both have with the same text; how many they have with different ones."""
+    both = sorted(set(first) & set(second))
+    equal = [prompt_id for prompt_id in both if first[prompt_id][0] == second[prompt_id][0]]
+    return equal, len(both) - len(equal)
+
+
+def _hash(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _of_evaluation(run: RunRecord) -> dict[str, Side]:
@@ -60,7 +80,7 @@ def _of_evaluation(run: RunRecord) -> dict[str, Side]:
 
 def _side(result: ProblemResult, step: int) -> Side:
     success = result.successes[0] and result.statuses[0] == "ok"
-    text = {"response": result.responses[0], "reward": result.rewards[0], "success": success}
+    text = {"response": result.responses[0], "reward": plain([number(result.rewards[0])], 6)[0], "success": success}
     return result.prompt or "", {"step": step, **text}
 
 

@@ -17,8 +17,8 @@ from dynamo_megatron.config.method import GROUP_ADVANTAGES
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.page.curves import plain
 from dynamo_megatron.reports.page.token_texts import Decode, token_texts
-from dynamo_megatron.rollout.store import read_rollouts, step_files
-from dynamo_megatron.tracking.token_rows import read_token_rows, tokens_file
+from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
+from dynamo_megatron.tracking.token_rows import TokenRow, read_token_rows, response_hash
 from dynamo_megatron.types import NOT_TRAINED, Rollout
 
 STEPS = 12  # that rollouts are shown of
@@ -35,7 +35,7 @@ class Shown:
     rollout: Rollout
     labels: list[str]
     advantage: float | None
-    tokens: Mapping[str, list[float]] = field(default_factory=dict)  # as `read_token_rows`
+    tokens: Mapping[str, list[float]] = field(default_factory=dict)  # name -> a number a response token
 
 
 def chosen_steps(steps: Sequence[int], most: int = STEPS) -> list[int]:
@@ -67,12 +67,22 @@ def shown_rollouts(
         advantages = advantages_of(rollouts, config)
         if missing := sorted(wanted[step] - {r.rollout_id for r in rollouts}):
             raise InputError(f"--rollout: {path} has no rollout {missing[0]!r}")
-        measured = read_token_rows(tokens_file(folder, step))
+        measured = _measured(rollouts, read_token_rows(tokens_file(folder, step)))
         found += [
             Shown(r, labels, advantages.get(r.rollout_id), measured.get(r.rollout_id, {}))
             for r, labels in _chosen(rollouts, wanted[step], measured)
         ]
     return sorted(found, key=lambda s: ("asked for" not in s.labels, -s.rollout.step))
+
+
+def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict[str, Mapping[str, list[float]]]:
+    """rollout_id -> the lists of its row; none where the row is of another response."""
+    found = {}
+    for r in (r for r in rollouts if r.rollout_id in rows):
+        row, ids = rows[r.rollout_id], r.tokens[r.response_mask.count(0) :]
+        if row.response == response_hash(ids):
+            found[r.rollout_id] = {name: values for name, values in row.lists.items() if len(values) == len(ids)}
+    return found
 
 
 def advantages_of(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> dict[str, float]:
@@ -159,7 +169,8 @@ def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
     values: dict[str, Any] = {"engine_logprob": plain(engine), "version": versions.tolist()}
     if shown.advantage is not None:
         values["advantage"] = plain([shown.advantage])[0]
-    for name, numbers in _measured(shown.tokens, len(ids)).items():
+    for name, of_all in shown.tokens.items():
+        numbers = np.array(of_all[: len(ids)], np.float64)
         values[name] = plain(numbers)
         if name == "logprob" and len(engine) == len(numbers):
             values["gap"] = plain(numbers - engine, 3)
@@ -177,11 +188,6 @@ def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
         "texts": None if decode is None else token_texts(ids, decode),
         "values": values,
     }
-
-
-def _measured(lists: Mapping[str, list[float]], length: int) -> dict[str, np.ndarray]:
-    """Of the tokens shown; lists that do not fit the response are of another run."""
-    return {name: np.array(values[:length], np.float64) for name, values in lists.items() if len(values) >= length}
 
 
 def _decoded(ids: Sequence[int], decode: Decode | None) -> str:

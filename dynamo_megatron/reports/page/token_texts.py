@@ -9,6 +9,8 @@ from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 
 BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character
+LONGEST = 3  # tokens of a character but its last one: UTF-8 has at most four bytes a character
+WINDOW = 16  # tokens without a whole character, after which those before the last LONGEST never become one
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,6 +39,11 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
         texts.append(now[len(before) :] if whole else "")
         if whole:
             start, done = done, end
+        elif end - done == WINDOW:
+            cuts = (c for c in range(end - LONGEST, done, -1) if now.startswith(decode(ids[start:c])))
+            cut = next(cuts, end - LONGEST)  # not within a character
+            texts[cut - 1] = decode(ids[start:cut])[len(before) :]
+            start, done = done, cut
     if done < len(ids):  # bytes that never became a character
         texts[-1] = decode(ids[start:])[len(decode(ids[start:done])) :]
     return texts

@@ -58,9 +58,8 @@ def make_run(tmp_path):
     def make(name: str, rollouts: list[Rollout], steps: int = 4, **config) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        made = Config(
-            model={"path": "gone"}, data={"source": "d"}, trainer={"steps": steps}, output_dir=str(folder), **config
-        )
+        trainer = {"steps": steps, **config.pop("trainer", {})}
+        made = Config(model={"path": "gone"}, data={"source": "d"}, trainer=trainer, output_dir=str(folder), **config)
         (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(made)))
         for each in rollouts:
             RolloutStore(folder).append(each)

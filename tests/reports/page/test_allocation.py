@@ -35,6 +35,15 @@ def test_difficulty_against_rollouts(tmp_path):
     }
 
 
+def test_a_column_without_visits_has_its_place(tmp_path):
+    """Of 80 steps in 40 columns the first, the fifth and the last have visits."""
+    steps = np.array([1, 10, 80])
+    revisits = Revisits(steps, np.full(3, 0.5), np.full(3, 4), first_visits=1, uniform=4.0)
+    visits = allocation_view(tmp_path, revisits)["visits"]
+    assert visits["steps"] == list(range(2, 81, 2))
+    assert [np.flatnonzero(row).tolist() for row in visits["count"]] == [[], [], [0, 4, 39], [], []]
+
+
 def test_the_variance_against_an_even_split(tmp_path):
     """Step 1: .25/3 + 0/1 against .25/2; step 2: all equal; step 3: the allocator expects none at all."""
     pairs = {1: [(3, 0.25), (1, 0.0)], 2: [(2, 0.1), (2, 0.1)], 3: [(2, 0.0), (2, 0.0)]}

@@ -1,5 +1,6 @@
 """The page in headless Chromium: nothing is fetched or refused, and what it shows is what the run's files say."""
 
+import dataclasses
 import json
 import shutil
 import time
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.evaluation.results import read_results, results_file, summarise, write_results
 from dynamo_megatron.reports.page.command import write_page
 from dynamo_megatron.reports.page.data import page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
-from dynamo_megatron.rollout.store import read_rollouts, step_file
-from dynamo_megatron.tracking.token_rows import read_token_rows, tokens_file, write_token_rows
+from dynamo_megatron.rollout.store import read_rollouts, step_file, tokens_file
+from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, write_token_rows
 from dynamo_megatron.types import ProblemResult
 
 pytestmark = pytest.mark.full
@@ -61,7 +62,8 @@ def run(make_run, new_rollout, add_step, tiny_model):
         (folder / "hf").symlink_to(tiny_model)
         lists = {"logprob": [-0.11 * i for i in range(10)], "entropy": [0.2 * i for i in range(10)]}
         lists |= {"advantage": [-0.5] * 10, "modulation": [0.6 + 0.06 * i for i in range(10)]}
-        write_token_rows(tokens_file(folder, STEPS), [{"rollout_id": f"{STEPS:06d}-0001-001", **lists}])
+        row = {"rollout_id": f"{STEPS:06d}-0001-001", "response": response_hash(range(30, 40))}
+        write_token_rows(tokens_file(folder, STEPS), [{**row, **lists}])
         columns = {"rewards": [1.0], "successes": [True], "lengths": [3], "finish_reasons": ["stop"]}
         results = [
             ProblemResult(f"p{i}", "d", **columns, statuses=["ok"], responses=[f"{name} {i}"], prompt=f"{ATTACK} {i}")
@@ -116,7 +118,7 @@ def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
     opened.page.goto(f"{(tmp_path / 'report.html').as_uri()}#rollouts/{name}")
     opened.page.wait_for_selector("#detail")
     rollout = next(r for r in read_rollouts(step_file(folder, STEPS)) if r.rollout_id == name)
-    lists = read_token_rows(tokens_file(folder, STEPS))[name]
+    lists = read_token_rows(tokens_file(folder, STEPS))[name].lists
     assert name in opened.page.inner_text("#detail h3")
     opened.page.click("#detail details summary")
     head, *rows = [
@@ -142,7 +144,8 @@ def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
 
 
 def test_marks_become_preference_pairs(browser, run, tmp_path):
-    opened = Opened(browser, write_page([run("a", 0), run("b", 1)], tmp_path))
+    runs = [run("a", 0), run("b", 1)]
+    opened = Opened(browser, write_page(runs, tmp_path))
     opened.part("pairs")
     assert opened.page.is_disabled("#export")
     sides = opened.page.locator("#pairs .sides .box").all_inner_texts()
@@ -158,7 +161,27 @@ def test_marks_become_preference_pairs(browser, run, tmp_path):
     opened.page.reload()
     opened.page.wait_for_selector("#pairs .sides")
     assert "2 marked, 1 with a preference" in opened.page.inner_text("#progress")
+    file = results_file(runs[1], STEPS)  # of a rerun in the same folder
+    write_results(file, [dataclasses.replace(r, responses=["anew"]) for r in read_results(file)])
+    write_page(runs, tmp_path)
+    opened.page.reload()
+    opened.page.wait_for_selector("#pairs .sides")
+    assert "0 marked, 0 with a preference" in opened.page.inner_text("#progress")
     opened.check(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("address", "part"),
+    [("constructor", "overview"), ("%", "overview"), ("rollouts/%", "rollouts"), ("rollouts/none", "rollouts")],
+)
+def test_every_address_shows_a_part(browser, run, tmp_path, address, part):
+    path = write_page([run("a", 0)], tmp_path)
+    opened = Opened(browser, path)
+    opened.page.goto(f"{path.as_uri()}#{address}")
+    opened.page.reload()
+    opened.page.wait_for_selector("body[data-ready=yes]")
+    assert opened.page.is_visible(f"#{part} h2")
+    opened.check(path)
 
 
 def test_a_page_of_a_run_under_way_reads_itself_again(browser, run, tmp_path):

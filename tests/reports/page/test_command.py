@@ -15,6 +15,7 @@ from dynamo_megatron.reports.page import data as page
 from dynamo_megatron.reports.page.command import watch
 from dynamo_megatron.reports.page.data import page_data
 from dynamo_megatron.reports.page.render import as_json
+from dynamo_megatron.rollout.store import tokens_file
 
 
 def data_of(html: Path) -> dict:
@@ -53,7 +54,7 @@ def test_several_runs_are_in_one_page(make_run, new_rollout, two_steps, no_chart
     assert main(["report", str(two_steps), str(other), "--out", str(tmp_path)]) == 0
     data = data_of(tmp_path / "report.html")
     assert [run["name"] for run in data["runs"]] == ["run", "other"]
-    (pair,) = data["pairs"]
+    (pair,) = data["pairs"]["shown"]
     assert pair["prompt"] == "What is 0?" and [s["run"] for s in pair["sides"]] == ["run", "other"]
 
 
@@ -61,8 +62,61 @@ def test_what_is_asked_for_and_not_there(two_steps, no_charts, capsys):
     assert main(["report", str(two_steps), "--rollout", "000001-0009-000"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no rollout '000001-0009-000'" in said
-    with pytest.raises(InputError, match="at most 8"):
-        page_data([two_steps] * 9)
+
+
+def test_nine_runs_are_compared_and_the_page_has_eight(make_run, new_rollout, no_charts, tmp_path, capsys):
+    runs = [make_run(f"run{i}", [new_rollout(1, 0, 0)]) for i in range(9)]
+    assert main(["report", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert said.err == "report.html has the first 8 of the 9 runs\n" and "run8" in said.out
+    data = data_of(tmp_path / "out" / "report.html")
+    assert [run["name"] for run in data["runs"]] == [f"run{i}" for i in range(8)] and data["left_out"] == [str(runs[8])]
+
+
+def test_a_fault_of_the_page_alone_is_a_warning(two_steps, no_charts, tmp_path, capsys):
+    out, file = tmp_path / "out", tokens_file(two_steps, 2)
+    file.parent.mkdir()
+    file.write_bytes(b"no frame begins with this")
+    assert main(["report", str(two_steps), "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"warning: report.html is not written: {file}: damaged")
+    assert (out / "report.md").is_file() and not (out / "report.html").exists()
+    assert main(["report", str(two_steps), "--out", str(out), "--rollout", "000002-0000-000"]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(two_steps, no_charts, tmp_path, capsys):
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    assert main(["report", str(two_steps), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Is a directory" in said
+
+
+def test_a_tokenizer_that_comes_later_is_found(two_steps, tiny_model):
+    decoders = {}
+    (before,) = page_data([two_steps], decoders=decoders)["runs"]
+    (two_steps / "hf").symlink_to(tiny_model)
+    (after,) = page_data([two_steps], decoders=decoders)["runs"]
+    assert before["rollouts"]["shown"][0]["texts"] is None and len(after["rollouts"]["shown"][0]["texts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("stop_when", "evaluated", "ended"),
+    [
+        (None, True, False),
+        ({"metric": "reward/mean", "above": 0.5}, True, True),
+        ({"metric": "reward/mean", "above": 0.5}, False, False),
+        ({"metric": "reward/mean", "above": 0.6}, True, False),
+        ({"metric": "no/such", "above": 0.5}, True, False),
+    ],
+)
+def test_a_run_that_its_rule_has_stopped_has_ended(make_run, new_rollout, stop_when, evaluated, ended):
+    """Two of four steps, with rewards of 0.5."""
+    trainer, evaluation = {"stop_when": stop_when}, {"data": "d", "every": 2}
+    run = make_run("run", [new_rollout(s, 0, 0) for s in (1, 2)], trainer=trainer, eval=evaluation)
+    if evaluated:
+        (run / "evaluations.jsonl").write_text('{"step": 2, "eval/reward": 0.5}\n')
+    assert page_data([run])["runs"][0]["ended"] is ended
 
 
 def test_the_size_is_bounded(make_run, new_rollout, monkeypatch):
@@ -77,6 +131,16 @@ def test_the_size_is_bounded(make_run, new_rollout, monkeypatch):
     assert [view["id"] for view in asked] == names[:2]
     with pytest.raises(InputError, match="--rollout: those named take more than"):
         page_data([run], names)
+
+
+def test_a_rollout_that_does_not_fit_is_left_out_alone(make_run, new_rollout, monkeypatch):
+    """The best one is long and comes first."""
+    n = 2000
+    long = {"tokens": [1] + [7] * n, "response_mask": [0] + [1] * n, "engine_logprobs": [-0.123456] * n}
+    run = make_run("run", [new_rollout(1, 0, 0, reward=1.0, weight_versions=[(0, 0, n)], **long), new_rollout(1, 1, 0)])
+    monkeypatch.setattr(page, "ROLLOUT_BYTES", 10_000)
+    rollouts = page_data([run])["runs"][0]["rollouts"]
+    assert [view["id"] for view in rollouts["shown"]] == ["000001-0001-000"] and rollouts["left_out"] == 1
 
 
 def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_charts, monkeypatch):

@@ -60,8 +60,22 @@ def test_a_source_that_starves(record):
     sources = [{"source": "rich", "visits": 100, "rollouts": 1000}, {"source": "poor", "visits": 30, "rollouts": 60}]
     found = findings(record(rows()), sources)[-1]
     assert found["state"] == "warning" and "poor: 2.00 in 30 visits" in found["text"]
-    few = [sources[0], {"source": "poor", "visits": 5, "rollouts": 10}]
-    assert findings(record(rows()), few)[-1]["state"] == "fine"
+    assert "rich" not in found["text"] and "all sources 8.15" in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("visits", "rollouts", "state"),
+    [
+        (30, 130, "warning"),  # 4.33 a visit; half of what all sources get is 4.35
+        (30, 131, "fine"),  # 4.37 of 4.35
+        (20, 40, "warning"),
+        (19, 38, "fine"),  # too few visits to tell
+    ],
+)
+def test_when_a_source_starves(record, visits, rollouts, state):
+    sources = [{"source": "rich", "visits": 100, "rollouts": 1000}]
+    sources += [{"source": "poor", "visits": visits, "rollouts": rollouts}]
+    assert findings(record(rows()), sources)[-1]["state"] == state
 
 
 def test_what_was_not_measured_is_no_warning(record):

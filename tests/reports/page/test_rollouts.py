@@ -13,7 +13,8 @@ from dynamo_megatron.reports.page.rollouts import (
     rollout_view,
     shown_rollouts,
 )
-from dynamo_megatron.tracking.token_rows import tokens_file, write_token_rows
+from dynamo_megatron.rollout.store import tokens_file
+from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
 
 
 def plain_config(**sections) -> dict:
@@ -89,7 +90,8 @@ def test_the_numbers_of_each_token(make_run, new_rollout):
     spans = {"weight_versions": [(3, 0, 1), (5, 1, 2)]}
     run = make_run("run", [new_rollout(6, 0, 0, **spans), new_rollout(6, 0, 1, reward=1.0)])
     lists = {"logprob": [-1.25, -2.0], "entropy": [0.5, 0.0], "advantage": [-1.0, -0.75], "modulation": [1.0, 0.6]}
-    write_token_rows(tokens_file(run, 6), [{"rollout_id": "000006-0000-000", **lists}])
+    row = {"rollout_id": "000006-0000-000", "response": response_hash([30, 31])}
+    write_token_rows(tokens_file(run, 6), [{**row, **lists}])
     shown = {s.rollout.rollout_id: s for s in shown_rollouts(run, run, 6, plain_config(), [])}
     measured = rollout_view(shown["000006-0000-000"], decode)
     assert measured["values"] == {"engine_logprob": [-1.0, -2.0], "version": [3, 5], "gap": [-0.25, 0.0], **lists}
@@ -98,11 +100,22 @@ def test_the_numbers_of_each_token(make_run, new_rollout):
     assert other["values"]["advantage"] == 1.0 and "entropy" not in other["values"] and other["texts"] is None
 
 
+@pytest.mark.parametrize(("ids", "numbers"), [([30, 99], 2), ([30, 31, 32], 3), ([30, 31], 3), ([30, 31], 1)])
+def test_statistics_of_another_response_are_not_shown(make_run, new_rollout, ids, numbers):
+    """Of a step that was sampled anew, as the rollout_id does not tell."""
+    run = make_run("run", [new_rollout(6, 0, 0)])
+    row = {"rollout_id": "000006-0000-000", "response": response_hash(ids), "entropy": [0.5] * numbers}
+    write_token_rows(tokens_file(run, 6), [row])
+    (shown,) = shown_rollouts(run, run, 6, plain_config(), [])
+    assert "entropy" not in rollout_view(shown, None)["values"]
+
+
 def test_long_rollouts_are_cut_and_say_so(new_rollout):
     n = MOST_TOKENS + 5
     rollout = new_rollout(
         1, 0, 0, tokens=[1] + [2] * n, response_mask=[0] + [1] * n, engine_logprobs=[-1.0] * n, response="x" * 30_000
     )
-    view = rollout_view(Shown(rollout, [], None), None)
+    view = rollout_view(Shown(rollout, [], None, {"entropy": [0.5] * n}), None)
+    assert len(view["values"]["entropy"]) == MOST_TOKENS
     assert len(view["ids"]) == len(view["values"]["version"]) == MOST_TOKENS and view["length"] == n
     assert view["response"] == "x" * MOST_TEXT + "\n[cut: 10,000 more characters]"

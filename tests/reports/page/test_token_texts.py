@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_megatron.reports.page.token_texts import find_decoder, token_texts
+from dynamo_megatron.reports.page.token_texts import WINDOW, find_decoder, token_texts
 
 
 def of_bytes(ids) -> str:
@@ -16,6 +16,26 @@ def test_a_character_of_several_tokens_stands_at_the_last():
 def test_bytes_that_never_become_a_character_are_shown():
     pieces = token_texts([*b"ab", 0xF0, 0x9F], of_bytes)
     assert pieces == ["a", "b", "", "\ufffd"] and token_texts([], of_bytes) == []
+
+
+@pytest.mark.parametrize("text", ["é€😀" * 9, "\ufffd" * 60, "a"])
+@pytest.mark.parametrize("broken", [b"\x80" * 997, b"\xf0\x9f\x98" * 300, bytes(range(0x80, 0x100)) * 8])
+def test_broken_bytes_take_time_in_proportion_and_no_text_is_lost(text, broken):
+    given, ids = [], [*broken, *text.encode(), *broken]
+
+    def decode(part) -> str:
+        given.append(len(part))
+        return of_bytes(part)
+
+    pieces = token_texts(ids, decode)
+    assert "".join(pieces) == of_bytes(ids) and len(pieces) == len(ids)
+    assert max(given) <= 2 * WINDOW and sum(given) < 80 * len(ids)
+
+
+def test_tokens_without_a_text_take_time_in_proportion():
+    given = []
+    assert token_texts([7] * 999, lambda ids: given.append(len(ids)) or "") == [""] * 999
+    assert max(given) <= 2 * WINDOW
 
 
 def test_a_decoder_that_drops_the_first_blank():

@@ -4,14 +4,18 @@
 const PARTS = {overview: showOverview, allocation: showAllocation, rollouts: showRollouts, pairs: showPairs};
 
 function show() {
-  const [asked, ...rest] = location.hash.slice(1).split("/"), name = asked in PARTS ? asked : "overview";
+  const [asked, ...rest] = location.hash.slice(1).split("/"), name = Object.hasOwn(PARTS, asked) ? asked : "overview";
   for (const part of Object.keys(PARTS)) document.getElementById(part).hidden = part !== name;
   for (const link of document.querySelectorAll("#tabs a")) {
     if (link.hash === "#" + name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   const place = document.getElementById(name);
   if (!place.dataset.made) { place.dataset.made = "yes"; PARTS[name](place); }
-  if (name === "rollouts" && rest.length) window.openRollout(decodeURIComponent(rest.join("/")));
+  if (name === "rollouts" && rest.length) window.openRollout(decoded(rest.join("/")));
+}
+
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch (error) { return text; }  // typed by hand, such as %
 }
 
 // While a run goes on, `report --watch` writes this file again and again.
@@ -27,7 +31,8 @@ function start() {
   document.getElementById("title").textContent = runs.map((run) => visible(run.name)).join(", ");
   document.title = "Report: " + document.getElementById("title").textContent;
   made.textContent = runs.map((run) => `${visible(run.folder)}: ${run.step} of ${run.steps} steps, ${visible(run.model)} on ${visible(run.data)}, ` +
-    `allocator ${visible(run.allocator)}, advantage ${visible(String(run.advantage))}${run.modulation ? ", modulation" : ""}`).join("; ") + `. Written ${DATA.made}.`;
+    `allocator ${visible(run.allocator)}, advantage ${visible(String(run.advantage))}${run.modulation ? ", modulation" : ""}`).join("; ") + `. Written ${DATA.made}.` +
+    (DATA.left_out.length ? ` Not in this file, which has at most ${runs.length} runs: ${DATA.left_out.map(visible).join(", ")}.` : "");
   if (DATA.refresh) refreshes(made);
   window.addEventListener("hashchange", show);
   show();

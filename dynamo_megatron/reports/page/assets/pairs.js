@@ -8,10 +8,11 @@ function swapped(text) {
   return ((hash >>> 15) & 1) === 1;
 }
 
+// `marks`: a pair's key -> 0 or 1, the side that is better, "equal" or null.
 // One object a pair with a preference, as DPO trainers read them: prompt, chosen, rejected; and where they come from.
 function preferences(marks) {
-  return DATA.pairs.flatMap((pair) => {
-    const mark = marks[pair.prompt_id];
+  return DATA.pairs.shown.flatMap((pair) => {
+    const mark = marks[pair.key];
     if (mark !== 0 && mark !== 1) return [];
     const [chosen, rejected] = [pair.sides[mark], pair.sides[1 - mark]];
     return [{prompt: pair.prompt, chosen: chosen.response, rejected: rejected.response, prompt_id: pair.prompt_id,
@@ -30,35 +31,36 @@ function download(name, text) {
 
 function showPairs(place) {
   place.append(make("h2", {}, "Pairs of responses"));
-  if (!DATA.pairs.length) {
+  const pairs = DATA.pairs.shown, others = DATA.pairs.other_prompts;
+  if (others) place.append(make("p", {class: "note"}, `${others} prompt ids are in both runs with different texts; they are left out.`));
+  if (!pairs.length) {
     place.append(make("p", {}, DATA.runs.length < 2
       ? "Name two runs to mark pairs of their responses: dynamo-megatron report RUN RUN2."
       : "The first two runs have no prompt in common with different responses, neither in their last evaluations nor among the rollouts in this file."));
     return;
   }
-  // A mark belongs to these two responses: a later report of the same runs has others.
-  const keyOf = (pair) => "pair/" + pair.prompt_id + "\n" + pair.sides.map((side) => side.step).join(" ");
+  // A mark belongs to the texts that were read: a later report of the same folders may have others.
   const marks = {};
-  for (const pair of DATA.pairs) marks[pair.prompt_id] = remembered(keyOf(pair), null);
-  let at = Math.max(0, DATA.pairs.findIndex((pair) => marks[pair.prompt_id] === null));
+  for (const pair of pairs) marks[pair.key] = remembered("pair/" + pair.key, null);
+  let at = Math.max(0, pairs.findIndex((pair) => marks[pair.key] === null));
   const progress = make("p", {class: "note", id: "progress"}), body = make("div", {});
   const save = make("button", {class: "primary", id: "export", click: () =>
     download("preferences.jsonl", preferences(marks).map((row) => JSON.stringify(row) + "\n").join(""))}, "Download preferences.jsonl");
 
   function go(step) {
-    at = (at + step + DATA.pairs.length) % DATA.pairs.length;
+    at = (at + step + pairs.length) % pairs.length;
     draw();
   }
 
   function mark(value) {
-    const pair = DATA.pairs[at];
-    marks[pair.prompt_id] = value;
-    remember(keyOf(pair), value);
+    const pair = pairs[at];
+    marks[pair.key] = value;
+    remember("pair/" + pair.key, value);
     draw();
   }
 
   function sideOf(pair, index, name) {
-    const side = pair.sides[index], mine = marks[pair.prompt_id];
+    const side = pair.sides[index], mine = marks[pair.key];
     return make("div", {class: mine === index ? "chosen" : ""},
       make("h3", {}, mine === null ? name : `${name}: ${visible(side.run)}, step ${side.step}, reward ${number(side.reward)}`),
       make("div", {class: "box text"}, visible(side.response)),
@@ -66,8 +68,8 @@ function showPairs(place) {
   }
 
   function draw() {
-    const pair = DATA.pairs[at], order = swapped(pair.prompt_id) ? [1, 0] : [0, 1], count = preferences(marks).length;
-    progress.textContent = `Pair ${at + 1} of ${DATA.pairs.length}; ${Object.values(marks).filter((m) => m !== null).length} marked, ${count} with a preference.`;
+    const pair = pairs[at], order = swapped(pair.prompt_id) ? [1, 0] : [0, 1], count = preferences(marks).length;
+    progress.textContent = `Pair ${at + 1} of ${pairs.length}; ${Object.values(marks).filter((m) => m !== null).length} marked, ${count} with a preference.`;
     save.disabled = count === 0;
     body.replaceChildren(make("h3", {}, `Prompt ${visible(pair.prompt_id)}`), make("div", {class: "box text"}, visible(pair.prompt)),
       make("div", {class: "sides"}, sideOf(pair, order[0], "left"), sideOf(pair, order[1], "right")),

@@ -72,6 +72,7 @@ function numbersTable(view) {
 }
 
 function tokensOf(view, kind) {
+  if (!view.ids.length) return [make("p", {}, "No tokens.")];
   const values = valuesOf(view, kind.key), scale = scaleOf(kind, values);
   const about = make("p", {class: "about", "aria-live": "polite"}, "Point at a token, or tap it, for its numbers.");
   const tokens = make("div", {class: "box tokens text", id: "tokens"});
