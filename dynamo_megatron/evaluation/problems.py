@@ -58,8 +58,7 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
 
 
 def is_local(source: str) -> bool:
-    """Whether `data.source` is a file, or a folder for the `datasets` library: what is read to its end without a network
-    and without running anything."""
+    """Whether `data.source` is a file, or a folder for the `datasets` library: it ends, and needs no network."""
     if source.startswith(DATASETS):
         return Path(source.removeprefix(DATASETS).partition("?")[0]).is_dir()
     return source.endswith((".jsonl", ".parquet"))
