@@ -57,6 +57,11 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
             "gives more rollouts is also trained on more; set algorithm.loss.aggregation=prompt_mean"
         )
+    if kind == "neyman" and config.reward.implicit:
+        warnings.append(
+            "reward.functions: prime adds a part to the advantages, and algorithm.allocation.kind=neyman goes by the "
+            "variance of the outcomes alone; set algorithm.allocation.kind=uniform"
+        )
     functions = len(config.reward.outcomes)
     if kind == "neyman" and allocation.variance != "empirical" and functions > 1:
         warnings.append(

@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ from dynamo_megatron.config.files import ConfigError, to_plain
 from dynamo_megatron.convert import mcore2hf
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import read_problems, tokenized, training_prompts
+from dynamo_megatron.evaluation.problems import is_local, read_problems, tokenized, training_prompts
 from dynamo_megatron.evaluation.results import markdown_table, write_results
-from dynamo_megatron.evaluation.subjects import Subject, find_subjects, with_model
+from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.rope import check_served_rope
@@ -60,50 +62,84 @@ def evaluate(
         (out / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
-    scores: dict[str, dict[str, SetScores]] = {}
+    done = _Done()
     try:
-        with contextlib.closing(Progress()) as progress:
-            problems = _problems(config, suite)
-            warnings = _overlap_warnings(subjects.values(), problems, progress)
-            stop = StopFlag()
-            for name, subject in subjects.items():
-                scores[name] = {}
-                with contextlib.closing(_answers(subject, problems, out, stop, progress)) as answers:
-                    for set_name, results in answers:
-                        folder = subject.folder
-                        write_results(
-                            out / "problems.jsonl" if folder is None else folder / f"{set_name}.jsonl", results
-                        )
-                        scores[name][set_name] = set_scores(results, config.eval.k)
-        show(_write(scores, subjects, warnings, out), sys.stdout)
+        _sample(subjects, suite, out, done)
+        text = _write(done, subjects, out)
+        # The mark that the evaluation is complete.
+        (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
+        show(text, sys.stdout)
+        return 0
     except ValueError as error:
-        results_folder.discard(str(error))
-        raise ConfigError(str(error)) from None
+        if not done.files:
+            results_folder.discard(str(error))
+            raise ConfigError(str(error)) from None
+        why, code = str(error), 1
     except (RolloutError, OSError) as error:
-        show(str(error))
-        return 1
+        why, code = str(error), 1
     except KeyboardInterrupt:
-        print(f"interrupted; {_kept(scores, out)}", file=sys.stderr)
-        return 130
+        why, code = "interrupted", 130
     except StopRequested as stopped:
-        print(f"stopped by {stopped}; {_kept(scores, out)}", file=sys.stderr)
-        return 1
-    return 0
+        why, code = f"stopped by {stopped}", 1
+    show(f"{why}; {_kept(done, subjects, out)}")
+    return code
 
 
-def _kept(scores: Mapping[str, Mapping[str, SetScores]], out: Path) -> str:
-    finished = sum(map(len, scores.values()))
-    return (
-        f"the responses of {finished} finished sets are in {out}" if finished else "nothing of the evaluation was kept"
-    )
+@dataclass
+class _Done:
+    """As far as an evaluation has come."""
+
+    warnings: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)  # of the finished sets, with their responses
+    scores: dict[str, dict[str, SetScores]] = field(default_factory=dict)  # of the models with all sets finished
+
+
+def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done: _Done) -> None:
+    """Writes the responses of all subjects. What can be checked is checked before the first server starts. Raises
+    ValueError, RolloutError, OSError; `done` is then what came before."""
+    config = next(iter(subjects.values())).config
+    with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
+        problems = _problems(config, suite)
+        done.warnings += _overlap_warnings(subjects.values(), problems, progress)
+        prepared = [
+            _prepared(subject, problems, Path(folder) / str(number), progress)
+            for number, subject in enumerate(subjects.values())
+        ]
+        stop = StopFlag()
+        stop.catch_signals()
+        for (name, subject), (worker, prompts) in zip(subjects.items(), prepared, strict=True):
+            scores: dict[str, SetScores] = {}
+            with contextlib.closing(_answers(worker, prompts, config.eval.samples, stop, progress)) as answers:
+                for set_name, results in answers:
+                    place = subject.folder
+                    file = out / "problems.jsonl" if place is None else place / f"{set_name}.jsonl"
+                    write_results(file, results)
+                    done.files.append(file)
+                    scores[set_name] = set_scores(results, config.eval.k)
+            done.scores[name] = scores
+
+
+def _kept(done: _Done, subjects: Mapping[str, Subject], out: Path) -> str:
+    """Of an evaluation that has not ended: writes the figures of the models that have; says in a line what there is."""
+    if not done.files:
+        return "nothing of the evaluation was kept"
+    kept = f"the responses of {len(done.files)} finished sets are in {out}"
+    if not done.scores:
+        return kept
+    try:
+        _write(done, subjects, out)
+    except OSError as error:
+        return f"{kept}, their table cannot be written: {error.strerror}"
+    return f"{kept}, and the table of {', '.join(done.scores)}"
 
 
 def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
     """Set -> its problems. Raises ValueError."""
-    source = config.eval.data or config.data.source
     if suite is None:
-        return {Path(source).stem: read_problems(config)}
-    sets = suite_sets(suite, source)
+        return {file_name(Path(config.eval.data or config.data.source).stem): read_problems(config)}
+    if config.eval.data is None:
+        raise InputError("eval.data: missing; --suite takes its sets from this folder")
+    sets = suite_sets(suite, config.eval.data)
     return {
         name: read_problems(config.model_copy(update={"eval": config.eval.model_copy(update={"data": file})}))
         for name, file in sets.items()
@@ -113,12 +149,12 @@ def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
 def _overlap_warnings(
     subjects: Iterable[Subject], problems: Mapping[str, Sequence[Prompt]], progress: Progress
 ) -> list[str]:
-    """Of problems that are in the training data (`data.source`), a line a set; logged, too."""
-    trained = {s.config.data.source: s.config for s in subjects if s.config.data.source and s.config.eval.data}
+    """Of problems that are in the training data (`data.source`, if it is local), a line a set; logged, too."""
+    trained = {
+        s.config.data.source: s.config for s in subjects if is_local(s.config.data.source) and s.config.eval.data
+    }
     warnings = []
     for source, config in trained.items():
-        if config.data.streamed:
-            continue
         progress.phase("comparing with the training data")
         try:
             found = overlaps([p for each in problems.values() for p in each], training_prompts(config))
@@ -147,24 +183,21 @@ def _with_servers(config: Config, url: str | None) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _write(
-    scores: Mapping[str, Mapping[str, SetScores]], subjects: Mapping[str, Subject], warnings: Sequence[str], out: Path
-) -> str:
-    """Writes the figures, config.yaml as the mark that they are complete; returns what the user reads."""
+def _write(done: _Done, subjects: Mapping[str, Subject], out: Path) -> str:
+    """Writes the figures; returns what the user reads. Raises OSError."""
     (first, subject), *_ = subjects.items()
     config, k = subject.config, subject.config.eval.k
     text = config.eval.data or config.data.source
     if subject.folder is None:
-        (scored,) = scores[first].values()
+        (scored,) = done.scores[first].values()
         summary, table, responses = scored.summary, markdown_table([(first, scored.summary)], k), out / "problems.jsonl"
     else:
-        summary = suite_summary(scores, k)
+        summary = suite_summary(done.scores, k)
         table, responses = suite_table(summary, k), out / "MODEL" / "SET.jsonl"
         text = f"{text}: {_sampling(config)}"
-    text = "\n\n".join([text, table, *(f"warning: {warning}" for warning in warnings)])
+    text = "\n\n".join([text, table, *(f"warning: {warning}" for warning in done.warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
-    (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
     return f"{text}\n\n{responses} has every response"
 
 
@@ -177,43 +210,48 @@ def _sampling(config: Config) -> str:
     )
 
 
+def _prepared(
+    subject: Subject, problems: Mapping[str, Sequence[Prompt]], converted: Path, progress: Progress
+) -> tuple[RolloutWorker, dict[str, list[Prompt]]]:
+    """What answers, not yet started, and the problems in tokens, a set each. A checkpoint becomes the Hugging Face
+    folder `converted`. Raises ValueError."""
+    config = subject.config
+    if subject.url is None and is_torch_dist(config.model.path):
+        progress.phase("converting checkpoint")
+        mcore2hf(config.model.path, converted)
+        config = with_model(config, converted)
+    spec = load_model_config(config.model.path, config.model.family)
+    progress.phase("loading tokenizer")
+    if subject.url is None:
+        from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+
+        check_config(Path(config.model.path), spec)
+        check_served_rope(spec)
+        with open_weights(config.model.path, spec):
+            pass  # opening checks every header
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+    progress.phase("loading data")
+    longest = max_prompt_length(config, spec, evaluation=True)
+    prompts = {
+        name: tokenized(each, lambda prompt: encode_prompt(prompt, tokenizer, config.data), longest)
+        for name, each in problems.items()
+    }
+    ends = end_token_ids(config.model.path, tokenizer)
+    return RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer)), prompts
+
+
 def _answers(
-    subject: Subject, problems: Mapping[str, Sequence[Prompt]], out: Path, stop: StopFlag, progress: Progress
+    worker: RolloutWorker, prompts: Mapping[str, Sequence[Prompt]], samples: int, stop: StopFlag, progress: Progress
 ) -> Iterator[tuple[str, list[ProblemResult]]]:
     """(set, results) of each set, from servers that run until the last one. Raises ValueError, RolloutError."""
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
-        config = subject.config
-        if subject.url is None and is_torch_dist(config.model.path):
-            progress.phase("converting checkpoint")
-            mcore2hf(config.model.path, Path(folder) / "hf")
-            config = with_model(config, Path(folder) / "hf")
-        spec = load_model_config(config.model.path, config.model.family)
-        progress.phase("loading tokenizer")
-        if subject.url is None:
-            from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
-
-            check_config(Path(config.model.path), spec)
-            check_served_rope(spec)
-            with open_weights(config.model.path, spec):
-                pass  # opening checks every header
-        tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        progress.phase("loading data")
-        longest = max_prompt_length(config, spec, evaluation=True)
-        prompts = {
-            name: tokenized(each, lambda prompt: encode_prompt(prompt, tokenizer, config.data), longest)
-            for name, each in problems.items()
-        }
-        stop.catch_signals()
-        ends = end_token_ids(config.model.path, tokenizer)
-        worker = RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer))
-        try:
-            worker.start()
-            progress.phase("starting server")
-            worker.wait_ready(stop.check)
-            for name, each in prompts.items():
-                progress.phase(f"evaluate {name}" if len(prompts) > 1 else "evaluate", len(each) * config.eval.samples)
-                yield name, worker.evaluate(each, stop.check, progress.count)
-        except RewardError as error:
-            raise RolloutError(str(error)) from None
-        finally:
-            worker.close()
+    try:
+        worker.start()
+        progress.phase("starting server")
+        worker.wait_ready(stop.check)
+        for name, each in prompts.items():
+            progress.phase(f"evaluate {name}" if len(prompts) > 1 else "evaluate", len(each) * samples)
+            yield name, worker.evaluate(each, stop.check, progress.count)
+    except RewardError as error:
+        raise RolloutError(str(error)) from None
+    finally:
+        worker.close()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dynamo_megatron.types import Prompt
 
 LENGTH = 13  # words of an n-gram, as in arXiv 2005.14165
 SHARE = 0.5  # of a problem's n-grams; competitions have sentences that many problems share
+COMMON = 0.03  # of the training prompts: an n-gram that more of them have is that of an instruction
+FEW, MOST = 10, 1000  # training prompts: an n-gram of FEW is never common, one of more than MOST always is
 WORD = re.compile(r"\w+|[-+*/^=<>]")
 
 
@@ -26,20 +28,36 @@ def overlaps(
     """The problems of which one training prompt has at least `share` of the n-grams of `length` words, in their order.
 
     Words are in lower case, without punctuation other than signs of arithmetic; system messages do not count. A text of
-    fewer words is one n-gram as a whole. What is held in memory are the n-grams of `problems`: `training` is read once.
+    fewer words is one n-gram as a whole. N-grams that more than COMMON of the training prompts have do not count,
+    unless a problem has no others. What is held in memory are the n-grams of `problems`, each with the places of at
+    most MOST + 1 training prompts: `training` is read once.
     """
-    numbers = [_ngrams(problem, length) for problem in problems]
-    holders: dict[int, list[int]] = defaultdict(list)
-    for position, ngrams in enumerate(numbers):
-        for ngram in ngrams:
-            holders[ngram].append(position)
-    best = [(0.0, "")] * len(problems)
-    for prompt in training:
-        shared = Counter(i for ngram in _ngrams(prompt, length) if ngram in holders for i in holders[ngram])
-        for i, count in shared.items():
-            if count / len(numbers[i]) > best[i][0]:
-                best[i] = count / len(numbers[i]), prompt.prompt_id
-    return [Overlap(p, *found) for p, found in zip(problems, best, strict=True) if found[0] >= share]
+    texts = [_words(problem) for problem in problems]
+    numbers = [set(_ngrams(words, length)) for words in texts]
+    # 13 words in a row have one of the blocks 0 to 6, 7 to 13, ... of their text, of which few are in `problems`.
+    block = (length + 1) // 2
+    blocks = {number for words in texts for number in _ngrams(words, block)}
+    places: dict[int, list[int]] = {ngram: [] for ngrams in numbers for ngram in ngrams}
+    ids: dict[int, str] = {}
+    place = 0
+    for place, prompt in enumerate(training, 1):
+        words = _words(prompt)
+        if len(words) >= length and blocks.isdisjoint(_ngrams(words, block, block)):
+            continue
+        for ngram in places.keys() & set(_ngrams(words, length)):
+            if len(places[ngram]) <= MOST:
+                places[ngram].append(place)
+                ids[place] = prompt.prompt_id
+    most = min(MOST, max(FEW, COMMON * place))
+    found = []
+    for problem, ngrams in zip(problems, numbers, strict=True):
+        own = {ngram for ngram in ngrams if len(places[ngram]) <= most} or ngrams
+        shared = Counter(place for ngram in own for place in places[ngram])
+        if shared:
+            best = max(shared, key=lambda place: (shared[place], -place))
+            if shared[best] / len(own) >= share:
+                found.append(Overlap(problem, shared[best] / len(own), ids[best]))
+    return found
 
 
 def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training: str) -> str:
@@ -53,10 +71,13 @@ def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training
     )
 
 
-def _ngrams(prompt: Prompt, length: int) -> set[int]:
+def _words(prompt: Prompt) -> list[str]:
+    return WORD.findall(problem_text(prompt).casefold())
+
+
+def _ngrams(words: Sequence[str], length: int, every: int = 1) -> Iterator[int]:
     """Their hashes, of 64 bits: it takes billions of n-grams until two that differ are likely to have the same."""
-    words = WORD.findall(problem_text(prompt).casefold())
-    return {hash(tuple(words[i : i + length])) for i in range(max(1, len(words) - length + 1))}
+    return (hash(tuple(words[i : i + length])) for i in range(0, max(1, len(words) - length + 1), every))
 
 
 def problem_text(prompt: Prompt) -> str:

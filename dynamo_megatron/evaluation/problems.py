@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.data.sources import load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
@@ -53,6 +55,13 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
                 f"{max_length}; raise model.max_length or lower eval.max_new_tokens"
             )
     return problems
+
+
+def is_local(source: str) -> bool:
+    """Whether `data.source` is a file, or a folder for the `datasets` library: it ends, and needs no network."""
+    if source.startswith(DATASETS):
+        return Path(source.removeprefix(DATASETS).partition("?")[0]).is_dir()
+    return source.endswith((".jsonl", ".parquet"))
 
 
 def training_prompts(config: Config) -> Iterator[Prompt]:

@@ -10,8 +10,11 @@ from typing import Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose, to_plain
+from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.convert import find_checkpoint, run_config
 from dynamo_megatron.runtime import plain_json
+
+LONGEST_NAME = 60  # characters of a file's name: file systems take 255 bytes
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,10 @@ def find_subjects(
     if not models:
         config = _config(files, overrides, None, None, out)
         path = config.model.path
-        return {path: Subject(config, folder=None if single else out / _file_name(_last_part(path)))}
+        return {path: Subject(config, folder=None if single else out / file_name(_last_part(path)))}
     short = list(map(_last_part, models))
     names = models if len(models) == 1 or len(set(short)) < len(short) else short
-    if len({_file_name(name) for name in names}) < len(names):
-        raise ConfigError("--model: two have the same name; name each model once")
+    _check_folders(names, models, out)
     subjects = {}
     for name, model in zip(names, models, strict=True):
         url = model if model.startswith(("http://", "https://")) else None
@@ -47,7 +49,7 @@ def find_subjects(
         config = _config(files, overrides, model, checkpoint, out)
         if checkpoint is not None:
             config = with_model(config, checkpoint)
-        folder = None if single and len(models) == 1 else out / _file_name(short[0] if len(models) == 1 else name)
+        folder = None if single and len(models) == 1 else out / file_name(short[0] if len(models) == 1 else name)
         subjects[name] = Subject(config, url, folder)
     _check_comparable({name: subject.config for name, subject in subjects.items()})
     return subjects
@@ -57,8 +59,22 @@ def _last_part(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2]
 
 
-def _file_name(model: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"
+def file_name(text: str) -> str:
+    """Of a model or a set: the last LONGEST_NAME characters, all of them letters, digits, _, . and -."""
+    return re.sub(r"[^\w.-]+", "-", text)[-LONGEST_NAME:].strip("-.") or "unnamed"
+
+
+def _check_folders(names: Sequence[str], models: Sequence[str], out: Path) -> None:
+    """Raises ConfigError where two of `models` would write to one folder."""
+    taken: dict[str, str] = {}
+    for name, model in zip(names, models, strict=True):
+        folder = file_name(name)
+        if folder in taken:
+            raise ConfigError(
+                f"--model: the responses of {taken[folder]} and of {model} would both go to {out / folder}; name each "
+                "model once, and one of the two by a link of another name if they are different models"
+            )
+        taken[folder] = model
 
 
 def _check_comparable(configs: Mapping[str, Config]) -> None:
@@ -92,7 +108,7 @@ def _config(
     """A checkpoint brings its run's config; what a model alone does not need to say has a default."""
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
-        defaults = to_plain(run_config(checkpoint))
+        defaults = to_plain(_without_prime(run_config(checkpoint)))
         del defaults["rollout"]["servers"]  # of the run's machine
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
@@ -106,7 +122,13 @@ def _config(
     if checkpoint is None and model is not None and "://" not in model:
         config = with_model(config, model)
     # The server's and the rollout process's logs go where the evaluation goes.
-    return config.model_copy(update={"output_dir": str(out)})
+    return _without_prime(config.model_copy(update={"output_dir": str(out)}))
+
+
+def _without_prime(config: Config) -> Config:
+    """`config` without the rewards of tokens, which no evaluation has: runs with and without them are comparable."""
+    reward = config.reward.model_copy(update={"functions": config.reward.outcomes, "prime": PrimeConfig()})
+    return config.model_copy(update={"reward": reward})
 
 
 def _dtype(folder: Path) -> str:

@@ -43,7 +43,7 @@ def suite_sets(suite: str, folder: str) -> dict[str, str]:
     """
     names = TABLE if suite == "table" else tuple(dict.fromkeys(suite.split(",")))
     for name in names:
-        if name in ("", AVERAGE) or "/" in name:
+        if not name or "/" in name:
             raise InputError(
                 f"--suite: {name!r} is no name of a set; give table, or names of files with commas between"
             )
@@ -59,17 +59,18 @@ def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
 
 
 def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
-    """Plain data: `models` with each set's figures (`summarise`) and the average of pass@k over the sets; `differences`
-    of pass@k to the first model, paired by problem. Intervals are 95 %, bootstrapped over the problems of each set."""
+    """Plain data: `models` with the figures of each of their `sets` (`summarise`) and the `average` of pass@k over the
+    sets; `differences` of pass@k to the first model in the same form, paired by problem. Intervals are 95 %,
+    bootstrapped over the problems of each set."""
     first, *others = scores
     return {
         "models": {
-            model: {**{name: s.summary for name, s in sets.items()}, AVERAGE: _figures(sets.values(), k)}
+            model: {"sets": {name: s.summary for name, s in sets.items()}, AVERAGE: _figures(sets.values(), k)}
             for model, sets in scores.items()
         },
         "differences": {
             model: {
-                **{name: _figures([s], k, [scores[first][name]]) for name, s in scores[model].items()},
+                "sets": {name: _figures([s], k, [scores[first][name]]) for name, s in scores[model].items()},
                 AVERAGE: _figures(scores[model].values(), k, scores[first].values()),
             }
             for model in others
@@ -99,25 +100,26 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
     the lengths and faults of the responses."""
     models, differences = summary["models"], summary["differences"]
     first = next(iter(models))
-    names = [name for name in models[first] if name != AVERAGE or len(models[first]) > 2]
+    sets = models[first]["sets"]
     tables = []
     for each in k:
-        head = [f"pass@{each}, % (95 %)"]
-        head += [n if n == AVERAGE else f"{n} ({models[first][n]['eval/problems']})" for n in names]
-        lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * len(names))]
-        for model, sets in models.items():
-            lines.append(markdown_row([model, *(in_percent(_interval(sets[name], each)) for name in names)]))
-        for model, sets in differences.items():
-            cells = (in_percent(_interval(sets[name], each), sign="+") for name in names)
+        head = [f"pass@{each}, % (95 %)", *(f"{name} ({figures['eval/problems']})" for name, figures in sets.items())]
+        head += [AVERAGE] if len(sets) > 1 else []
+        lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+        for model, found in models.items():
+            lines.append(markdown_row([model, *(in_percent(_interval(x, each)) for x in _columns(found))]))
+        for model, found in differences.items():
+            cells = (in_percent(_interval(x, each), sign="+") for x in _columns(found))
             lines.append(markdown_row([f"{model} - {first}, points", *cells]))
         tables.append("\n".join(lines))
-    rows = [
-        (f"{model}, {name}", figures)
-        for model, sets in models.items()
-        for name, figures in sets.items()
-        if name != AVERAGE
-    ]
+    rows = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
     return "\n\n".join([*tables, markdown_table(rows, [])])
+
+
+def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:
+    """Of each set, and the average where there are several."""
+    sets = list(found["sets"].values())
+    return [*sets, found[AVERAGE]] if len(sets) > 1 else sets
 
 
 def _interval(figures: Mapping[str, float], k: int) -> Interval:

@@ -70,7 +70,7 @@ def checked_steps(value: Any, characters: int) -> tuple[float, list[Step]]:
     if not isinstance(value, Mapping):
         return checked(value), []
     if set(value) != {"reward", "steps"}:
-        raise ValueError(f"returned a dictionary with the keys {sorted(map(str, value))}, not reward and steps")
+        raise ValueError(f"returned a dictionary with the keys {sorted(map(str, value))!r:.80}, not reward and steps")
     if not isinstance(value["steps"], Sequence) or isinstance(value["steps"], str):
         raise ValueError(f"returned steps {value['steps']!r:.80}, not a list of (start, end, reward)")
     steps: list[Step] = []

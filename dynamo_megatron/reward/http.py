@@ -10,9 +10,10 @@ with at most 64 samples (what JSON does not know, such as a date, goes as its te
     {"rewards": [number, ...]}
 
 as many finite numbers, in the same order, uncompressed; in place of a number also {"reward": number, "steps":
-[[start, end, number], ...]} (`functions.py`). Several requests may be under way at once. A request is sent
-again, later and later, where the connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a
-service answers becomes an outcome of the samples that were asked for, and nothing else.
+[[start, end, number], ...]} (`functions.py`). An answer has at most 1 MiB and 64 bytes for each character of the
+request's responses. Several requests may be under way at once. A request is sent again, later and later, where the
+connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a service answers becomes an outcome
+of the samples that were asked for, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
 LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
+LARGEST_STEP = 64  # bytes more for each character of the responses: every one may be a step
 SHOWN = 200  # characters of an answer in a message
 
 
@@ -101,7 +103,7 @@ class HttpReward:
         with self._lock:  # what comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            outcome = asyncio.run_coroutine_threadsafe(self._outcome(encoded), self._loop)
+            outcome = asyncio.run_coroutine_threadsafe(self._outcome(encoded, len(response)), self._loop)
         kind, *rest = await asyncio.wrap_future(outcome)
         return self._checked(rest[0], len(response)) if kind == "value" else (kind, *rest)
 
@@ -118,14 +120,14 @@ class HttpReward:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self._serve())
 
-    async def _outcome(self, sample: bytes) -> tuple:
+    async def _outcome(self, sample: bytes, characters: int) -> tuple:
         outcome = self._loop.create_future()
-        self._waiting.put_nowait((sample, outcome))
+        self._waiting.put_nowait((sample, characters, outcome))
         return await outcome
 
     async def _serve(self) -> None:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
-        self._waiting: asyncio.Queue[tuple[bytes, asyncio.Future]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future]] = asyncio.Queue()
         free = asyncio.Semaphore(REQUESTS)
         # No connection is kept: one that the service closed while idle would look like a failure.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -144,20 +146,22 @@ class HttpReward:
                     batch.append(self._waiting.get_nowait())
                 requests.create_task(self._request(batch)).add_done_callback(lambda _: free.release())
 
-    async def _request(self, batch: Sequence[tuple[bytes, asyncio.Future]]) -> None:
-        body = b'{"samples": [' + b", ".join(sample for sample, _ in batch) + b"]}"
-        for (_, outcome), result in zip(batch, await self._answer(body, len(batch)), strict=True):
+    async def _request(self, batch: Sequence[tuple[bytes, int, asyncio.Future]]) -> None:
+        body = b'{"samples": [' + b", ".join(sample for sample, _, _ in batch) + b"]}"
+        largest = LARGEST_ANSWER + LARGEST_STEP * sum(characters for _, characters, _ in batch)
+        for (_, _, outcome), result in zip(batch, await self._answer(body, len(batch), largest), strict=True):
             if not outcome.done():  # its caller may have been cancelled
                 outcome.set_result(result)
 
-    async def _answer(self, body: bytes, count: int) -> list[tuple]:
-        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure."""
+    async def _answer(self, body: bytes, count: int, largest: int) -> list[tuple]:
+        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure. More than
+        `largest` bytes are one."""
         failure, pause = None, FIRST_PAUSE
         try:
             async with asyncio.timeout(self._deadline):
                 while True:
                     try:
-                        status, reply = await self._post(body)
+                        status, reply = await self._post(body, largest)
                         if status == 200:
                             return self._rewards(reply, count)
                         failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
@@ -179,7 +183,7 @@ class HttpReward:
             failure = on_one_line(f"its answer cannot be read: {type(error).__name__}: {error}", SHOWN)
         return [("error", self._name, failure)] * count
 
-    async def _post(self, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, body: bytes, largest: int) -> tuple[int, bytes]:
         # A followed redirect may become a GET, and would take the key elsewhere.
         async with self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as reply:
             if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
@@ -187,8 +191,8 @@ class HttpReward:
             answer = bytearray()
             async for part in reply.content.iter_any():
                 answer += part
-                if len(answer) > LARGEST_ANSWER:
-                    raise _Unreadable(f"answered {reply.status} with more than {LARGEST_ANSWER} bytes")
+                if len(answer) > largest:
+                    raise _Unreadable(f"answered {reply.status} with more than {largest} bytes")
             return reply.status, bytes(answer)
 
     def _rewards(self, reply: bytes, count: int) -> list[tuple]:
@@ -207,7 +211,7 @@ class HttpReward:
             reward, steps = checked_steps(value, characters)
             return ("parts", {self._name: reward}, *steps)
         except (ValueError, OverflowError) as error:
-            return ("error", self._name, str(error))
+            return ("error", self._name, on_one_line(str(error), SHOWN))
 
 
 class _Unreadable(Exception):

@@ -55,7 +55,7 @@ class Generator:
     ):
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self._disk = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
+        self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._ready: list[Rollout] = []  # to be written by the next one that holds `_writing`
         self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
@@ -75,7 +75,7 @@ class Generator:
         self._store = RolloutStore(config.output_dir)
         self._retention = Retention(Path(config.output_dir), config.rollout.keep_last)
         self._stack.callback(self._store.close)
-        self._stack.callback(self._disk.shutdown)  # before that: a line may be on its way
+        self._stack.callback(self._thread.shutdown)  # before that: a line may be on its way
         session = await self._stack.enter_async_context(open_session())
         self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
@@ -114,7 +114,7 @@ class Generator:
         if self._first_push is None:
             self._first_push = version
             if staleness := self._config.rollout.max_staleness:
-                await self._on_disk(self._store.remove_after, version + 1 + staleness)
+                await self._in_thread(self._store.remove_after, version + 1 + staleness)
         if self._evaluation is not None:  # it belongs to the weights that the servers still have
             await asyncio.wait([self._evaluation])
         endpoints = await self._fleet.begin_push(version)
@@ -125,7 +125,7 @@ class Generator:
     async def _keep_begun(self, session: StepSession, begun: Mapping[str, Response]) -> None:
         """So that a resumed run continues these responses."""
         if lines := self._partial(session.step, session.wanted, begun):
-            await self._on_disk(self._store.append, *lines)
+            await self._in_thread(self._store.append, *lines)
 
     def _partial(self, step: int, wanted: Mapping[str, Prompt], begun: Mapping[str, Response]) -> list[Rollout]:
         """Lines of the step's file."""
@@ -206,7 +206,7 @@ class Generator:
         complete = max(1, step - self._config.rollout.max_staleness)  # files of the steps before that are
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
-            notes = [f"step {step}: {note}" for note in await self._on_disk(self._retention.trim, complete)]
+            notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
         wanted = {
             rollout_id(group_id(step, position), k): prompt
             for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
@@ -218,7 +218,7 @@ class Generator:
             if (session.wanted, session.version) == (wanted, version):
                 return session
             uses = session.uses
-        reuse = await self._on_disk(self._reusable, step, wanted, range(first, first + len(prompts)))
+        reuse = await self._in_thread(self._reusable, step, wanted, range(first, first + len(prompts)))
         notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
         session = StepSession(step, wanted, version, reuse.kept, notes, len(reuse.discarded), reuse.begun, uses)
         reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
@@ -242,11 +242,11 @@ class Generator:
         async with self._writing:
             ready, self._ready = self._ready, []
             for _, of_step in itertools.groupby(ready, key=lambda rollout: rollout.step):
-                await self._on_disk(self._store.append, *of_step)
+                await self._in_thread(self._store.append, *of_step)
 
-    async def _on_disk(self, work: Callable, *arguments: Any) -> Any:
+    async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _check_rewards(self, session: StepSession) -> None:
         """Raises RewardError where all rewards of UNSCORED_STEPS steps in a row have failed."""
@@ -259,7 +259,7 @@ class Generator:
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
         """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
-        await self._on_disk(self._store.reject, step, rollout_ids)
+        await self._in_thread(self._store.reject, step, rollout_ids)
         answered = self._answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
@@ -361,7 +361,8 @@ class Generator:
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
             if score.steps:
-                rollout.step_rewards = token_spans(score.steps, response.tokens, text, self._tokenizer)
+                located = (score.steps, response.tokens, text, self._tokenizer)
+                rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
     def _unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:

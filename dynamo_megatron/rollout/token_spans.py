@@ -42,19 +42,30 @@ def character_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Characters of the text up to and with each token, special tokens left out. A character that several tokens make
     comes with the last one.
 
-    What a token adds is the text of a few tokens with and without it, since most tokenizers decode a token by those
-    before it (blanks, parts of characters).
+    What tokens add is the text of the last ones that have any, with and without them, since most tokenizers decode a
+    token by those before it (blanks, parts of characters).
     """
+    alone: dict[int, int] = {}  # characters of a token without others
 
-    def decoded(start: int, end: int) -> str:
-        return tokenizer.decode(tokens[start:end], skip_special_tokens=True)
+    def characters(group: list[int]) -> int:
+        if len(group) != 1:
+            return len(tokenizer.decode(group, skip_special_tokens=True))
+        if group[0] not in alone:
+            alone[group[0]] = len(tokenizer.decode(group, skip_special_tokens=True))
+        return alone[group[0]]
 
     ends: list[int] = []
-    done = start = read = 0  # characters; tokens [start, read) are the ones before
-    for end in range(1, len(tokens) + 1):
-        now = decoded(start, end)
-        if not now.endswith(UNFINISHED) or end - read == LONGEST:  # no part of one: bytes that are no text
-            done += len(now) - len(decoded(start, read))
-            start, read = read, end
+    done = 0  # characters
+    before: list[int] = []  # the last tokens that have text
+    character: list[int] = []  # those after it, which may be a part of one
+    for token in tokens:
+        character.append(token)
+        now = tokenizer.decode(before + character, skip_special_tokens=True)
+        if not now.endswith(UNFINISHED) or len(character) == LONGEST:  # no part of one: bytes that are no text
+            added = len(now) - characters(before)
+            done += added
+            if added or not before:
+                before = character
+            character = []
         ends.append(max([done, *ends[-1:]]))
     return ends

@@ -74,6 +74,15 @@ def test_rewards_that_are_not_success():
     assert warnings({"variance": "empirical"}, functions=("math", "a:b")) == []
 
 
+def test_rewards_of_tokens_that_the_allocation_does_not_count():
+    config = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
+    config["reward"] = {"functions": ["math", "prime"], "prime": {"model": "p"}}
+    (found,) = premise_warnings(Config.model_validate(config))
+    assert found.startswith("reward.functions: prime adds") and found.endswith("set algorithm.allocation.kind=uniform")
+    config["algorithm"] = {"allocation": {"kind": "uniform"}}
+    assert premise_warnings(Config.model_validate(config)) == []
+
+
 def test_presets():
     def of(name):
         tree = yaml.safe_load((METHODS / f"{name}.yaml").read_text())

@@ -82,13 +82,15 @@ def test_a_model_and_a_server_side_by_side(suite, tiny_model, sglang_server):
         by_model = {m: [set_pass_at_k(folder / f"{name}.jsonl", k) for name in TABLE] for m, folder in folders.items()}
         for model, passes in by_model.items():
             figures = summary["models"][model]
-            assert [figures[name][key] for name in TABLE] == pytest.approx([float(p) for p in passes], abs=1e-12)
+            assert [figures["sets"][name][key] for name in TABLE] == pytest.approx(
+                [float(p) for p in passes], abs=1e-12
+            )
             assert figures["average"][key] == pytest.approx(float(mean(passes)), abs=1e-12)
-            assert [figures[name]["eval/problems"] for name in TABLE] == [PROBLEMS] * len(TABLE)
+            assert [figures["sets"][name]["eval/problems"] for name in TABLE] == [PROBLEMS] * len(TABLE)
             seen.update(passes)
         gain = [b - a for a, b in zip(by_model[first], by_model[second], strict=True)]
         differences = summary["differences"][second]
-        assert [differences[name][key] for name in TABLE] == pytest.approx([float(g) for g in gain], abs=1e-12)
+        assert [differences["sets"][name][key] for name in TABLE] == pytest.approx([float(g) for g in gain], abs=1e-12)
         assert differences["average"][key] == pytest.approx(float(mean(gain)), abs=1e-12)
     assert len(seen) > 3, "a figure that is always the same proves nothing"
     assert "| average |" in (out / "table.md").read_text()

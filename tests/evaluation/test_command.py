@@ -9,7 +9,9 @@ import yaml
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation import command, subjects
+from dynamo_megatron.evaluation.problems import read_problems
 from dynamo_megatron.evaluation.results import read_results, summarise
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.types import ProblemResult
@@ -21,13 +23,13 @@ class StandIn:
     """Answers right as often as the last digit of the problem says, more often where its model's folder is "better"."""
 
     started: ClassVar[list["StandIn"]] = []
+    failure: ClassVar[Exception] = RolloutError("the server is gone")
 
     def __init__(self, config, *_):
         self.config, self.calls, self.closed = config, [], False
-        StandIn.started.append(self)
 
     def start(self):
-        pass
+        StandIn.started.append(self)
 
     def wait_ready(self, on_poll):
         on_poll()
@@ -35,7 +37,7 @@ class StandIn:
     def evaluate(self, prompts, on_poll, on_count):
         self.calls.append([prompt.prompt_id for prompt in prompts])
         if "fails" in self.config.model.path and len(self.calls) == 2:
-            raise RolloutError("the server is gone")
+            raise StandIn.failure
         return [self.answered(prompt) for prompt in prompts]
 
     def answered(self, prompt) -> ProblemResult:
@@ -86,8 +88,8 @@ def test_models_side_by_side(models, capsys):
     for model in ("base", "better"):
         for name in ("easy", "hard"):
             results = read_results(models / "scores" / model / f"{name}.jsonl")
-            assert summary["models"][model][name] == summarise(results, [1, 4])
-    assert summary["differences"]["better"]["easy"]["eval/pass@1"] == pytest.approx(0.25)
+            assert summary["models"][model]["sets"][name] == summarise(results, [1, 4])
+    assert summary["differences"]["better"]["sets"]["easy"]["eval/pass@1"] == pytest.approx(0.25)
     table = (models / "scores" / "table.md").read_text()
     assert table.startswith("sets: 4 a problem, greedy, at most 8 tokens\n\n| pass@1, % (95 %) | easy (3) | hard (5) |")
     assert table in capsys.readouterr().out
@@ -116,29 +118,87 @@ def test_the_limit_is_of_each_set(models):
     assert StandIn.started[0].calls == [["easy/0", "easy/1"], ["hard/0", "hard/1"]]
 
 
-def test_what_was_finished_is_kept_where_a_server_is_lost(models, capsys):
+@pytest.mark.parametrize("failure", [RolloutError("the server is gone"), InputError("the server is gone")])
+def test_what_was_finished_is_kept_where_a_server_is_lost(models, capsys, monkeypatch, failure):
+    monkeypatch.setattr(StandIn, "failure", failure)
     assert main([*SUITE, "--model", "base", "--model", "fails"]) == 1
-    assert "the server is gone" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "the server is gone; the responses of 3 finished sets are in scores, and the table of base"
     kept = sorted(str(path.relative_to(models / "scores")) for path in (models / "scores").rglob("*.jsonl"))
     assert kept == ["base/easy.jsonl", "base/hard.jsonl", "fails/easy.jsonl"]
     assert not (models / "scores" / "config.yaml").exists() and StandIn.started[1].closed
+    summary = json.loads((models / "scores" / "summary.json").read_text())
+    assert list(summary["models"]) == ["base"] and list(summary["models"]["base"]["sets"]) == ["easy", "hard"]
+    assert "| base |" in (models / "scores" / "table.md").read_text()
+
+
+def test_all_models_are_checked_before_the_first_server_starts(models, capsys):
+    (models / "better" / "model.safetensors").write_bytes(b"damaged")
+    assert main([*SUITE, "--model", "base", "--model", "better"]) == 2
+    assert "better" in capsys.readouterr().err
+    assert StandIn.started == [] and not (models / "scores").exists()
 
 
 def test_models_of_one_name_are_refused(models, capsys):
     assert main([*SUITE, "--model", "base", "--model", "./base/"]) == 2
-    assert capsys.readouterr().err == "--model: two have the same name; name each model once\n"
+    said = (
+        "--model: the responses of {} and of {} would both go to scores/{}; name each model once, and one of the two "
+    )
+    assert capsys.readouterr().err.startswith(said.format("base", "./base/", "base"))
+    for name in ("a b", "a:b"):
+        (models / name).symlink_to("base")
+    assert main([*SUITE, "--model", "a b", "--model", "a:b"]) == 2
+    assert capsys.readouterr().err.startswith(said.format("a b", "a:b", "a-b"))
+
+
+def test_a_set_has_a_name_that_a_file_may_have(models, monkeypatch):
+    """Without --suite it comes from eval.data, which may be of any form."""
+    monkeypatch.setattr(command, "read_problems", lambda config: read_problems(easy(config)))
+
+    def easy(config):
+        return config.model_copy(update={"eval": config.eval.model_copy(update={"data": "sets/easy.jsonl"})})
+
+    words = ["--model", "base", "--model", "better", "--out", "scores", *KEYS]
+    assert main(["eval", *words, f"eval.data=datasets:of/{'x' * 300}?split=test"]) == 0
+    (file,) = (models / "scores" / "base").iterdir()
+    assert file.name == f"{'x' * 49}-split-test.jsonl"
+
+
+def test_a_suite_without_its_folder_is_refused(models, capsys):
+    assert main([*SUITE[:5], *KEYS, "--model", "base", "data.source=sets/easy.jsonl"]) == 2
+    assert capsys.readouterr().err == "eval.data: missing; --suite takes its sets from this folder\n"
+    assert not (models / "scores").exists()
+
+
+def a_run(models, monkeypatch, *keys):
+    """A run named `run` with these keys."""
+    needed = ["model.path=base", "data.source=sets/easy.jsonl", "output_dir=run"]
+    monkeypatch.setattr(subjects, "run_config", lambda checkpoint: compose([], [*needed, *keys])[0])
+    monkeypatch.setattr(subjects, "find_checkpoint", lambda path: (1, models / "better"))
+
+
+@pytest.mark.parametrize("words", [[], ["reward.functions=[math]"]])
+def test_rewards_of_tokens_are_no_part_of_an_evaluation(models, monkeypatch, words):
+    a_run(models, monkeypatch, "reward.functions=[math,prime]", "reward.prime={model: p, beta: 0.1}")
+    assert main([*SUITE, "--model", "base", "--model", "run", *words]) == 0
+    assert main([*SUITE[:4], "alone", *SUITE[5:], "--model", "run", *words]) == 0
+    for out in ("scores", "alone"):
+        reward = yaml.safe_load((models / out / "config.yaml").read_text())["reward"]
+        assert reward["functions"] == ["math"] and reward["prime"]["model"] is None
+
+
+def test_other_rewards_that_differ_are_refused(models, capsys, monkeypatch):
+    a_run(models, monkeypatch, "reward.functions=[qa_f1,prime]", "reward.prime.model=p")
+    assert main([*SUITE, "--model", "base", "--model", "run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "reward.functions: ['math'] for base, ['qa_f1'] for run; give one for all: reward.functions="
+    )
 
 
 def test_settings_that_differ_between_models_are_refused(models, capsys, monkeypatch):
     """A run brings its config, and a Hugging Face folder has the defaults."""
-
-    def config_of_a_run(checkpoint):
-        return compose(
-            [], ["model.path=base", "data.source=sets/easy.jsonl", "output_dir=run", "rollout.temperature=0.7"]
-        )[0]
-
-    monkeypatch.setattr(subjects, "run_config", config_of_a_run)
-    monkeypatch.setattr(subjects, "find_checkpoint", lambda path: (1, models / "better"))
+    a_run(models, monkeypatch, "rollout.temperature=0.7")
     assert main([*SUITE, "--model", "base", "--model", "run"]) == 2
     said = capsys.readouterr().err
     assert said == "rollout.temperature: 1.0 for base, 0.7 for run; give one for all: rollout.temperature=VALUE\n"
@@ -152,6 +212,19 @@ def test_problems_of_the_training_data_are_warned_about(models, capsys, caplog):
     assert [record.message.startswith(warned) for record in caplog.records] == [True]
     table = (models / "scores" / "table.md").read_text()
     assert f"warning: {warned}train.jsonl (the most, 100%: 'hard/3' in 't')" in table and "of easy have" not in table
+
+
+@pytest.mark.parametrize("source", ["datasets:of/somebody", "own_problems:endless", "reasoning_gym:chain_sum"])
+def test_training_data_that_is_no_file_is_not_read(models, caplog, monkeypatch, source):
+    monkeypatch.setattr(command, "training_prompts", lambda config: pytest.fail("it is read"))
+    assert main([*SUITE, "--model", "base", f"data.source={source}"]) == 0
+    assert not caplog.records
+
+
+def test_training_data_in_a_folder_is_read(models, caplog):
+    (models / "saved").mkdir()
+    assert main([*SUITE, "--model", "base", "data.source=datasets:saved?split=train"]) == 0
+    assert ["was not compared with the training data: data.source: " in r.message for r in caplog.records] == [True]
 
 
 def test_training_data_that_is_not_there_is_no_error(models, capsys, caplog):

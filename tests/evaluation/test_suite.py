@@ -38,7 +38,7 @@ def test_every_set_has_the_same_weight_in_the_average():
     for k in (1, 4):
         sets = [by_enumeration(SMALL, k), by_enumeration(LARGE, k)]
         figures = summary["models"]["base"]
-        assert [figures[name][f"eval/pass@{k}"] for name in ("small", "large")] == pytest.approx(sets)
+        assert [figures["sets"][name][f"eval/pass@{k}"] for name in ("small", "large")] == pytest.approx(sets)
         average = figures["average"]
         assert average[f"eval/pass@{k}"] == pytest.approx(sum(sets) / 2)
         assert average[f"eval/pass@{k}_low"] <= average[f"eval/pass@{k}"] <= average[f"eval/pass@{k}_high"]
@@ -48,10 +48,11 @@ def test_differences_are_paired_by_problem():
     """Both problems of the small set gain a quarter: no resample has another mean. Unpaired ones would."""
     differences = suite_summary(SCORES, [1, 4])["differences"]
     assert list(differences) == ["tuned"]
-    tuned = differences["tuned"]
+    tuned = differences["tuned"]["sets"]
     assert [tuned["small"][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.25] * 3)
     assert [tuned["large"][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == [0.0] * 3
-    assert [tuned["average"][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.125] * 3)
+    average = differences["tuned"]["average"]
+    assert [average[f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.125] * 3)
 
 
 def test_the_table_has_a_column_a_set_and_a_row_a_model():
@@ -69,6 +70,15 @@ def test_one_set_has_no_average_column():
     assert suite_table(suite_summary(alone, [1]), [1]).splitlines()[0] == "| pass@1, % (95 %) | small (2) |"
 
 
+def test_a_set_may_be_named_average():
+    scores = {model: {"average": sets["small"], "large": sets["large"]} for model, sets in SCORES.items()}
+    summary, as_before = suite_summary(scores, [1]), suite_summary(SCORES, [1])
+    for part in ("models", "differences"):
+        assert summary[part]["tuned"]["sets"]["average"] == as_before[part]["tuned"]["sets"]["small"]
+        assert summary[part]["tuned"]["average"] == as_before[part]["tuned"]["average"]
+    assert suite_table(summary, [1]).startswith("| pass@1, % (95 %) | average (2) | large (6) | average |")
+
+
 def test_the_sets_of_a_folder(tmp_path):
     for name in (*TABLE, "mine"):
         (tmp_path / f"{name}.jsonl").write_text("")
@@ -77,6 +87,6 @@ def test_the_sets_of_a_folder(tmp_path):
     (tmp_path / "minerva.jsonl").unlink()
     with pytest.raises(ValueError, match=r"--suite: there is no file .*/minerva.jsonl"):
         suite_sets("table", str(tmp_path))
-    for wrong in ("mine,", "average", "../mine"):
+    for wrong in ("mine,", "../mine"):
         with pytest.raises(ValueError, match="is no name of a set"):
             suite_sets(wrong, str(tmp_path))

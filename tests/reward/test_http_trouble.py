@@ -142,8 +142,8 @@ def test_lasting_trouble_is_an_error_and_no_timeout(serve, pool):
             "answered 404: ]52;c;cm0gLXJm no such path",
         ),
         ((404, b"x" * 500), f"answered 404: {'x' * 200}..."),
-        (b" " * (2 << 20), "answered 200 with more than 1048576 bytes"),
-        ((400, b" " * (2 << 20)), "answered 400 with more than 1048576 bytes"),
+        (b" " * (2 << 20), "answered 200 with more than 1048640 bytes"),
+        ((400, b" " * (2 << 20)), "answered 400 with more than 1048640 bytes"),
     ],
 )
 def test_nonsense_is_an_error_at_once(serve, pool, answer, words):
@@ -183,7 +183,7 @@ def test_an_endless_answer_takes_no_memory(serve, pool):
     before = peak_memory(start=True)
     (error,) = scored(p, "x")
     assert peak_memory() - before < 20_000
-    assert str(error).endswith(": answered 200 with more than 1048576 bytes")
+    assert str(error).endswith(": answered 200 with more than 1048640 bytes")
 
 
 def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(serve, pool):

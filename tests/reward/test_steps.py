@@ -50,6 +50,7 @@ def test_steps_in_order_with_gaps_between_them():
     [
         ({"reward": 1.0}, r"a dictionary with the keys \['reward'\], not reward and steps"),
         ({"reward": 1.0, "steps": [], "why": ""}, "not reward and steps"),
+        ({"reward": 1.0, "\n" * 999: []}, r"with the keys \['(\\\\n){39}, not reward and steps"),
         ({"reward": math.nan, "steps": []}, "returned nan"),
         ({"reward": None, "steps": []}, "returned None, not a number"),
         ({"reward": 1.0, "steps": 3}, r"returned steps 3, not a list of \(start, end, reward\)"),
@@ -94,6 +95,21 @@ def test_a_service_that_rewards_steps_beyond_the_response_is_named(pool, serve):
     service = serve(lambda samples, _: {"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]} for _ in samples]})
     (error,) = scored(pool(service), "abc")
     assert f"reward function {service.url} failed on prompt 'p7': returned step 1 from 1 to 9" in str(error)
+
+
+def test_a_service_may_reward_a_thousand_steps_of_each_response(pool, serve, patient):
+    """An answer of 2.2 MB, to a request with 64 responses of 2,000 characters."""
+    steps = [[2 * i, 2 * i + 2, -0.12345678901234567] for i in range(1000)]
+    service = serve(lambda samples, _: {"rewards": [{"reward": 1, "steps": steps} for _ in samples]})
+    scores = scored(pool(service), *["x" * 2000] * 64)
+    assert len(service.requests) == 1 and all(score.steps == list(map(tuple, steps)) for score in scores)
+
+
+def test_what_a_service_returns_is_shortened_in_the_error(pool, serve):
+    service = serve(lambda samples, _: {"rewards": [{"\u202e" * 999: 1, "steps": "\x1b" * 999}]})
+    (error,) = scored(pool(service), "abc")
+    last = str(error).splitlines()[-1]
+    assert len(last) < 300 and last.isprintable()
 
 
 def test_a_failed_reward_has_no_steps(pool, steps):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from stand_ins import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dynamo_megatron.rollout import generator
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
@@ -62,6 +64,18 @@ def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
     assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
 
 
+def test_a_special_token_within_a_response_adds_nothing():
+    """A decoder that strips the first blank of a text would strip that of the token after it."""
+    vocabulary = {token: i for i, token in enumerate(["\u2581", "\u2581two", "\u2581words", "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<pause>"])
+    pause = tokenizer.token_to_id("<pause>")
+    for tokens in ([1, pause, 2], [pause, 1, pause, pause, 2, 0, pause, 1], [0, 1, 2]):
+        texts = [tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(len(tokens))]
+        assert character_ends(tokens, tokenizer) == list(map(len, texts))
+
+
 def rollout(name: str, steps, response: int = 3) -> Rollout:
     return Rollout(
         rollout_id=name,
@@ -97,13 +111,23 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 
 
-def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):
+def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path, monkeypatch):
+    """Its tokens are found beside the event loop, which watches the servers."""
+    threads = set()
+
+    def noting(*arguments):
+        threads.add(threading.current_thread())
+        return token_spans(*arguments)
+
+    monkeypatch.setattr(generator, "token_spans", noting)
+
     async def work(generator, push):
         await push(0)
         prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
         return await generator.generate(1, prompts, [1, 1], 0)
 
     batch = with_generator(work, Server()).batch
+    assert threads and threading.main_thread() not in threads
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
     assert [r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))] == [[(0, 1, 0.5), (1, 3, -0.25)], []]
 
