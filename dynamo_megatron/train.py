@@ -17,9 +17,10 @@ computed from is written then (failed_step.py).
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
 history, prompts and counts of rounds that were under way. Each rollout is on disk once it is scored. Those of the steps
-after the checkpoint are used again, since these steps give the same weights again. If settings have changed that the
-weights depend on (optimizer, layout, kernels), only those of the first step after the checkpoint are. With
-`rollout.max_staleness` tokens are used again up to the first one that later weights than the checkpoint's have sampled.
+after the checkpoint are used again (not failed or rejected ones), since these steps give the same weights again. If
+settings have changed that the weights depend on (optimizer, layout, kernels), only those of the first step after the
+checkpoint are. With `rollout.max_staleness` responses that have been begun are on disk, too, as of the last weight sync,
+and are continued; tokens are used again up to the first one that later weights than the checkpoint's have sampled.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class RLTrainer(Trainer):
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
-        def draw_and_allocate() -> None:  # rank 0; with `rollout.max_staleness` also for later steps, whose rollouts
-            # are sampled while this one is trained on
+        def draw_and_allocate() -> None:  # rank 0; with `rollout.max_staleness` also, now, for the first rounds of
+            # later steps: the servers sample them while this step is trained on
             rounds.append(controller.begin_round(step, rounds))
 
         def generate() -> RolloutBatch:  # rank 0
@@ -136,7 +137,7 @@ class RLTrainer(Trainer):
         def select() -> Selection | None:  # rank 0
             # Rejects rollouts of weights that the step may not train on, by version or by the gap of the logprobs.
             controller.reject(step, rounds, stats.logprobs.numpy())
-            # Updates the history that `allocate` reads in later rounds and steps.
+            # Updates the history that `allocate` reads in later rounds and steps, by the rollouts that are not rejected.
             controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
 
