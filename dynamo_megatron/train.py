@@ -19,7 +19,7 @@ After a kill the same command continues from the last checkpoint: policy, optimi
 history, prompts and counts of rounds that were under way. Each rollout is on disk once it is scored. Those of the steps
 after the checkpoint are used again (not failed or rejected ones), since these steps give the same weights again. If
 settings have changed that the weights depend on (optimizer, layout, kernels), only those of the first step after the
-checkpoint are. With `rollout.max_staleness` responses that have been begun are on disk, too, as of the last weight sync,
+checkpoint are. With `rollout.max_staleness` begun responses are on disk, too, as of the last weight sync,
 and are continued; tokens are used again up to the first one that later weights than the checkpoint's have sampled.
 """
 
@@ -137,7 +137,7 @@ class RLTrainer(Trainer):
         def select() -> Selection | None:  # rank 0
             # Rejects rollouts of weights that the step may not train on, by version or by the gap of the logprobs.
             controller.reject(step, rounds, stats.logprobs.numpy())
-            # Updates the history that `allocate` reads in later rounds and steps, by the rollouts that are not rejected.
+            # Updates the history that `allocate` reads in later rounds and steps, by what is not rejected.
             controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
 
