@@ -75,7 +75,7 @@ def shown_rollouts(
     return sorted(found, key=lambda s: ("asked for" not in s.labels, -s.rollout.step))
 
 
-def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict[str, Mapping[str, list[float]]]:
+def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict[str, dict[str, list[float]]]:
     """rollout_id -> the lists of its row; none where the row is of another response."""
     found = {}
     for r in (r for r in rollouts if r.rollout_id in rows):
