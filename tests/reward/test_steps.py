@@ -50,7 +50,7 @@ def test_steps_in_order_with_gaps_between_them():
     [
         ({"reward": 1.0}, r"a dictionary with the keys \['reward'\], not reward and steps"),
         ({"reward": 1.0, "steps": [], "why": ""}, "not reward and steps"),
-        ({"reward": 1.0, "\n" * 999: []}, r"with the keys \['(\\\\n){39}, not reward and steps"),
+        ({"reward": 1.0, "\n" * 999: []}, r"with the keys \['(\\n){39}, not reward and steps"),
         ({"reward": math.nan, "steps": []}, "returned nan"),
         ({"reward": None, "steps": []}, "returned None, not a number"),
         ({"reward": 1.0, "steps": 3}, r"returned steps 3, not a list of \(start, end, reward\)"),
