@@ -84,7 +84,7 @@ def _figures(
     """pass@k averaged over `sets`, less that of `reference` if there is one, and its ends."""
     sets = list(sets)
     references = [None] * len(sets) if reference is None else list(reference)
-    found = {}
+    found: dict[str, float] = {}
     for each in k:
         values = []
         for scores, base in zip(sets, references, strict=True):
