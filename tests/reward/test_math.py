@@ -51,7 +51,7 @@ TABLE = [
     ("1e-05", [r"\boxed{1e-05}"], [r"\boxed{1}"]),
     ("4.5e33", ["about 4.5e33", r"\boxed{4.50 \times 10^{33}}"], ["4.5", r"\boxed{4.5e32}"]),
     ("N=n", [r"\boxed{N = n}"], [r"\boxed{N=n+1}"]),
-    ("y=2x", [r"\boxed{y = x + x}"], [r"\boxed{y=3x}", r"\boxed{z=2x}"]),
+    ("y=2x", [r"\boxed{y = x + x}"], [r"\boxed{y=3x}"]),
     (1e-05, [r"\boxed{0.00001}"], [r"\boxed{0.0001}"]),
 ]
 
