@@ -33,19 +33,21 @@ def overlaps(
     most MOST + 1 training prompts: `training` is read once.
     """
     texts = [_words(problem) for problem in problems]
-    numbers = [set(_ngrams(words, length)) for words in texts]
+    numbers = [set(_ngrams(words, length, _starts(words, length))) for words in texts]
     # 13 words in a row have one of the blocks 0 to 6, 7 to 13, ... of their text, of which few are in `problems`.
     block = (length + 1) // 2
-    blocks = {number for words in texts for number in _ngrams(words, block)}
+    blocks = {number for words in texts for number in _ngrams(words, block, _starts(words, block))}
     places: dict[int, list[int]] = {ngram: [] for ngrams in numbers for ngram in ngrams}
     ids: dict[int, str] = {}
     place = 0
     for place, prompt in enumerate(training, 1):
         words = _words(prompt)
-        if len(words) >= length and blocks.isdisjoint(_ngrams(words, block, block)):
-            continue
-        for ngram in places.keys() & set(_ngrams(words, length)):
-            if len(places[ngram]) <= MOST:
+        every = _starts(words, length)
+        at = range(0, len(words) - block + 1, block)
+        known = (i for i, number in zip(at, _ngrams(words, block, at), strict=True) if number in blocks)
+        around = {start for i in known for start in every[max(0, i + block - length) : i + 1]}
+        for ngram in set(_ngrams(words, length, every if len(words) < length else around)):
+            if ngram in places and len(places[ngram]) <= MOST:
                 places[ngram].append(place)
                 ids[place] = prompt.prompt_id
     most = min(MOST, max(FEW, COMMON * place))
@@ -75,9 +77,14 @@ def _words(prompt: Prompt) -> list[str]:
     return WORD.findall(problem_text(prompt).casefold())
 
 
-def _ngrams(words: Sequence[str], length: int, every: int = 1) -> Iterator[int]:
+def _starts(words: Sequence[str], length: int) -> range:
+    """Where n-grams begin; a text of fewer words is one."""
+    return range(max(1, len(words) - length + 1))
+
+
+def _ngrams(words: Sequence[str], length: int, starts: Iterable[int]) -> Iterator[int]:
     """Their hashes, of 64 bits: it takes billions of n-grams until two that differ are likely to have the same."""
-    return (hash(tuple(words[i : i + length])) for i in range(0, max(1, len(words) - length + 1), every))
+    return (hash(tuple(words[i : i + length])) for i in starts)
 
 
 def problem_text(prompt: Prompt) -> str:
