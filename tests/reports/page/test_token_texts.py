@@ -32,6 +32,14 @@ def test_broken_bytes_take_time_in_proportion_and_no_text_is_lost(text, broken):
     assert max(given) <= 2 * WINDOW and sum(given) < 80 * len(ids)
 
 
+@pytest.mark.parametrize("before", range(20))
+@pytest.mark.parametrize("character", [[b"\xf0", b"\x9f", b"\x98", b"\x80"], [b"\xf0\x9f", b"\x98\x80\x80"]])
+def test_a_character_among_broken_bytes_is_not_cut(before, character):
+    tokens = [b"\x80"] * before + character + [b"\x80"] * 20
+    pieces = token_texts(range(len(tokens)), lambda ids: of_bytes(b"".join(tokens[i] for i in ids)))
+    assert "".join(pieces) == of_bytes(b"".join(tokens))
+
+
 def test_tokens_without_a_text_take_time_in_proportion():
     given = []
     assert token_texts([7] * 999, lambda ids: given.append(len(ids)) or "") == [""] * 999
