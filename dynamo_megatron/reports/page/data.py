@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,26 @@ ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # of JSON, of all runs together
 
 
 def page_data(
-    folders: Sequence[Path], asked: Collection[str] = (), refresh: float | None = None, decoders: dict | None = None
+    folders: Sequence[Path],
+    asked: Collection[str] = (),
+    refresh: float | None = None,
+    decoders: Mapping[Path, Decode | None] | None = None,
 ) -> dict[str, Any]:
     """`runs` in the order of `folders`, `pairs`, when it was made, and `refresh`: seconds until the page is written
-    again, or None. `asked`: ids of rollouts of the first run that must be among those shown. `decoders`: tokenizers of
-    an earlier call, by folder, which this one completes.
+    again, or None. `asked`: ids of rollouts of the first run that must be among those shown. `decoders`: of each
+    folder, where they are loaded already.
 
     Raises ValueError: no run's folder, no step in it, a line of its files that is broken, more than MOST_RUNS runs, or
     ids in `asked` that are not there or take too many bytes."""
     if len(folders) > MOST_RUNS:
         raise InputError(f"report: {len(folders)} runs; the page shows at most {MOST_RUNS} side by side")
-    decoders = {} if decoders is None else decoders
     runs = dict(zip(run_names(folders), map(read_run, folders), strict=True))
     views, found = {}, []
     for name, run in runs.items():
-        if run.folder not in decoders:
-            decoders[run.folder] = find_decoder(run.folder, run.config["model"]["path"])
+        path = run.config["model"]["path"]
+        decode = find_decoder(run.folder, path) if decoders is None else decoders[run.folder]
         first = run is next(iter(runs.values()))
-        rollouts = _rollouts(run, asked if first else (), decoders[run.folder], ROLLOUT_BYTES // len(runs))
+        rollouts = _rollouts(run, asked if first else (), decode, ROLLOUT_BYTES // len(runs))
         views[name] = rollouts["shown"]
         found.append({"name": name, **_run(run), "rollouts": rollouts})
     return {
