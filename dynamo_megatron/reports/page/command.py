@@ -9,7 +9,7 @@ from pathlib import Path
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.page.data import MOST_RUNS, page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
-from dynamo_megatron.reports.page.token_texts import Decode
+from dynamo_megatron.reports.page.token_texts import find_decoder
 from dynamo_megatron.reports.run_record import read_config
 
 LOGS = ("metrics.jsonl", "evaluations.jsonl")
@@ -40,10 +40,8 @@ def watch(
 
     Raises ValueError as `write_page`, and where nothing has changed for `stalled` seconds."""
     library, path = chart_library(), out / "report.html"
-    decoders: dict[Path, Decode | None] = {}
     shown = folders[:MOST_RUNS]
-    for folder in shown:
-        read_config(folder)
+    decoders = {folder: find_decoder(folder, read_config(folder)["model"]["path"]) for folder in shown}
     seen, changed, pause, written = None, time.monotonic(), 0.0, False
     while True:
         now = _state(shown)

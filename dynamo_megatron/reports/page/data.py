@@ -26,11 +26,14 @@ MISSES = 20  # rollouts in a row that do not fit, after which no more are tried:
 
 
 def page_data(
-    folders: Sequence[Path], asked: Collection[str] = (), refresh: float | None = None, decoders: dict | None = None
+    folders: Sequence[Path],
+    asked: Collection[str] = (),
+    refresh: float | None = None,
+    decoders: dict[Path, Decode | None] | None = None,
 ) -> dict[str, Any]:
     """`runs`, the first MOST_RUNS of `folders` in their order, and `left_out`, the others; `pairs`, as `pairs` gives
     them; when it was made, and `refresh`: seconds until the page is written again, or None. `asked`: ids of rollouts of
-    the first run that must be among those shown. `decoders`: tokenizers of an earlier call, by folder, which this one
+    the first run that must be among those shown. `decoders`: those that are loaded already, which this
     completes.
 
     Raises ValueError: no run's folder, no step in it, a line of its files that is broken, or ids in `asked` that are

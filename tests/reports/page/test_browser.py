@@ -92,7 +92,7 @@ class Opened:
 
     def part(self, name: str) -> None:
         self.page.click(f"#tabs a[href='#{name}']")
-        self.page.wait_for_selector(f"#{name}:not([hidden])")
+        self.page.wait_for_selector(f"#part-{name}:not([hidden])")
 
     def check(self, path: Path) -> None:
         foreign = [u for u in self.requests if not u.startswith((path.as_uri(), "data:", "blob:"))]
@@ -106,7 +106,7 @@ def test_every_part_shows_and_nothing_complains(browser, run, tmp_path, width):
     assert path.stat().st_size < LARGEST and opened.seconds < SLOWEST
     for part in PARTS:
         opened.part(part)
-        charts = opened.page.locator(f"#{part} .plot .main-svg").count()
+        charts = opened.page.locator(f"#part-{part} .plot .main-svg").count()
         assert charts > 3 if part in PARTS[:2] else charts == 0
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, part
     opened.check(path)
@@ -138,7 +138,7 @@ def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
     opened.page.click("#tokens .token >> nth=3")
     assert f"id {rollout.tokens[5]}" in opened.page.inner_text("#detail .about")
     opened.page.fill("#search", "problem 2")
-    found = opened.page.locator("#rollouts .list button")
+    found = opened.page.locator("#part-rollouts .list button")
     assert found.count() > 0 and all("problem 2" in text for text in found.all_inner_texts())
     opened.check(tmp_path / "report.html")
 
@@ -148,7 +148,7 @@ def test_marks_become_preference_pairs(browser, run, tmp_path):
     opened = Opened(browser, write_page(runs, tmp_path))
     opened.part("pairs")
     assert opened.page.is_disabled("#export")
-    sides = opened.page.locator("#pairs .sides .box").all_inner_texts()
+    sides = opened.page.locator("#part-pairs .sides .box").all_inner_texts()
     opened.page.click("[data-mark=left]")
     opened.page.click("#next")
     opened.page.click("[data-mark=equal]")
@@ -159,13 +159,13 @@ def test_marks_become_preference_pairs(browser, run, tmp_path):
     assert [row["chosen"], row["rejected"]] == sides and {row["chosen_run"], row["rejected_run"]} == {"a", "b"}
     assert row["prompt"] == f"{ATTACK} {row['prompt_id'][1:]}" and download.value.suggested_filename.endswith(".jsonl")
     opened.page.reload()
-    opened.page.wait_for_selector("#pairs .sides")
+    opened.page.wait_for_selector("#part-pairs .sides")
     assert "2 marked, 1 with a preference" in opened.page.inner_text("#progress")
     file = results_file(runs[1], STEPS)  # of a rerun in the same folder
     write_results(file, [dataclasses.replace(r, responses=["anew"]) for r in read_results(file)])
     write_page(runs, tmp_path)
     opened.page.reload()
-    opened.page.wait_for_selector("#pairs .sides")
+    opened.page.wait_for_selector("#part-pairs .sides")
     assert "0 marked, 0 with a preference" in opened.page.inner_text("#progress")
     opened.check(tmp_path / "report.html")
 
@@ -180,7 +180,7 @@ def test_every_address_shows_a_part(browser, run, tmp_path, address, part):
     opened.page.goto(f"{path.as_uri()}#{address}")
     opened.page.reload()
     opened.page.wait_for_selector("body[data-ready=yes]")
-    assert opened.page.is_visible(f"#{part} h2")
+    assert opened.page.is_visible(f"#part-{part} h2")
     opened.check(path)
 
 
@@ -195,5 +195,5 @@ def test_a_page_of_a_run_under_way_reads_itself_again(browser, run, tmp_path):
     data["runs"][0]["step"] = STEPS
     write_html(path, render(data, library))
     opened.page.get_by_text(f"{STEPS} of {STEPS} steps").wait_for(timeout=20_000)
-    assert opened.page.is_visible("#allocation")  # as before
+    assert opened.page.is_visible("#part-allocation")  # as before
     opened.check(path)

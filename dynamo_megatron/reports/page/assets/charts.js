@@ -45,18 +45,24 @@ function layoutOf(chart, more) {
     margin: {l: 58, r: 12, t: 8, b: 44}, hovermode: "x unified", font: {size: 12, color: "#1a1a1a"},
     xaxis: {title: {text: "training step"}, gridcolor: "#e5e5e5", zeroline: false},
     yaxis: {title: {text: chart.unit}, gridcolor: "#e5e5e5", zerolinecolor: "#999", type: chart.log ? "log" : "linear",
-            rangemode: chart.zero ? "tozero" : "normal", exponentformat: "power"},
-    legend: {orientation: "h", y: -0.25, font: {size: 11}}, ...more,
+            rangemode: chart.zero ? "tozero" : "normal", exponentformat: "power", automargin: true},
+    legend: {orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: {size: 11}, traceorder: "normal"}, ...more,
   };
 }
 
-// A frame with title and note; its chart is drawn when its part of the page is first shown.
+const PENDING = [];  // charts whose frames are there; drawn together, once the frames have found their widths
+
+function drawPending() {
+  for (const draw of PENDING.splice(0)) draw();
+}
+
+// A frame with title and note, and its chart.
 function frame(place, chart, traces, more) {
   const plot = make("div", {class: "plot"});
   const box = make("div", {class: chart.wide ? "chart wide" : "chart"}, make("h3", {}, chart.title),
     chart.note ? make("p", {class: "note"}, chart.note) : null, plot);
   place.append(box);
-  Plotly.newPlot(plot, traces, layoutOf(chart, more), {responsive: true, displaylogo: false, displayModeBar: "hover"});
+  PENDING.push(() => Plotly.newPlot(plot, traces, layoutOf(chart, more), {responsive: true, displayModeBar: false}));
 }
 
 function lines(chart, runs) {
@@ -97,7 +103,7 @@ function timeChart(place, run, several) {
   frame(place, chart, phases.map(([key, name], i) => ({
     x: run.curves.steps, y: run.curves.values["time/" + key].map((v) => v || 0), name, stackgroup: "time",
     line: {width: 0.5, color: COLOURS[i]}, fillcolor: COLOURS[i],
-    hovertemplate: "%{y:.3g} s", fillpattern: {shape: ["", "/", "", "\\", "", ".", ""][i], fgcolor: "#fff", fgopacity: 0.5, size: 6},
+    hovertemplate: "%{y:.3g} s",
   })), cut ? {yaxis: {title: {text: "seconds"}, gridcolor: "#e5e5e5", range: [0, 1.25 * usual]}} : {});
 }
 

@@ -5,12 +5,12 @@ const PARTS = {overview: showOverview, allocation: showAllocation, rollouts: sho
 
 function show() {
   const [asked, ...rest] = location.hash.slice(1).split("/"), name = Object.hasOwn(PARTS, asked) ? asked : "overview";
-  for (const part of Object.keys(PARTS)) document.getElementById(part).hidden = part !== name;
+  for (const part of Object.keys(PARTS)) document.getElementById("part-" + part).hidden = part !== name;
   for (const link of document.querySelectorAll("#tabs a")) {
     if (link.hash === "#" + name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
-  const place = document.getElementById(name);
-  if (!place.dataset.made) { place.dataset.made = "yes"; PARTS[name](place); }
+  const place = document.getElementById("part-" + name);
+  if (!place.dataset.made) { place.dataset.made = "yes"; PARTS[name](place); drawPending(); }
   if (name === "rollouts" && rest.length) window.openRollout(decoded(rest.join("/")));
 }
 
@@ -22,7 +22,7 @@ function decoded(text) {
 function refreshes(place) {
   const box = make("input", {type: "checkbox", checked: remembered("refresh", true), change: () => remember("refresh", box.checked)});
   place.append(" ", make("label", {}, box, ` read this file again every ${number(DATA.refresh)} s`));
-  const busy = () => !box.checked || !document.getElementById("pairs").hidden || (document.activeElement && document.activeElement.matches("input[type=search], select"));
+  const busy = () => !box.checked || !document.getElementById("part-pairs").hidden || (document.activeElement && document.activeElement.matches("input[type=search], select"));
   setInterval(() => { if (!busy()) location.reload(); }, 1000 * DATA.refresh);
 }
 

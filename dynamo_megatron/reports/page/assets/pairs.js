@@ -20,6 +20,11 @@ function preferences(marks) {
   });
 }
 
+// ASCII alone: some readers of lines also end them at U+2028 or U+0085.
+function jsonLine(row) {
+  return JSON.stringify(row).replace(/[\u007f-\uffff]/g, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0")) + "\n";
+}
+
 function download(name, text) {
   const address = URL.createObjectURL(new Blob([text], {type: "application/jsonl"}));
   const link = make("a", {href: address, download: name});
@@ -45,7 +50,7 @@ function showPairs(place) {
   let at = Math.max(0, pairs.findIndex((pair) => marks[pair.key] === null));
   const progress = make("p", {class: "note", id: "progress"}), body = make("div", {});
   const save = make("button", {class: "primary", id: "export", click: () =>
-    download("preferences.jsonl", preferences(marks).map((row) => JSON.stringify(row) + "\n").join(""))}, "Download preferences.jsonl");
+    download("preferences.jsonl", preferences(marks).map(jsonLine).join(""))}, "Download preferences.jsonl");
 
   function go(step) {
     at = (at + step + pairs.length) % pairs.length;
