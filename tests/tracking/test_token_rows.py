@@ -90,8 +90,10 @@ def test_the_factor_is_that_of_the_whole_mini_batch():
 def test_the_lowest_and_the_highest_advantage_are_among_them(mini_batches):
     batch, stats, config = made(loss={"mini_batches": mini_batches}, modulation=None)
     rows = list(token_rows(batch, stats, config, 4))
-    names = [batch.rollouts.rollout_ids[s] for s in (batch.advantages.argmin(), batch.advantages.argmax())]
-    assert {*names} <= {row["rollout_id"] for row in rows} and len(rows) == 4
+    ends = {int(batch.advantages.argmin()), int(batch.advantages.argmax())}
+    names = {batch.rollouts.rollout_ids[s] for s in ends}
+    assert ends != {0, GROUPS * SIZE - 1} and names <= {row["rollout_id"] for row in rows} and len(rows) == 4
+    assert names == {row["rollout_id"] for row in token_rows(batch, stats, config, 2)}
     assert all("modulation" not in row for row in rows)
     assert len(list(token_rows(batch, stats, config, 100))) == GROUPS * SIZE
 

@@ -50,10 +50,15 @@ function layoutOf(chart, more) {
   };
 }
 
-const PENDING = [];  // charts whose frames are there; drawn together, once the frames have found their widths
+// Charts whose frames are there. They are drawn one after another, once the frames have found their widths, so that the
+// page can be used meanwhile; those of a part that is hidden again wait for it.
+const PENDING = [];
 
 function drawPending() {
-  for (const draw of PENDING.splice(0)) draw();
+  const next = PENDING.findIndex(({plot}) => plot.offsetParent !== null);
+  if (next < 0) return;
+  PENDING.splice(next, 1)[0].draw();
+  setTimeout(drawPending);
 }
 
 // A frame with title and note, and its chart.
@@ -62,7 +67,7 @@ function frame(place, chart, traces, more) {
   const box = make("div", {class: chart.wide ? "chart wide" : "chart"}, make("h3", {}, chart.title),
     chart.note ? make("p", {class: "note"}, chart.note) : null, plot);
   place.append(box);
-  PENDING.push(() => Plotly.newPlot(plot, traces, layoutOf(chart, more), {responsive: true, displayModeBar: false}));
+  PENDING.push({plot, draw: () => Plotly.newPlot(plot, traces, layoutOf(chart, more), {responsive: true, displayModeBar: false})});
 }
 
 function lines(chart, runs) {

@@ -10,7 +10,8 @@ function show() {
     if (link.hash === "#" + name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   const place = document.getElementById("part-" + name);
-  if (!place.dataset.made) { place.dataset.made = "yes"; PARTS[name](place); drawPending(); }
+  if (!place.dataset.made) { place.dataset.made = "yes"; PARTS[name](place); }
+  setTimeout(drawPending);
   if (name === "rollouts" && rest.length) window.openRollout(decoded(rest.join("/")));
 }
 

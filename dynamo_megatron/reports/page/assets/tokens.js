@@ -28,7 +28,7 @@ function scaleOf(kind, values) {
   }
   const low = Math.min(...known), high = Math.max(...known);
   if (kind.signed) {
-    const reach = Math.max(Math.abs(low - kind.middle), Math.abs(high - kind.middle)) || 1;
+    const reach = Math.max(Math.abs(low - kind.middle), Math.abs(high - kind.middle)) || 0.1;
     return {low: kind.middle - reach, high: kind.middle + reach,
       colour: (v) => tint(v < kind.middle ? BLUE : ORANGE, Math.abs(v - kind.middle) / reach)};
   }
