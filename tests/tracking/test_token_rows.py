@@ -89,6 +89,7 @@ def test_the_factor_is_that_of_the_whole_mini_batch():
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_the_lowest_and_the_highest_advantage_are_among_them(mini_batches):
     batch, stats, config = made(loss={"mini_batches": mini_batches}, modulation=None)
+    batch = dataclasses.replace(batch, advantages=np.roll(batch.advantages, 5))
     rows = list(token_rows(batch, stats, config, 4))
     ends = {int(batch.advantages.argmin()), int(batch.advantages.argmax())}
     names = {batch.rollouts.rollout_ids[s] for s in ends}
