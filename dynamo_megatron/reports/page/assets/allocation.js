@@ -23,7 +23,7 @@ function thirdsChart(place, visits) {
   traces.push({x: [0, 1], y: [visits.uniform, visits.uniform], name: "an even split", mode: "lines",
     line: {color: "#000", width: 1, dash: "dot"}, hovertemplate: "%{y:.3g}"});
   frame(place, {title: "Rollouts by earlier success rate", unit: "rollouts of a visit, mean", zero: true},
-    traces, {xaxis: {title: {text: "share of the problem's earlier rollouts that solved it"}, gridcolor: "#e5e5e5"}});
+    traces, {xaxis: {title: {text: "earlier success rate of the problem (share)"}, gridcolor: "#e5e5e5"}});
 }
 
 function classTable(visits) {
