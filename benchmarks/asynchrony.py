@@ -78,7 +78,7 @@ def prepare(folder: Path, cores: tuple[int, int]) -> Path:
 
 
 def server_at(file: Path, core: int, least: int) -> Path:
-    """The interpreter of a server on this core, whose responses have at least so many tokens."""
+    """The interpreter of a server on this core. Each of its responses has `least` tokens or more."""
     environment = {
         "LONG_TAIL_LEAST": least,
         "LONG_TAIL_MOST": MOST,

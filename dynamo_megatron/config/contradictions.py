@@ -63,8 +63,8 @@ def staleness_faults(config: Config) -> Iterator[str]:
         yield f"{what} drops nothing, and rollout.step_deadline drops what is late; set it to null"
     if rollout.stop and rollout.at_push == "partial":
         yield (
-            f"{what} interrupts responses at a push, and a server does not detect a text of rollout.stop that begins "
-            "before the push and ends after it; set rollout.at_push to drain"
+            f"{what} interrupts responses at a push, and a server does not detect a stop text (rollout.stop) that "
+            "begins before the push and ends after it; set rollout.at_push to drain"
         )
     if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
         yield (

@@ -27,10 +27,10 @@ def overlaps(
 ) -> list[Overlap]:
     """The problems of which one training prompt has at least `share` of the n-grams of `length` words, in their order.
 
-    Words are in lower case, without punctuation other than signs of arithmetic; system messages do not count. A text of
-    fewer words is one n-gram as a whole. N-grams that more than COMMON of the training prompts have do not count,
-    unless a problem has no others. What is held in memory are the n-grams of `problems`, each with the places of at
-    most MOST + 1 training prompts: `training` is read once.
+    Words are compared in lower case and without punctuation, except signs of arithmetic. System messages are ignored. A
+    text with fewer words is one n-gram as a whole. N-grams that more than COMMON of the training prompts have do not
+    count, unless a problem has no others. What is held in memory are the n-grams of `problems`, each with the places of
+    at most MOST + 1 training prompts: `training` is read once.
     """
     texts = [_words(problem) for problem in problems]
     numbers = [set(_ngrams(words, length, _starts(words, length))) for words in texts]

@@ -34,13 +34,14 @@ class FrozenModels:
     def in_place_of_policy(self, folder: str) -> Iterator[None]:
         """Inside, the parameters are those of the model in `folder`."""
         self._change_places(self._held[folder])
+        failed = True
         try:
             yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # out of memory again: the first error is what ends the run
+            failed = False
+        finally:
+            # Out of memory again: the first error is what ends the run.
+            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 self._change_places(self._held[folder])
-            raise
-        self._change_places(self._held[folder])
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

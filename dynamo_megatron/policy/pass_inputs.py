@@ -73,6 +73,15 @@ class PassInputs:
             if len(rows)
         ]
 
+    def bad_statistics(self, statistics: Tensor, model: str) -> str:
+        """What of the `statistics` (float32 [4, R]) of a pass of `model` is NaN or infinite."""
+        slots = np.flatnonzero(~torch.isfinite(statistics).all(0).numpy())
+        owners = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
+        return (
+            f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(self.sequences.prompt_ids)} "
+            f"responses; the first: {self.sequences.name(int(owners[0]))}"
+        )
+
     def state(self) -> dict[str, dict[str, Any]]:
         """As `checkpoint.folder.write_state` takes it."""
         tokens: dict[str, Any] = {} if self.stats is None else self.stats._asdict()

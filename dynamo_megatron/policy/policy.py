@@ -157,13 +157,9 @@ class Policy:
             gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
-            bad = np.flatnonzero(~torch.isfinite(gathered).all(0).numpy())
-            owners = np.unique(np.searchsorted(source.response_offsets, bad, side="right") - 1)
-            what = f"NaN or infinite logprobs or entropy of the {model} in {len(owners)} of {len(source.prompt_ids)} "
-            said = [f"{what}responses; the first: {source.name(owners[0])}"]
-            said += broken_weights(self.chunks, self.spec, self.layout)
             members, measured = [m.members for m in mini_batches], any(m.split is not None for m in mini_batches)
             inputs = PassInputs.of_pass(source, members, kind, measured=measured)
+            said = [inputs.bad_statistics(gathered, model), *broken_weights(self.chunks, self.spec, self.layout)]
             raise NonFiniteError("; ".join(said), inputs)
         return TokenStats(*gathered)
 
