@@ -30,7 +30,7 @@ from dynamo_megatron.algorithm.baseline import Baseline  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy import gradients as gradients_module  # noqa: E402
-from dynamo_megatron.policy import policy as policy_module  # noqa: E402
+from dynamo_megatron.policy import optimizer as optimizer_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
@@ -173,7 +173,7 @@ def built_with(fault: str | None, overlap: bool):
             replaced(gradients_module, "DistributedDataParallelConfig", bucket_size=20_000)
         if fault == "stale_parameters":  # gathered in the next forward pass only
             replaced(gradients_module, "DistributedDataParallelConfig", overlap_param_gather=True)
-            replaced(policy_module, "OptimizerConfig", overlap_param_gather=True)
+            replaced(optimizer_module, "MegatronConfig", overlap_param_gather=True)
         if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
             stock_ddp = gradients_module.DistributedDataParallel
 

@@ -239,6 +239,14 @@ def scraped(port: int, until: str) -> dict[str, float]:
         time.sleep(0.1)
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty where it has ended, as another test's child may have."""
+    try:
+        return process.cmdline()
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return []
+
+
 def test_the_endpoint_has_the_last_value_of_each_metric(endpoint):
     port, tracker = endpoint
     tracker.write({"step": 1, "policy/grad_norm": 0.5, "eval/pass@1": 0.25})
@@ -265,7 +273,7 @@ def test_the_endpoint_listens_on_loopback_alone_and_a_taken_port_is_refused(endp
     port, tracker = endpoint
     tracker.write({"step": 1})
     scraped(port, "dynamo_megatron_step 1.0")
-    (process,) = (p for p in psutil.Process().children() if "openmetrics" in p.cmdline())
+    (process,) = (p for p in psutil.Process().children() if "openmetrics" in words_of(p))
     assert {c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN} == {("127.0.0.1", port)}
     setting = config(tmp_path).model_copy(update={"tracking": TrackingConfig(openmetrics=port)})
     with pytest.raises(
