@@ -46,6 +46,7 @@ setup(
         "matplotlib",
         "plotly>=6",
         "pyarrow",
+        "regex",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "triton"],

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 LARGEST_REWARD = 1e18  # in size: advantages square rewards, and float32 ends at 3e38
 NOT_TRAINED = ("failed", "rejected")  # statuses of rollouts that neither the policy nor the allocator learns from
+# What becomes of a reward function on a response. wrong_format: what came is no score (no number, no reply of the form
+# agreed on); timed_out: nothing came within reward.deadline; crashed: it raised, ended, or could not be reached.
+REWARD_STATES = ("scored", "wrong_format", "timed_out", "crashed")
 LARGEST_VERSION = 2**31 - 1  # of weights, in arrays; a server of somebody else's may name larger ones
 
 
@@ -70,8 +73,10 @@ class Rollout:
     weights than it said); the last two are not trained on. Files also have "partial" ones: what there was of a response
     when new weights came, which a resumed run continues; its finish_reason is "abort". `server`: the name of the server
     that it came from.
-    `reward_parts`: the value of each reward function, by its name in `reward.functions`. `step_rewards`: (start, end,
-    reward) spans over the response tokens, process rewards of the response's steps; empty where no function gives any.
+    `reward_parts`: the value of each reward function that gave one, by its name in `reward.functions`;
+    `reward_failures`: the state (one of REWARD_STATES) of each that gave none; one that was not run because another one
+    in its worker took all the time is in neither. `step_rewards`: (start, end, reward) spans over the response tokens,
+    process rewards of the response's steps; empty where no function gives any.
     `prompt` (what the model was given, special tokens included), `response` (what the reward functions were given) and
     `answer` (plain data) are for people; None in the files of runs from before they were stored.
     """
@@ -94,6 +99,7 @@ class Rollout:
     response: str | None = None
     answer: Any = None
     step_rewards: list[tuple[int, int, float]] = field(default_factory=list)
+    reward_failures: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times

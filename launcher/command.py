@@ -11,9 +11,8 @@ from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.run_folder import refuse_foreign
-from dynamo_megatron.runtime.credentials import SECRET_NAME, SECRET_OPTION, secret_in_url
+from dynamo_megatron.runtime.credentials import SECRET_NAME, SECRET_OPTION, SHORTEST_SECRET, secret_in_url
 
-SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
 UNQUOTED = str.maketrans("", "", "'\"\\")  # however a value is quoted, this is left of it
 
 

@@ -28,6 +28,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
+from dynamo_megatron.rollout import reward_servers
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -97,8 +98,14 @@ def _connect(address: str | None, actors: int) -> None:
 
 def _default_ranks(config: Config, servers: int) -> int:
     p = config.parallel
-    gpus = int(ray.cluster_resources().get("GPU", 0)) - servers * config.rollout.tp
+    gpus = int(ray.cluster_resources().get("GPU", 0)) - sum(_serving_gpus(config, servers))
     return gpus // p.model_ranks * p.model_ranks or p.model_ranks
+
+
+def _serving_gpus(config: Config, servers: int) -> list[int]:
+    """Of each actor that serves: its rollout server's GPUs and those of the reward model's servers that it starts."""
+    names = (reward_servers.server_names(config, servers, i) for i in range(servers))
+    return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
 
 
 class Run:
@@ -109,7 +116,7 @@ class Run:
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
         self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
-        self._bundles += [{"CPU": 1, **({"GPU": config.rollout.tp} if gpu else {})}] * servers
+        self._bundles += [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in _serving_gpus(config, servers)]
         self._placed: list[Placed] = []
         self._asked: set[int] = set()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
@@ -76,10 +77,14 @@ def _kind(kind: Any) -> str:
         return " or ".join(_kind(argument) for argument in arguments if argument is not type(None))
     if origin in (list, tuple):
         return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        return "mapping"
     return SHORT.get(kind) or str(kind)
 
 
 def _text(default: Any) -> str:
+    if isinstance(default, str) and "\n" in default:
+        return json.dumps(default)  # YAML too, on one line
     return yaml.safe_dump(default, default_flow_style=True, width=10**6).strip().removesuffix("\n...")
 
 

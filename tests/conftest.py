@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,43 @@ def make_tiny_model():
 def tiny_model(make_tiny_model, tmp_path_factory) -> Path:
     """A Qwen2 of 2 layers in float32, one token a character; a response ends about every 100 tokens."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family="qwen2", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(make_tiny_model, tmp_path_factory) -> Path:
+    """A Llama of 2 layers in float32 whose head gives one number, with the tokenizer of `tiny_model`."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    causal = make_tiny_model(tmp_path_factory.mktemp("models") / "causal", family="llama", seed=3)
+    folder = causal.with_name("reward")
+    model = AutoModelForSequenceClassification.from_pretrained(causal, num_labels=1, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    for file in causal.glob("*token*"):
+        shutil.copy(file, folder)
+    shutil.copy(causal / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def transformers_score(tiny_reward_model):
+    """transformers_score(problem, response) -> what transformers gives the chat in `tiny_reward_model`."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_reward_model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_reward_model)
+
+    def score(problem: str, response: str) -> float:
+        messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": response}]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            return model(ids).logits.item()  # one sequence without padding: of its last token
+
+    return score
 
 
 @pytest.fixture(scope="session")

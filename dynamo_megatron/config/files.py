@@ -332,7 +332,7 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
     def walk(node: Any, at: tuple[str, ...]) -> None:
         for name, value in node.items():
             path, indent = (*at, name), "  " * len(at)
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict) and value and _fields(_type_at(path)):
                 lines.append(f"{indent}{name}:")
                 walk(value, path)
             else:
@@ -357,6 +357,13 @@ _IDENTITY = (
     "reward.code.score",
     "reward.code.tests",
     "reward.prime",
+    "reward.judge.model",
+    "reward.judge.template",
+    "reward.judge.pattern",
+    "reward.judge.range",
+    "reward.judge.request",
+    "reward.reward_model.path",
+    "reward.reward_model.range",
     "algorithm",
     "rollout.temperature",
     "rollout.max_new_tokens",

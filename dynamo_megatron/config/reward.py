@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.method import Positive, Section
 
 Seconds = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0)]
+Range = Annotated[list[float], Field(min_length=2, max_length=2)]
+JUDGE_TEMPLATE = """Judge the response to the problem.
+
+Problem:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Give your reasons in a few sentences. Then write "Score: N" on the last line, where N is a number from 0 (useless) to \
+10 (correct and complete)."""
 TAG = re.compile(r"[A-Za-z][\w-]*")
 
 
@@ -60,17 +76,129 @@ class PrimeConfig(Section):
     beta: Annotated[float, Field(gt=0)] = 0.05  # prime: times the log-ratio of the two
 
 
+def _ascending(value: list[float] | None) -> list[float] | None:
+    if value is not None and value[0] >= value[1]:
+        raise ValueError(f"{value[0]:g} is not below {value[1]:g}; give the lowest number first")
+    return value
+
+
+class JudgeConfig(Section):
+    """The endpoint of the reward `judge`, what it is asked, and how its reply becomes a number."""
+
+    url: str | None = None  # of an OpenAI-compatible API, as https://HOST/v1; /chat/completions is added
+    model: str | None = None  # the endpoint's name of it
+    api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
+    template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
+    # regular expression; the first group of its last match in the reply is the number
+    pattern: str = r"[Ss]core:\s*\**(-?\d+(?:\.\d+)?)"
+    range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
+    request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}  # further fields of the request
+    concurrency: Positive = 32  # requests under way at once
+    requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        return value if value is None else _http(value)
+
+    @field_validator("template")
+    @classmethod
+    def _has_the_response(cls, value: str) -> str:
+        if "{response}" not in value:
+            raise ValueError("has no {response}: the judge would not see what it scores")
+        return value
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, value: str) -> str:
+        try:
+            groups = regex.compile(value).groups
+        except regex.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if not groups:
+            raise ValueError(f"{value!r} has no group; put the number in parentheses")
+        return value
+
+    @field_validator("range")
+    @classmethod
+    def _ascends(cls, value: list[float]) -> list[float]:
+        return _ascending(value) or value
+
+    @field_validator("request")
+    @classmethod
+    def _leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if ours := {"model", "messages", "stream", "n"} & value.keys():
+            raise ValueError(f"{min(ours)}: not a field to be set here")
+        return value
+
+
+class RewardModelConfig(Section):
+    """The model of the reward `reward_model`: a sequence classifier with one output, served by SGLang."""
+
+    path: str | None = None  # its Hugging Face folder: what our servers serve; tokenizer and chat template always
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of our servers
+    urls: list[str] = []  # servers of it that run already; none: those of reward.servers
+    api_key_env: str | None = None  # of `urls`: environment variable with their key
+    range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
+    concurrency: Positive = 8  # requests under way at once, of up to 64 responses each
+    requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, value: list[str]) -> list[str]:
+        return [_http(url) for url in value]
+
+    @field_validator("range")
+    @classmethod
+    def _ascends(cls, value: list[float] | None) -> list[float] | None:
+        return _ascending(value)
+
+    @model_validator(mode="after")
+    def _key_of_given_servers(self) -> RewardModelConfig:
+        if self.api_key_env is not None and not self.urls:
+            raise ValueError("api_key_env: goes with urls; servers of reward.servers get a key of their own")
+        return self
+
+
+class RewardServersConfig(Section):
+    """Servers of reward.reward_model, which the run starts beside the rollout servers (docs/rewards.md)."""
+
+    count: Positive = 1
+    tp: Positive = 1  # ranks of a server
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None  # the first server's, the next ones'; None: free ones
+    # on their node; None: with rollout.placement split the one after the rollout servers', else 0
+    first_gpu: Annotated[int, Field(ge=0)] | None = None
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU
+    server_args: list[str] = []  # passed to sglang.launch_server as they are
+
+
+def _http(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url!r} is no http://HOST:PORT")
+    if parts.query or parts.fragment:
+        base = parts._replace(query="", fragment="").geturl()
+        raise ValueError(f"a path is appended to the URL, so that it cannot have a query; leave {base}")
+    return url
+
+
 class RewardConfig(Section):
-    # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | prime | module:function | http://
+    # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | judge | reward_model | prime |
+    # module:function | http://
     functions: Annotated[list[str], Field(min_length=1)] = ["math"]
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
-    deadline: Seconds = 10.0  # seconds a sample (http://: a request of up to 64); then reward 0, counted
+    deadline: Seconds = 10.0  # seconds a sample (services: a request, its repeats included); then reward 0, counted
     on_error: Literal["raise", "zero"] = "raise"
     workers: Positive = 2  # processes
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
+    # scores of judge, reward_model and http:// that are kept by problem and response, the last used ones; 0: none
+    cache: Annotated[int, Field(ge=0)] = 0
     format: FormatConfig = FormatConfig()
     code: CodeConfig = CodeConfig()
+    judge: JudgeConfig = JudgeConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    servers: RewardServersConfig | None = None
     prime: PrimeConfig = PrimeConfig()
 
     @property
@@ -108,6 +236,19 @@ class RewardConfig(Section):
             raise ValueError("prime.model: name the folder of the implicit process reward model (docs/rewards.md)")
         if not self.implicit and self.prime != PrimeConfig():
             raise ValueError("prime: is about the reward prime; put it into functions, such as [math, prime]")
+        return self
+
+    @model_validator(mode="after")
+    def _are_reached(self) -> RewardConfig:
+        if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
+            raise ValueError("judge: name the endpoint's url and the model that it is asked for")
+        model, used = self.reward_model, "reward_model" in self.functions
+        if used and model.path is None:
+            raise ValueError("reward_model.path: name the reward model's folder")
+        if used and bool(model.urls) == (self.servers is not None):
+            raise ValueError("servers: the run starts servers of the reward model, or reward_model.urls names them")
+        if self.servers is not None and not used:
+            raise ValueError("servers: are those of the reward model; put reward_model into functions")
         return self
 
     @model_validator(mode="after")

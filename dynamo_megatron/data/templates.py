@@ -29,21 +29,24 @@ PLAIN = (
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
-def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, chat_template: str | None = None, key: str = "model.path"
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, with the chat template that `data.chat_template` names; None: its own.
 
-    Raises ValueError (one line) where the folder has none, or `chat_template` is no file.
+    `key`: that of the configuration that names the folder, for messages. Raises ValueError (one line) where the folder
+    has none, or `chat_template` is no file.
     """
     from transformers import AutoTokenizer  # seconds of import that the reward workers and the config do not need
 
     # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
     if not any((Path(path) / name).is_file() for name in VOCABULARY_FILES):
-        raise InputError(f"model.path: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
+        raise InputError(f"{key}: {path} has no tokenizer (looked for {', '.join(VOCABULARY_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on a terminal
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         text = on_one_line(str(error), 500)
-        raise InputError(f"model.path: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
+        raise InputError(f"{key}: cannot load the tokenizer of {path}: {type(error).__name__}: {text}") from error
     if chat_template == "plain":
         # A rendered chat is encoded without the special tokens that the tokenizer begins a text with.
         begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id

@@ -47,8 +47,15 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 
 def reward(subject: Subject) -> Iterator[Finding]:
-    """The reward functions on the answer of three prompts and on a wrong one, in its worker, under the deadline."""
+    """The reward functions on the answer of three prompts and on a wrong one, in its worker, under the deadline. A
+    reward model whose servers start with the run is left out."""
     config = subject.config.reward
+    if config.servers is not None:
+        functions = [name for name in config.outcomes if name != "reward_model"]
+        yield skipped("reward_model: its servers start with the run")
+        if not functions:
+            return
+        config = config.model_copy(update={"functions": functions, "servers": None})
     prompts = subject.prompts[:SAMPLES]
     try:
         scores = _score(config, prompts)

@@ -43,20 +43,29 @@ SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may wa
 def ports(subject: Subject) -> Iterator[Finding]:
     """Those that the configuration or the launcher has fixed."""
     check_ports(subject.config)
-    where = f"rollout.port {subject.config.rollout.port}" if subject.config.rollout.port else "free ones are taken"
+    rollout, rewards = subject.config.rollout, subject.config.reward.servers
+    where = f"rollout.port {rollout.port}" if rollout.port else "free ones are taken"
+    if rewards is not None and rewards.port is not None:
+        where += f", reward.servers.port {rewards.port}"
     yield ok(f"servers: {where}; rendezvous: {os.environ.get('MASTER_PORT', 'a free one is taken')}")
 
 
 def check_ports(config: Config) -> None:
-    """Raises ValueError where `rollout.host` is no address or interface of this node, or where `rollout.port`, or a
-    MASTER_PORT that is set, cannot be listened to here."""
-    rollout = config.rollout
-    wanted = []
+    """Raises ValueError where `rollout.host` is no address or interface of this node, or where `rollout.port`,
+    `reward.servers.port`, or a MASTER_PORT that is set, cannot be listened to here."""
+    rollout, rewards = config.rollout, config.reward.servers
+    here: list[tuple[str, int | None, int]] = []  # key, first port, ports
     if rollout.engine == "sglang" and rollout.placement == "colocated":
-        host, message = listening_address(rollout.host), "rollout.port: {}; free it, name another one, or leave it out"
-        if rollout.port is not None:
-            here = range(rollout.port, rollout.port + max(1, rollout.servers // training_nodes()))
-            wanted += [(host, port, message) for port in here]
+        here.append(("rollout.port", rollout.port, max(1, rollout.servers // training_nodes())))
+    if rewards is not None and rollout.placement != "split":  # rank 0's node starts all of them
+        here.append(("reward.servers.port", rewards.port, rewards.count))
+    host = listening_address(rollout.host) if here else ""
+    wanted = [
+        (host, port, f"{key}: {{}}; free it, name another one, or leave it out")
+        for key, first, count in here
+        if first is not None
+        for port in range(first, first + count)
+    ]
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
     for host, port, message in wanted:

@@ -149,14 +149,15 @@ def _asked(choice: Choice, places: Sequence[_Place]) -> str:
 
 
 def _as_json(rollout: Rollout) -> str:
-    keys = ("step", "rollout_id", "prompt_id", "reward", "success", "reward_parts", "status", "finish_reason")
-    fields = {key: getattr(rollout, key) for key in keys}
+    keys = ("step", "rollout_id", "prompt_id", "reward", "success", "reward_parts", "reward_failures", "status")
+    fields = {key: getattr(rollout, key) for key in (*keys, "finish_reason")}
     fields |= {"length": sum(rollout.response_mask), "prompt": rollout.prompt}
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
 
 
 def _as_text(rollout: Rollout) -> str:
-    parts = ", ".join(f"{escaped_line(name)} {value:g}" for name, value in rollout.reward_parts.items())
+    scores = {name: f"{value:g}" for name, value in rollout.reward_parts.items()} | rollout.reward_failures
+    parts = ", ".join(f"{escaped_line(name)} {escaped_line(score)}" for name, score in scores.items())
     status = "" if rollout.status == "ok" else f", {rollout.status}"
     lines = [
         RULE,

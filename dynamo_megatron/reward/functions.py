@@ -37,6 +37,7 @@ CONFIGURED = {
 }
 URLS = ("http://", "https://")
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
+SERVICES = ("judge", "reward_model")  # asked over HTTP too, at addresses of their own sections
 
 
 def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], Any]:
@@ -45,7 +46,7 @@ def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], An
     if name in CONFIGURED:
         return load_callable(CONFIGURED[name], "reward.functions")(config)
     if ":" not in name and name not in BUILT_IN:
-        known = ", ".join([*BUILT_IN, *CONFIGURED])
+        known = ", ".join([*BUILT_IN, *CONFIGURED, *SERVICES])
         raise ValueError(f"reward.functions: no built-in {name!r}; give {known}, module:function or an http:// URL")
     return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
 

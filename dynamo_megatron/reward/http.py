@@ -1,6 +1,6 @@
-"""Reward functions behind HTTP: an entry of `reward.functions` that is a URL.
+"""Reward functions behind HTTP: `judge`, `reward_model`, and entries of `reward.functions` that are URLs.
 
-The contract: the service gets a POST with JSON
+The contract of a URL: the service gets a POST with JSON
 
     {"samples": [{"prompt_id": text, "prompt": text or list of messages, "response": text,
                   "answer": ..., "source": text, "meta": {...}}, ...]}
@@ -13,99 +13,127 @@ as many finite numbers, in the same order, uncompressed; in place of a number al
 [[start, end, number], ...]} (`functions.py`). An answer has at most 1 MiB and 64 bytes for each character of the
 request's responses. Several requests may be under way at once. A request is sent again, later and later, where the
 connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a service answers becomes an outcome
-of the samples that were asked for, and nothing else.
+of the samples that were asked for, and nothing else. `exchanges.py` has what the others are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 from yarl import URL
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.functions import checked_steps
-from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.reward.addresses import Address, Addresses
+from dynamo_megatron.reward.exchanges import Exchange
+from dynamo_megatron.reward.outcomes import NoScore, Outcome
+from dynamo_megatron.reward.score_cache import ScoreCache
+from dynamo_megatron.runtime.credentials import SHORTEST_SECRET
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show_exception
 from dynamo_megatron.types import Prompt
 
 BATCH = 64  # samples a request
-REQUESTS = 8  # under way at once
+REQUESTS = 8  # to a URL, under way at once
 GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
+LOSSES, LOSSES_ALONE = 2, 3  # attempts that may end with the server's end, of a request of several and of one sample
 LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
 LARGEST_STEP = 64  # bytes more for each character of the responses: every one may be a step
 SHOWN = 200  # characters of an answer in a message
 
 
-class HttpReward:
-    """The reward function at `url`; a request has `deadline` seconds from when it is first sent, its repeats included.
+@dataclass(frozen=True)
+class Limits:
+    """`deadline`: seconds of a request. `requests`: under way at once. `per_second`: requests, repeats included; None:
+    any number. `cached`: scores that are kept."""
 
-    Time that a sample waits for one of the requests under way to end does not count. Owns a thread with an event loop
-    of its own, so that samples may come from any event loop and thread, and share requests.
+    deadline: float
+    requests: int
+    per_second: float | None = None
+    cached: int = 0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A sample whose outcome somebody awaits; `since`: monotonic seconds."""
+
+    sample: bytes
+    characters: int  # of its response
+    outcome: asyncio.Future[Outcome]
+    since: float
+
+
+class _Refused(NoScore):
+    """The request as it is will hardly be answered otherwise: it was refused (400), or servers ended over it."""
+
+
+class HttpReward:
+    """The reward function of an exchange; a request has `limits.deadline` seconds from when it is first sent, its
+    repeats included.
+
+    Time that a sample waits for a free request, for its turn by `limits.per_second`, or for a server that is restarted
+    does not count. Where an address is fixed and nothing was answered for a whole deadline, samples that waited all
+    that time share the outcome of the request that failed: a service that is down does not take a deadline for each of
+    thousands of samples. Owns a thread with an event loop of its own, so that samples may come from any event loop and
+    thread, and share requests.
     """
 
-    def __init__(self, url: str, deadline: float, api_key: str = "") -> None:
-        """`api_key`: sent as "Authorization: Bearer KEY"; "": none."""
-        self._name = url
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._deadline = deadline
+    def __init__(self, exchange: Exchange, addresses: Addresses, limits: Limits) -> None:
+        self.name = exchange.name
+        self._exchange, self._addresses, self._limits = exchange, addresses, limits
+        self._cache = ScoreCache(limits.cached)
         self._lock = threading.Lock()
         self._closed = False
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"reward {url}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
+        self._next_turn = 0.0  # monotonic seconds
+        self._answered_at = self._failed_at = float("-inf")  # monotonic seconds
+        self._failure = NoScore("")  # the one at `_failed_at`
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and where nothing takes connections there."""
-        try:
-            self._url = URL(self._name)
-            if not self._url.host:
-                raise InputError("it names no host")
-            socket.create_connection((self._url.host, self._url.port), CONNECT_TIMEOUT).close()
-        except ValueError as error:  # a host that cannot be one is an UnicodeError of the look-up
-            raise InputError(f"reward.functions: {self._name}: not a URL: {error}") from None
-        except OSError as error:
-            raise InputError(f"reward.functions: {self._name}: cannot connect, is the service up? ({error})") from error
+        for address in self._addresses.known:
+            self._check(address.url)
         self._thread.start()
         if not self._ready.wait(CONNECT_TIMEOUT):
-            raise RuntimeError(f"reward.functions: {self._name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
+            raise RuntimeError(f"reward.functions: {self.name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
 
-    async def score(self, prompt: Prompt, response: str) -> tuple:
-        """("parts", {url: reward}, *steps), ("error", url, text), or ("timeout", url, text) where no answer came within
-        the deadline.
-
-        A deadline that passes after an attempt has failed is an error: the service is down, not slow.
-        Raises RuntimeError after `close`.
-        """
-        sample = {
-            "prompt_id": prompt.prompt_id,
-            "prompt": prompt.text if prompt.messages is None else prompt.messages,
-            "response": response,
-            "answer": prompt.answer,
-            "source": prompt.source,
-            "meta": prompt.meta,
-        }
+    def _check(self, address: str) -> None:
+        what = address if address == self.name else f"{self.name}: {address}"
         try:
-            text = json.dumps(sample, default=str)
-            # NaN and Infinity, which Parquet columns have and JSON has not, go as null.
-            encoded = json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
+            url = URL(address)
+            if not url.host:
+                raise InputError("it names no host")
+            socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
+        except ValueError as error:  # a host that cannot be one is an UnicodeError of the look-up
+            raise InputError(f"reward.functions: {what}: not a URL: {error}") from None
+        except OSError as error:
+            raise InputError(f"reward.functions: {what}: cannot connect, is the service up? ({error})") from error
+
+    async def score(self, prompt: Prompt, response: str) -> Outcome:
+        """Its state is "timed_out" where no answer came within the deadline, "crashed" where the deadline passes after
+        an attempt has failed: the service is down, not slow. Raises RuntimeError after `close`."""
+        try:
+            sample = self._exchange.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nested too deep, too many digits, keys of no text
-            return ("error", self._name, on_one_line(f"the problem cannot be sent as JSON: {error}", SHOWN))
+            return Outcome(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
+        if (known := self._cache.get(sample)) is not None:
+            return known
         with self._lock:  # what comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            outcome = asyncio.run_coroutine_threadsafe(self._outcome(encoded, len(response)), self._loop)
-        kind, *rest = await asyncio.wrap_future(outcome)
-        return self._checked(rest[0], len(response)) if kind == "value" else (kind, *rest)
+            waiting = asyncio.run_coroutine_threadsafe(self._outcome(sample, len(response)), self._loop)
+        outcome = await asyncio.wrap_future(waiting)
+        if outcome.state == "scored":
+            self._cache.put(sample, outcome)
+        return outcome
 
     def close(self) -> None:
         """Ends the requests under way, the session and the thread; what waits is cancelled. May be called twice."""
@@ -120,18 +148,18 @@ class HttpReward:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self._serve())
 
-    async def _outcome(self, sample: bytes, characters: int) -> tuple:
+    async def _outcome(self, sample: bytes, characters: int) -> Outcome:
         outcome = self._loop.create_future()
-        self._waiting.put_nowait((sample, characters, outcome))
+        self._waiting.put_nowait(_Waiting(sample, characters, outcome, time.monotonic()))
         return await outcome
 
     async def _serve(self) -> None:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
-        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future]] = asyncio.Queue()
-        free = asyncio.Semaphore(REQUESTS)
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        free = asyncio.Semaphore(self._limits.requests)
         # No connection is kept: one that the service closed while idle would look like a failure.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._deadline / 2))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._limits.deadline / 2))
         async with (
             # An answer is read as it comes: a compressed one could become any size.
             aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session,
@@ -141,78 +169,117 @@ class HttpReward:
             while True:
                 await free.acquire()
                 batch = [await self._waiting.get()]
-                await asyncio.sleep(GATHERING)
-                while len(batch) < BATCH and not self._waiting.empty():
+                if self._exchange.batch > 1:
+                    await asyncio.sleep(GATHERING)
+                while len(batch) < self._exchange.batch and not self._waiting.empty():
                     batch.append(self._waiting.get_nowait())
                 requests.create_task(self._request(batch)).add_done_callback(lambda _: free.release())
 
-    async def _request(self, batch: Sequence[tuple[bytes, int, asyncio.Future]]) -> None:
-        body = b'{"samples": [' + b", ".join(sample for sample, _, _ in batch) + b"]}"
-        largest = LARGEST_ANSWER + LARGEST_STEP * sum(characters for _, characters, _ in batch)
-        for (_, _, outcome), result in zip(batch, await self._answer(body, len(batch), largest), strict=True):
-            if not outcome.done():  # its caller may have been cancelled
-                outcome.set_result(result)
+    async def _request(self, batch: Sequence[_Waiting]) -> None:
+        """Every sample of the batch gets its outcome, whatever the service answers."""
+        hopeless = [waiting for waiting in batch if self._hopeless(waiting.since)]
+        asked = [waiting for waiting in batch if waiting not in hopeless]
+        outcomes = self._failed(self._failure, len(hopeless))
+        outcomes += await self._outcomes(asked) if asked else []
+        for waiting, outcome in zip([*hopeless, *asked], outcomes, strict=True):
+            if not waiting.outcome.done():  # its caller may have been cancelled
+                waiting.outcome.set_result(outcome)
 
-    async def _answer(self, body: bytes, count: int, largest: int) -> list[tuple]:
-        """An outcome for each of `count` samples, whatever the service answers: ("value", ...) or a failure. More than
-        `largest` bytes are one."""
-        failure, pause = None, FIRST_PAUSE
+    def _hopeless(self, since: float) -> bool:
+        """Whether a sample that has waited since then would meet a service that is down."""
+        waited = time.monotonic() - since > self._limits.deadline
+        return self._addresses.fixed and waited and self._answered_at < since < self._failed_at
+
+    async def _outcomes(self, batch: Sequence[_Waiting]) -> list[Outcome]:
         try:
-            async with asyncio.timeout(self._deadline):
-                while True:
-                    try:
-                        status, reply = await self._post(body, largest)
-                        if status == 200:
-                            return self._rewards(reply, count)
-                        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-                        if status != 429 and status < 500:
-                            break
-                    except aiohttp.ClientError as error:
-                        failure = error_line(error, SHOWN)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-        except TimeoutError:
-            if failure is None:
-                text = f"no answer within reward.deadline ({self._deadline:g} s)"
-                return [("timeout", self._name, text)] * count
-            failure = f"no rewards within reward.deadline ({self._deadline:g} s), the last attempt: {failure}"
-        except _Unreadable as error:
-            failure = str(error)
+            reply = await self._answer(batch)
+            self._answered_at = time.monotonic()
+            return self._exchange.outcomes(reply, [waiting.characters for waiting in batch])
+        except _Refused as refused:
+            if len(batch) > 1 and self._exchange.splits:
+                middle = len(batch) // 2
+                return [*await self._outcomes(batch[:middle]), *await self._outcomes(batch[middle:])]
+            failure: NoScore = refused
+        except NoScore as no_score:
+            failure = no_score
         except Exception as error:  # here it would end the thread that the samples of every request wait for
             show_exception(type(error), error, error.__traceback__)  # it may be a fault of ours
-            failure = on_one_line(f"its answer cannot be read: {type(error).__name__}: {error}", SHOWN)
-        return [("error", self._name, failure)] * count
+            text = f"its answer cannot be read: {type(error).__name__}: {error}"
+            failure = NoScore(on_one_line(text, SHOWN), "crashed")
+        self._failure, self._failed_at = failure, time.monotonic()
+        return self._failed(failure, len(batch))
 
-    async def _post(self, body: bytes, largest: int) -> tuple[int, bytes]:
+    def _failed(self, failure: NoScore, count: int) -> list[Outcome]:
+        return [Outcome(self.name, failure.state, text=str(failure))] * count
+
+    async def _answer(self, batch: Sequence[_Waiting]) -> bytes:
+        """The service's answer of status 200, of whatever content. Raises NoScore, also where servers that are
+        restarted have gone away in a few attempts."""
+        body = self._exchange.body([waiting.sample for waiting in batch])
+        largest = LARGEST_ANSWER + LARGEST_STEP * sum(waiting.characters for waiting in batch)
+        losses = LOSSES_ALONE if len(batch) == 1 else LOSSES
+        failure, pause, left, lost = "", FIRST_PAUSE, self._limits.deadline, 0
+        while True:
+            address = await self._addresses.next()
+            await self._turn()
+            begun = time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    asked = 0.0
+                    try:
+                        status, reply, asked = await self._post(address, body, largest)
+                        if status == 200:
+                            return reply
+                        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+                        if status != 429 and status < 500:
+                            raise (_Refused if status == 400 else NoScore)(failure, "crashed")
+                    except aiohttp.ClientError as error:
+                        failure = error_line(error, SHOWN)
+                        # Restarts do not count towards the deadline, which alone would not end this.
+                        lost += not self._addresses.fixed and not isinstance(error, aiohttp.ClientConnectorError)
+                        if lost == losses:
+                            text = f"its server went away in {lost} attempts, the last: {failure}"
+                            raise _Refused(text, "crashed") from None
+                    await asyncio.sleep(max(pause, asked))
+            except TimeoutError:
+                within = f"within reward.deadline ({self._limits.deadline:g} s)"
+                if not failure:
+                    raise NoScore(f"no answer {within}", "timed_out") from None
+                raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+            pause = min(2 * pause, LONGEST_PAUSE)
+            left -= time.monotonic() - begun
+
+    async def _turn(self) -> None:
+        """Waits so that no more than `per_second` requests begin in a second."""
+        if self._limits.per_second is not None:
+            now = time.monotonic()
+            turn = max(now, self._next_turn)
+            self._next_turn = turn + 1 / self._limits.per_second
+            await asyncio.sleep(turn - now)
+
+    async def _post(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
+        """(status, content, seconds that the service asks to wait)."""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if address.api_key:
+            headers["Authorization"] = f"Bearer {address.api_key}"
+        url = URL(address.url + self._exchange.path)
         # A followed redirect may become a GET, and would take the key elsewhere.
-        async with self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as reply:
+        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
             if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
-                raise _Unreadable(f"answered with Content-Encoding {on_one_line(encoding, 40)}; asked for identity")
+                raise NoScore(f"answered with Content-Encoding {on_one_line(encoding, 40)}; asked for identity")
             answer = bytearray()
             async for part in reply.content.iter_any():
                 answer += part
                 if len(answer) > largest:
-                    raise _Unreadable(f"answered {reply.status} with more than {largest} bytes")
-            return reply.status, bytes(answer)
-
-    def _rewards(self, reply: bytes, count: int) -> list[tuple]:
-        try:
-            rewards = json.loads(reply, object_pairs_hook=plain_json.unique_keys)["rewards"]
-        except (ValueError, TypeError, LookupError, RecursionError):
-            rewards = None
-        if not isinstance(rewards, list):
-            raise _Unreadable(f'the answer is not {{"rewards": [...]}} but {reply.decode(errors="replace")!r:.80}')
-        if len(rewards) != count:
-            raise _Unreadable(f"gave {len(rewards)} rewards for {count} samples")
-        return [("value", reward) for reward in rewards]
-
-    def _checked(self, value: Any, characters: int) -> tuple:
-        try:
-            reward, steps = checked_steps(value, characters)
-            return ("parts", {self._name: reward}, *steps)
-        except (ValueError, OverflowError) as error:
-            return ("error", self._name, on_one_line(str(error), SHOWN))
+                    raise NoScore(f"answered {reply.status} with more than {largest} bytes")
+            if len(address.api_key) >= SHORTEST_SECRET:  # one that the service repeats must not come into a message
+                answer = answer.replace(address.api_key.encode(), b"[API key]")
+            return reply.status, bytes(answer), _asked_pause(reply.headers)
 
 
-class _Unreadable(Exception):
-    """An answer that holds no rewards; the message says why, in one line."""
+def _asked_pause(headers: Mapping[str, str]) -> float:
+    """The seconds of Retry-After; 0 where it has none (a date is not heeded)."""
+    try:
+        return float(headers.get("Retry-After", 0))
+    except ValueError:
+        return 0.0

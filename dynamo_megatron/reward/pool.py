@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.functions import URLS, Step
+from dynamo_megatron.reward.addresses import Address, Addresses
+from dynamo_megatron.reward.functions import SERVICES, URLS, Step
+from dynamo_megatron.reward.outcomes import Outcome
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
-    from dynamo_megatron.reward.http import HttpReward
+    from dynamo_megatron.reward.exchanges import Exchange
+    from dynamo_megatron.reward.http import HttpReward, Limits
 
 SHOWN = 300  # characters of a problem, an answer and a response in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
@@ -39,20 +42,22 @@ class RewardError(InputError):
 
 @dataclass(frozen=True)
 class Score:
-    """`status` is "ok", "reward_timeout" or "reward_error"; `parts` holds each function's value where it is "ok", and
-    `failure` says in one line which function failed, and how, where it is not. `steps`: those that the functions
-    reward."""
+    """`status` is "ok", "reward_timeout" or "reward_error". `parts` holds the value of each function that gave one,
+    `failures` the state of each that gave none (`types.REWARD_STATES`), and `failure` says in one line which function
+    failed first, and how; "" where none did. `steps`: those that the functions reward, where all gave a value."""
 
     reward: float
     success: bool
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
     failure: str = field(default="", compare=False)
+    failures: dict[str, str] = field(default_factory=dict, compare=False)
     steps: list[Step] = field(default_factory=list)
 
 
 class RewardPool:
-    """Scores responses with `config.workers` processes, one sample each at a time, and with the services that are URLs.
+    """Scores responses with `config.workers` processes, one sample each at a time, and with services: URLs, `judge` and
+    `reward_model`.
 
     A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
     worker that is late, even inside C code, is killed together with all that it has started, and replaced; the sample
@@ -64,11 +69,12 @@ class RewardPool:
     May be used from any event loop and thread.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
+        """`servers`: those of `config.servers`, which somebody else looks after."""
         if len(set(config.functions)) < len(config.functions):
             raise InputError(f"reward.functions: a function is named twice in {config.functions}")
-        self._config = config
-        self._local = [name for name in config.outcomes if not name.startswith(URLS)]
+        self._config, self._servers = config, servers
+        self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
         # Blocking reads in threads, not asyncio's: the pool outlives event loops.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
@@ -98,12 +104,14 @@ class RewardPool:
         """Scores one response. Raises RewardError with `on_error: raise`, RuntimeError on a pool that is not open."""
         if self._closed or not (self._workers or self._services):
             raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
-        replies = []
+        asked = [service.score(prompt, response) for service in self._services]
         if self._local:
             loop = asyncio.get_running_loop()
-            replies.append(loop.run_in_executor(self._threads, self._run_local, prompt, response))
-        replies += [service.score(prompt, response) for service in self._services]
-        return self._combined(prompt, response, await asyncio.gather(*replies))
+            local = loop.run_in_executor(self._threads, self._run_local, prompt, response)
+            outcomes, *others = await asyncio.gather(local, *asked)
+        else:
+            outcomes, others = [], await asyncio.gather(*asked)
+        return self._combined(prompt, response, [*outcomes, *others])
 
     def close(self) -> None:
         """Ends all workers and requests now; samples under way are lost. May be called twice."""
@@ -125,15 +133,34 @@ class RewardPool:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
         from dynamo_megatron.reward.http import HttpReward
 
-        variable = self._config.api_key_env
-        if variable is not None and not os.environ.get(variable):
-            raise InputError(f"reward.api_key_env: the environment variable {variable} is not set")
-        key = os.environ[variable] if variable is not None else ""
         for name in self._config.outcomes:
             if name not in self._local:
-                service = HttpReward(name, self._config.deadline, key)
+                service = HttpReward(*self._service(name))
                 service.start()
                 self._services.append(service)
+
+    def _service(self, name: str) -> tuple[Exchange, Addresses, Limits]:
+        from dynamo_megatron.reward.exchanges import Judge, OwnService, RewardModel
+        from dynamo_megatron.reward.http import BATCH, REQUESTS, Limits
+
+        config = self._config
+        if name == "judge":
+            judge = config.judge
+            key = key_of(judge.api_key_env, "reward.judge.api_key_env")
+            limits = Limits(config.deadline, judge.concurrency, judge.requests_per_second, config.cache)
+            return Judge(judge), Addresses([Address(judge.url.rstrip("/"), key)]), limits
+        if name == "reward_model":
+            model = config.reward_model
+            key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
+            given = Addresses(Address(url.rstrip("/"), key) for url in model.urls)
+            limits = Limits(config.deadline, model.concurrency, model.requests_per_second, config.cache)
+            return RewardModel(model, BATCH), self._servers or given, limits
+        key = key_of(config.api_key_env, "reward.api_key_env")
+        return (
+            OwnService(name, BATCH),
+            Addresses([Address(name, key)]),
+            Limits(config.deadline, REQUESTS, cached=config.cache),
+        )
 
     def _spawn(self) -> _Worker:
         with self._lock:
@@ -146,57 +173,66 @@ class RewardPool:
     def _replace(self, worker: _Worker) -> _Worker:
         with self._lock:
             worker.kill()
+        another = self._spawn()  # where it cannot be started, the old one stays, for the next try
+        with self._lock:
             if not self._closed:
                 self._workers.remove(worker)
                 worker.connection.close()
-        return self._spawn()
+        return another
 
-    def _run_local(self, prompt: Prompt, response: str) -> tuple:
+    def _run_local(self, prompt: Prompt, response: str) -> list[Outcome]:
         """As `_Worker.run`."""
         worker = self._idle.get_nowait()  # there are as many workers as threads
         try:
             if worker.process.poll() is not None:
                 worker = self._replace(worker)
             worker.wait_ready(time.monotonic() + START_TIMEOUT)
-            reply = worker.run(prompt, response, self._config.deadline)
-            if reply[0] in ("timeout", "died"):
+            outcomes, usable = worker.run(prompt, response, self._config.deadline)
+            if not usable:
                 # Replaced before the next sample comes, so that it need not wait for the imports.
                 worker = self._replace(worker)
         except (ValueError, OSError) as error:  # a worker cannot be started any more
-            reply = ("error", " or ".join(self._local), on_one_line(str(error), SHOWN))
+            text = on_one_line(str(error), SHOWN)
+            outcomes = [Outcome(name, "crashed", text=text) for name in self._local]
         finally:
             self._idle.put(worker)
-        return reply
+        return outcomes
 
-    def _combined(self, prompt: Prompt, response: str, replies: list[tuple]) -> Score:
-        """Each of `replies` is ("parts", {function: value}, *steps), ("timeout", function, text), or, with any other
-        first word, a failure: (word, function, text, [frames])."""
-        late = next((reply for reply in replies if reply[0] == "timeout"), None)
-        failed = next((reply for reply in replies if reply[0] not in ("parts", "timeout")), None)
+    def _combined(self, prompt: Prompt, response: str, outcomes: list[Outcome]) -> Score:
+        by_name = {outcome.function: outcome for outcome in outcomes}
+        scored = [by_name[n] for n in self._config.outcomes if n in by_name and by_name[n].state == "scored"]
+        parts = {outcome.function: outcome.value for outcome in scored}
+        failures = {outcome.function: outcome.state for outcome in outcomes if outcome.state != "scored"}
+        late = next((outcome for outcome in outcomes if outcome.state == "timed_out"), None)
+        failed = next((outcome for outcome in outcomes if outcome.state in ("wrong_format", "crashed")), None)
         if failed is None and late is None:
-            values = {name: value for _, parts, *_ in replies for name, value in parts.items()}
-            parts = {name: values[name] for name in self._config.outcomes}
-            steps = [step for reply in replies for step in reply[2:]]
             reward = FUSIONS[self._config.fusion](list(parts.values()))
             if abs(reward) <= LARGEST_REWARD:
                 success = parts[self._config.outcomes[0]] >= self._config.success_threshold
+                steps = [step for outcome in scored for step in outcome.steps]
                 return Score(reward, success, parts, steps=steps)
             text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
-            failed = ("error", ", ".join(parts), text)
+            failed = Outcome(", ".join(parts), "wrong_format", text=text)
         if failed is not None and self._config.on_error == "raise":
-            raise RewardError(_failure(prompt, response, *failed[1:]))
-        if failed is not None:
-            return Score(0.0, False, status="reward_error", failure=f"{failed[1]}: {failed[2]}")
-        return Score(0.0, False, status="reward_timeout", failure=f"{late[1]}: {late[2]}")
+            raise RewardError(_failure(prompt, response, failed))
+        status, first = ("reward_error", failed) if failed is not None else ("reward_timeout", late)
+        return Score(0.0, False, parts, status, f"{first.function}: {first.text}", failures)
 
 
-def _failure(prompt: Prompt, response: str, function: str, text: str, frames: str = "") -> str:
+def key_of(variable: str | None, key: str) -> str:
+    """What the environment variable holds that the configuration's `key` names; "" for None. Raises InputError."""
+    if variable is not None and not os.environ.get(variable):
+        raise InputError(f"{key}: the environment variable {variable} is not set")
+    return os.environ[variable] if variable is not None else ""
+
+
+def _failure(prompt: Prompt, response: str, failed: Outcome) -> str:
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
-        *([frames] if frames else []),
+        *([failed.frames] if failed.frames else []),
         f"prompt {prompt.label}: {_shown(problem)!r}, answer {_shown(prompt.answer)!r}",
         f"response of {len(response)} characters: {_shown(response)!r}",
-        f"reward function {function} failed on prompt {prompt.label}: {text}",
+        f"reward function {failed.function} failed on prompt {prompt.label}: {failed.text}",
     ]
     return "\n".join(lines)
 
@@ -242,18 +278,25 @@ class _Worker:
             raise InputError(message[0])
         self._ready = True
 
-    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple:
-        """The worker's answer, ("died", functions, how), or ("timeout", functions, text) after `deadline` seconds."""
-        names = " or ".join(self._functions)
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[Outcome], bool]:
+        """(an outcome for each function, but for those after one that took all of the `deadline` seconds or ended the
+        process; whether the worker can be used again)."""
+        end = time.monotonic() + deadline
+        outcomes: list[Outcome] = []
         try:
             self.connection.send((prompt, response))
-            if not self.connection.poll(deadline):
-                return ("timeout", names, f"no value within reward.deadline ({deadline:g} s)")
-            return self.connection.recv()
+            for name in self._functions:
+                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                    text = f"no value within reward.deadline ({deadline:g} s)"
+                    return [*outcomes, Outcome(name, "timed_out", text=text)], False
+                outcomes.append(self.connection.recv())
         except RecursionError:
-            return ("error", names, "the problem is nested too deep to be sent to a worker")
+            text = "the problem is nested too deep to be sent to a worker"
+            return [Outcome(name, "crashed", text=text) for name in self._functions], True
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return ("died", names, f"its process ended: {self._how_it_ended()}")
+            name = self._functions[len(outcomes)]
+            return [*outcomes, Outcome(name, "crashed", text=f"its process ended: {self._how_it_ended()}")], False
+        return outcomes, True
 
     def _how_it_ended(self) -> str:
         try:

@@ -1,8 +1,8 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
 Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and
-from then on answers each (prompt, response) with ("parts", {name: value}, *steps) or ("error", function, "Type: text
-(file, line N)", frames); a step is (start, end, reward). It ends with the socket.
+from then on answers each (prompt, response) with one `Outcome` a function, in their order, each as soon as it is there.
+It ends with the socket.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from dynamo_megatron.reward.functions import checked_steps, load_function
+from dynamo_megatron.reward.outcomes import Outcome
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.runtime.user_code import failure
@@ -38,20 +39,21 @@ def main(descriptor: int) -> None:
         connection.send(("ready",))
         while True:
             prompt, response = connection.recv()
-            connection.send(_score(functions, prompt, response))
+            for name, function in functions.items():
+                connection.send(_outcome(name, function, prompt, response))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _score(functions: dict[str, Callable], prompt: Prompt, response: str) -> tuple:
-    parts, steps = {}, []
-    for name, function in functions.items():
-        try:
-            parts[name], more = checked_steps(function(prompt, response), len(response))
-            steps += more
-        except (Exception, SystemExit) as error:  # the user's function may raise anything; the parent decides
-            return ("error", name, *failure(error))
-    return ("parts", parts, *steps)
+def _outcome(name: str, function: Callable, prompt: Prompt, response: str) -> Outcome:
+    state = "crashed"
+    try:
+        value = function(prompt, response)
+        state = "wrong_format"
+        return Outcome(name, "scored", *checked_steps(value, len(response)))
+    except (Exception, SystemExit) as error:  # the user's function may raise anything; the parent decides
+        text, frames = failure(error)
+        return Outcome(name, state, text=text, frames=frames)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,13 @@ class SGLangClient:
             why = f"answers with nonsense: {own_words(what)}; does it serve model.path?"
             raise ServerLost(f"the rollout server {self.url} {why}") from error
 
+    async def classify(self, tokens: Sequence[int], timeout: float) -> Any:
+        """What a server of a classifier says of one input, within `timeout` seconds. Raises RolloutError."""
+        status, reply = await self._control("POST", "/classify", timeout, {"input_ids": [list(tokens)]})
+        if status != 200:
+            raise RolloutError(f"the server {self.url} gives no scores: {status} {own_words(reply)}")
+        return reply
+
     async def freeze_gc(self) -> None:
         """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.
 

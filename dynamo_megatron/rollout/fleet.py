@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from dynamo_megatron.rollout.announcements import Announced
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
+from dynamo_megatron.rollout.health import answers
 from dynamo_megatron.rollout.member import Member, Source
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.silence import Silence
@@ -262,14 +262,7 @@ class Fleet:
 
     async def _answers(self, member: Member, silence: Silence) -> bool:
         """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
-        limit = self._config.rollout.health_timeout
-        asked = asyncio.create_task(member.client.healthy(math.inf))
-        try:
-            while not asked.done() and (left := limit - silence.look()) > 0:
-                await asyncio.wait({asked}, timeout=min(HEALTH_EVERY, left))
-            return asked.done() and asked.result()
-        finally:
-            asked.cancel()
+        return await answers(member.client, silence, self._config.rollout.health_timeout, HEALTH_EVERY)
 
     async def doubt(self, member: Member, error: ServerLost) -> None:
         """After a lost request: checks whether the server is lost too."""

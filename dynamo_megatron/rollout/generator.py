@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import numpy as np
 
 from dynamo_megatron.config import Config
@@ -24,10 +25,20 @@ from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.dispatched import Dispatched
 from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.evaluated import Evaluated, check_evaluation, problem_result, rescored
 from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import (
+    Ahead,
+    PushNeeded,
+    RolloutError,
+    RolloutResult,
+    ServerUse,
+    group_id,
+    rollout_id,
+)
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
+from dynamo_megatron.rollout.reward_servers import RewardServers
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
@@ -77,16 +88,33 @@ class Generator:
         self._stack.callback(self._store.close)
         self._stack.callback(self._thread.shutdown)  # before that: a line may be on its way
         session = await self._stack.enter_async_context(open_session())
-        self._pool = RewardPool(config.reward)
+        self._reward_servers = RewardServers(config) if config.reward.servers is not None else None
+        self._pool = RewardPool(config.reward, self._reward_servers and self._reward_servers.addresses)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)  # before a server: a function that is not there shows in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
-        self._fleet_run = asyncio.create_task(self._fleet.run())
+        self._fleet_run = asyncio.create_task(self._run_servers(session))
         self._stack.push_async_callback(self._end_fleet)
         self._stack.push_async_callback(self._end_dispatched)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         await self._watched(self._fleet.wait_started())
+        if self._reward_servers is not None:
+            await self._watched(self._reward_servers.wait_started())
+
+    async def _run_servers(self, session: aiohttp.ClientSession) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fleet.run())
+            if self._reward_servers is not None:
+                group.create_task(self._reward_servers.run(session))
+
+    def _report(self) -> tuple[dict[str, ServerUse], list[str]]:
+        """As `Fleet.report`, with what happened to the reward model's servers."""
+        uses, said = self._fleet.report()
+        if self._reward_servers is not None:
+            said = [*said, *self._reward_servers.notes]
+            self._reward_servers.notes.clear()
+        return uses, said
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
@@ -161,7 +189,7 @@ class Generator:
         if first == 0:  # a later round only refills: for want of time it ends no run
             session.check_share(rollout)
             self._check_rewards(session)
-        uses, said = self._fleet.report()
+        uses, said = self._report()
         session.use(uses)
         return session.result(said)
 
@@ -192,7 +220,7 @@ class Generator:
         del self._dispatched[step]
         session.add(dispatched.sampling)
         self._check_rewards(session)
-        uses, said = self._fleet.report()
+        uses, said = self._report()
         session.use(uses)
         ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         ahead = Ahead(ready, groups - ready, self._fleet.idle_share())
@@ -268,7 +296,7 @@ class Generator:
         """`beside`: other commands are carried out meanwhile, whose responses `done` counts; a push waits for it."""
         config, samples = self._config.eval, self._config.eval.samples
         call = uuid.uuid4().hex[:8]
-        outcomes: dict[str, tuple[Response, Score, str]] = {}
+        outcomes: dict[str, Evaluated] = {}
         by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
 
         async def take(request: Request, response: Response, server: str) -> None:
@@ -276,7 +304,7 @@ class Generator:
             score = Score(0.0, False, status="failed")
             if not response.error:
                 score = await self._pool.score(by_group[request.group], text)
-            outcomes[request.name] = response, score, text
+            outcomes[request.name] = Evaluated(response, score, text)
             if not beside:
                 self._finished(response)
 
@@ -295,32 +323,9 @@ class Generator:
             for k in range(samples)
         ]
         await Sampling(self._fleet, self._config.rollout, requests, take, urgent=beside).run()
-        failed = [r.error for r, _, _ in outcomes.values() if r.error]
-        if len(failed) == len(outcomes):
-            raise RolloutError(f"evaluation: none of {len(outcomes)} responses came; the first: {failed[0]}")
-        failures = [score.failure for _, score, _ in outcomes.values() if score.failure]
-        if failures and len(failures) == len(outcomes) - len(failed):
-            raise RewardError(
-                f"evaluation: not one of {len(failures)} responses could be scored; the last failure: {failures[-1]}"
-            )
-        results = []
-        for group, prompt in by_group.items():
-            responses, scores, texts = zip(*(outcomes[f"{group}-{k}"] for k in range(samples)), strict=True)
-            results.append(
-                ProblemResult(
-                    prompt_id=prompt.prompt_id,
-                    source=prompt.source,
-                    rewards=[s.reward for s in scores],
-                    successes=[s.success for s in scores],
-                    lengths=[len(r.tokens) for r in responses],
-                    finish_reasons=[r.finish_reason for r in responses],
-                    statuses=[s.status for s in scores],
-                    responses=list(texts),
-                    prompt=self._tokenizer.decode(prompt.tokens, skip_special_tokens=False),
-                    answer=plain_data(prompt.answer),
-                )
-            )
-        return results
+        check_evaluation(outcomes)
+        by_prompt = ((p, [outcomes[f"{group}-{k}"] for k in range(samples)]) for group, p in by_group.items())
+        return [problem_result(prompt, evaluated, self._tokenizer) for prompt, evaluated in by_prompt]
 
     async def begin_evaluation(self, prompts: Sequence[Prompt]) -> None:
         self._evaluation = asyncio.create_task(self.evaluate(prompts, beside=True))
@@ -332,14 +337,7 @@ class Generator:
     async def rescore(self, prompts: Sequence[Prompt], results: Sequence[ProblemResult]) -> list[ProblemResult]:
         async def scored(prompt: Prompt, result: ProblemResult) -> ProblemResult:
             scores = await asyncio.gather(*(self._pool.score(prompt, text) for text in result.responses))
-            return dataclasses.replace(
-                result,
-                source=prompt.source,
-                answer=plain_data(prompt.answer),
-                rewards=[s.reward for s in scores],
-                successes=[s.success for s in scores],
-                statuses=[s.status for s in scores],
-            )
+            return rescored(prompt, result, scores)
 
         return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
@@ -359,7 +357,8 @@ class Generator:
             rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             score = await self._pool.score(prompt, text)
             rollout.reward, rollout.success = score.reward, score.success
-            rollout.reward_parts, rollout.status, failure = score.parts, score.status, score.failure
+            rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
+            rollout.status, failure = score.status, score.failure
             if score.steps:
                 located = (score.steps, response.tokens, text, self._tokenizer)
                 rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token

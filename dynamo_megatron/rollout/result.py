@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,9 +54,23 @@ class Outcome:
     server: str
 
 
+@dataclass
+class FunctionScores:
+    """What a reward function came to on the responses of a step: how many by state (`types.REWARD_STATES`), and the sum
+    of its scores."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    total: float = 0.0
+
+    def add(self, other: FunctionScores) -> None:
+        self.states.update(other.states)
+        self.total += other.total
+
+
 @dataclass(frozen=True)
 class Accounted:
-    """One requested rollout: what became of it, and, as a batch, the rollout itself where it can be trained on.
+    """One requested rollout: what became of it, what each reward function gave (a score, or the state of one that gave
+    none), and, as a batch, the rollout itself where it can be trained on.
 
     Made as a rollout comes, since arrays take a fifth of the memory and of the time that lists take at a step's end.
     """
@@ -64,12 +78,14 @@ class Accounted:
     outcome: Outcome
     status: str
     batch: RolloutBatch | None
+    scores: Mapping[str, float | str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rollout: Rollout) -> Accounted:
         kind = "rejected" if rollout.status == "rejected" else OUTCOMES[rollout.finish_reason]
         batch = None if rollout.status in NOT_TRAINED else RolloutBatch.from_rollouts([rollout])
-        return cls(Outcome(kind, rollout.server), rollout.status, batch)
+        scores = {**rollout.reward_parts, **rollout.reward_failures}
+        return cls(Outcome(kind, rollout.server), rollout.status, batch, scores)
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class RolloutResult:
     `batch` has those that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
     rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `rejected_tokens` are
     those of responses that `without` has rejected; `discarded` are those of an interrupted run that were not reused.
-    `times`: seconds. `uses`: by server. `notes`: what the user should read, one line each.
+    `rewards`: by reward function. `times`: seconds. `uses`: by server. `notes`: for the user, one line each.
     """
 
     batch: RolloutBatch
@@ -103,6 +119,7 @@ class RolloutResult:
     rejected_tokens: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
     ahead: Ahead | None = None  # None: nothing is generated ahead
+    rewards: dict[str, FunctionScores] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -129,6 +146,7 @@ class RolloutResult:
             statuses["reward_timeout"],
             statuses["reward_error"],
             uses=uses or {},
+            rewards=_by_function(r.scores for r in rollouts.values()),
         )
 
     @classmethod
@@ -137,7 +155,10 @@ class RolloutResult:
         if len(results) == 1:
             return results[0]
         times, uses = Counter(), {}
+        rewards: dict[str, FunctionScores] = {}
         for result in results:
+            for function, scores in result.rewards.items():
+                rewards.setdefault(function, FunctionScores()).add(scores)
             times.update(result.times)
             for server, use in result.uses.items():
                 uses.setdefault(server, ServerUse()).add(use)
@@ -154,6 +175,7 @@ class RolloutResult:
             sum(r.reward_errors for r in results),
             sum(r.rejected_tokens for r in results),
             uses,
+            rewards=rewards,
         )
 
     def without(self, rejected: Collection[int], notes: Sequence[str]) -> RolloutResult:
@@ -202,6 +224,17 @@ class RolloutResult:
         ids = self.batch.rollout_ids
         came = {name for name, outcome in self.outcomes.items() if outcome.kind in ("completed", "truncated")}
         assert len(ids) == len(set(ids)) and set(ids) == came, "what came and what is in the batch are not the same"
+
+
+def _by_function(scores: Iterable[Mapping[str, float | str]]) -> dict[str, FunctionScores]:
+    """`scores`: of each rollout, as `Accounted.scores`."""
+    found: dict[str, FunctionScores] = {}
+    for of_one in scores:
+        for function, score in of_one.items():
+            own = found.setdefault(function, FunctionScores())
+            own.states[score if isinstance(score, str) else "scored"] += 1
+            own.total += 0.0 if isinstance(score, str) else score
+    return found
 
 
 def group_id(step: int, position: int) -> str:

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.rollout import reward_servers
 from dynamo_megatron.rollout.announcements import NodeSide
 from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.supervisor import Supervisor
@@ -22,11 +24,12 @@ STOP_GRACE = 20.0  # seconds
 def serve(config: Config, nodes: int, node: int) -> int:
     """Runs node `node`'s share of `rollout.servers` until the run ends or SIGTERM or SIGINT comes; the exit code.
 
-    Raises ValueError where the servers are not an equal share for each of `nodes`, or host or port cannot be used.
+    With `rollout.placement: split` also its share of the reward model's servers. Raises ValueError where the rollout
+    servers are not an equal share for each of `nodes`, or host or port cannot be used.
     """
-    side, supervisor = _parts(config, nodes, node)
+    parts = _parts(config, nodes, node)
     try:
-        asyncio.run(_serve(config, side, supervisor))
+        asyncio.run(_serve(config, parts))
     except TimeoutError as error:
         print(error, file=sys.stderr)
         return 1
@@ -35,17 +38,39 @@ def serve(config: Config, nodes: int, node: int) -> int:
     return 0
 
 
-def _parts(config: Config, nodes: int, node: int) -> tuple[NodeSide, Supervisor]:
-    """Nothing is started yet. Raises ValueError as `serve`."""
+Part: TypeAlias = "tuple[NodeSide, Supervisor]"
+
+
+def _parts(config: Config, nodes: int, node: int) -> list[Part]:
+    """The rollout servers' and, where it is this node that runs any, the reward model's. Nothing is started yet. Raises
+    ValueError as `serve`."""
     names = server_names(config.rollout.servers, nodes, node)
     side = NodeSide(config.output_dir, names)
-    return side, Supervisor(config, names, side)
+    parts = [(side, Supervisor(config, names, side))]
+    rewards = reward_servers.server_names(config, nodes, node) if config.rollout.placement == "split" else []
+    if rewards:
+        side = NodeSide(reward_servers.announced_in(config), rewards)
+        parts.append((side, reward_servers.supervisor(config, rewards, side, after=len(names) * config.rollout.tp)))
+    return parts
 
 
-async def _serve(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
+async def _serve(config: Config, parts: list[Part]) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGTERM, signal.SIGINT, END):
         loop.add_signal_handler(number, task.cancel)
+    tasks = [asyncio.create_task(_serve_part(config, *part)) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+    finally:
+        for part in tasks:
+            part.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
+    """Until the run ends."""
     await side.join(config.trainer.timeout)
     keeping, telling = tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
     try:

@@ -102,9 +102,12 @@ class SGLangServer:
 
     It is the `slot`-th of `slots` on this node, which says its GPUs, or without a GPU its CPU cores. Without a GPU it
     runs SGLang's CPU engine. `log` gets its stdout and stderr (appended, readable to its owner only: SGLang writes the
-    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`. Raises ValueError where
-    `config.port` is taken or `config.host` unknown.
+    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`. `first_gpu`: the GPU of slot 0.
+    Raises ValueError where `config.port` is taken or `config.host` unknown.
     """
+
+    _port_key = "rollout.port"
+    _task = "--enable-fp32-lm-head"
 
     def __init__(
         self,
@@ -116,9 +119,10 @@ class SGLangServer:
         incarnation: int = 1,
         slot: int = 0,
         slots: int = 1,
+        first_gpu: int = 0,
     ):
         self.log = Path(log)
-        self._config, self._model, self._slot, self._slots = config, model, slot, slots
+        self._config, self._model, self._slot, self._slots, self._first_gpu = config, model, slot, slots, first_gpu
         self._process: subprocess.Popen | None = None
         self._folder: Path | None = None
         self._meeting: Path | None = None
@@ -132,7 +136,7 @@ class SGLangServer:
                 probe.bind((self._host, self._port))
             except OSError as error:
                 raise InputError(
-                    f"rollout.port: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
+                    f"{self._port_key}: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
                     "name another one, or leave the key out for a free one"
                 ) from None
             self._port = probe.getsockname()[1]
@@ -173,7 +177,7 @@ class SGLangServer:
         )
 
     async def wait_ready(self) -> None:
-        """Until the server, and no stranger at its port, has generated a few tokens as rollouts will ask for them.
+        """Until the server, and no stranger at its port, has answered a request such as it is there for.
 
         Raises RolloutError where it ends, is another one, or has not come so far in `config.start_timeout` seconds.
         """
@@ -193,14 +197,17 @@ class SGLangServer:
             info = await client.model_info()
             if info.get("served_model_name") != self._nonce:
                 raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
-            left = max(1.0, deadline - time.monotonic())
-            try:
-                response = await client.generate("warm-up", [0, 0, 0], timeout=left, max_new_tokens=4)
-            except ServerLost as error:
-                raise RolloutError(f"{error}; see {self.log}") from None
-            if response.error:
-                raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
+            await self._warm_up(client, max(1.0, deadline - time.monotonic()))
             await client.freeze_gc()
+
+    async def _warm_up(self, client: SGLangClient, timeout: float) -> None:
+        """Has it generate a few tokens as rollouts will ask for them. Raises RolloutError."""
+        try:
+            response = await client.generate("warm-up", [0, 0, 0], timeout=timeout, max_new_tokens=4)
+        except ServerLost as error:
+            raise RolloutError(f"{error}; see {self.log}") from None
+        if response.error:
+            raise RolloutError(f"the SGLang server did not generate: {response.error}; see {self.log}")
 
     async def release_caches(self) -> None:
         """Leaves the GPU to the ranks but for the weights, until they resume the caches. Raises RolloutError."""
@@ -262,7 +269,7 @@ class SGLangServer:
             *(["--fork"] if on_cpu and not config.python else []),
         ]
         command += ["sglang.launch_server"]
-        command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
+        command += ["--model-path", self._model.path, "--dtype", self._model.dtype, self._task]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._nonce]
@@ -276,7 +283,7 @@ class SGLangServer:
             command += ["--max-running-requests", str(config.concurrency)]
         else:
             command += ["--mem-fraction-static", str(config.memory_fraction)]
-            command += ["--base-gpu-id", str(self._slot * config.tp)]
+            command += ["--base-gpu-id", str(self._first_gpu + self._slot * config.tp)]
             if shares_memory(config):
                 command += ["--enable-memory-saver"]
         return command + config.server_args

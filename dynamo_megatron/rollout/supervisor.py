@@ -43,13 +43,21 @@ class Listener(Protocol):
 
 
 class Supervisor:
-    """Keeps the servers `names` of this node running while `run` does, and tells `listener`.
+    """Keeps the servers `names` of this node running while `run` does, and tells `listener`. `make` makes a server from
+    SGLangServer's arguments.
 
     Raises ValueError where `rollout.host` or `rollout.port` cannot be used.
     """
 
-    def __init__(self, config: Config, names: Sequence[str], listener: Listener):
+    def __init__(
+        self,
+        config: Config,
+        names: Sequence[str],
+        listener: Listener,
+        make: Callable[..., SGLangServer] | None = None,
+    ):
         self._config, self._names, self._listener = config, list(names), listener
+        self._make = make or SGLangServer
         self._running: dict[str, int] = {}  # name -> incarnation, from `up` on
         self._condemned: dict[str, tuple[int, str]] = {}
         self._failures = dict.fromkeys(names, 0)  # since it last took a push
@@ -75,7 +83,7 @@ class Supervisor:
         slots = len(self._names)
         seeded = [*seed_arguments(config, name), *config.rollout.server_args]
         rollout = config.rollout.model_copy(update={"server_args": seeded})
-        return SGLangServer(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
+        return self._make(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
 
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name

@@ -82,6 +82,9 @@ def type_fault(rollout: Rollout) -> str:
         wrong.append("reward_parts")
     if not all(len(step) == 3 and _integers(step[:2]) and _number(step[2]) for step in rollout.step_rewards):
         wrong.append("step_rewards")
+    failures = rollout.reward_failures
+    if not isinstance(failures, dict) or not all(isinstance(state, str) for state in failures.values()):
+        wrong.append("reward_failures")
     return f"{wrong[0]} {_shown(getattr(rollout, wrong[0]))} is of another type than a rollout's" if wrong else ""
 
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 SECRET_NAME = re.compile(  # of an environment variable
     r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)PASS(_|$)", re.IGNORECASE
 )
+SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
 SECRET_OPTION = re.compile(r"api[-_]?key\b|auth[-_]token\b|secret|passw(or)?d|passphrase|credential", re.IGNORECASE)
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
 USER_IN_URL = re.compile(
@@ -23,6 +24,9 @@ SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and
 )
 INSTEAD = {
     "reward.functions": "name the environment variable that holds the service's key with reward.api_key_env",
+    "reward.judge.url": "name the environment variable that holds the endpoint's key with reward.judge.api_key_env",
+    "reward.reward_model.urls": "name the environment variable that holds the servers' key with "
+    "reward.reward_model.api_key_env",
     "rollout.urls": "name the environment variable that holds the servers' key with rollout.api_key_env",
     "data.source": "give it to the job's environment, as HF_TOKEN for datasets:",
     "eval.data": "give it to the job's environment, as HF_TOKEN for datasets:",

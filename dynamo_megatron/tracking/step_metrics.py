@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import KINDS
 from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
 from dynamo_megatron.tracking.variance_proxy import variance_proxy
+from dynamo_megatron.types import REWARD_STATES
 
 if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.algorithm.allocation import Allocation
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
     from dynamo_megatron.types import RolloutBatch, TokenStats
     from dynamo_megatron.weight_sync.push import PushReport
 
+NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
 
 SHARES = {
@@ -79,10 +82,12 @@ def step_metrics(
     """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
 
     `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
-    what was trained on, the gap about its tokens of the newest weights. An option brings its own:
-    `policy/selected_share`, `reward/overlong_penalty`,
-    `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of
-    the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
+    what was trained on, the gap about its tokens of the newest weights. Of each reward function:
+    `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested, `scored`,
+    `wrong_format`, `timed_out` and `crashed`. An option brings its own: `policy/selected_share`,
+    `reward/overlong_penalty`, `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and
+    `rollout/missing_groups` (of the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of
+    the rollouts asked for).
     `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
     `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
     updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
@@ -149,6 +154,7 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
         "reward/success": _mean(sampled.successes),
         "reward/timeouts": counts["reward_timeouts"] / requested,
         "reward/errors": counts["reward_errors"] / requested,
+        **_by_function(result, requested),
         "rollout/requested": counts["requested"],
         "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
         "rollout/response_length_mean": _mean(sampled.response_lengths),
@@ -162,6 +168,16 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
 def spike_count(updates: Sequence[Mapping[str, float]], config: Config) -> dict[str, int]:
     """Updates that were skipped because of their gradient's norm; nothing without `optimizer.spike`."""
     return {} if config.optimizer.spike is None else {"policy/gradient_spikes": sum("spike" in u for u in updates)}
+
+
+def _by_function(result: RolloutResult, requested: int) -> dict[str, float]:
+    metrics = {}
+    for function, scores in sorted(result.rewards.items()):
+        name = f"reward/{NOT_IN_KEYS.sub('_', function)}"
+        if scores.states["scored"]:
+            metrics[f"{name}/mean"] = scores.total / scores.states["scored"]
+        metrics |= {f"{name}/{state}": scores.states[state] / requested for state in REWARD_STATES}
+    return metrics
 
 
 def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config) -> dict[str, float]:

@@ -32,7 +32,7 @@ def test_all_faults_at_once(tmp_path, monkeypatch):
         "output_dir: missing; set it in a config file or with output_dir=...",
         "b.yaml: parallel: vpp: 2 chunks a stage need pp above 1",
         "b.yaml: reward: is a section; give it keys (functions, fusion, success_threshold, deadline, on_error, "
-        "workers, api_key_env, format, code, prime), got 3",
+        "workers, api_key_env, cache, format, code, judge, reward_model, servers, prime), got 3",
         "a.yaml: optimizer.lr: Input should be a valid number, unable to parse string as a number, got 'fast'",
         "a.yaml: optimizer.weight_decay: Input should be greater than or equal to 0, got -1",
         "the command line: trainer.steps: Input should be greater than or equal to 1, got 0",
@@ -142,6 +142,12 @@ def test_a_shipped_config_is_named_in_any_folder(tmp_path, monkeypatch, word):
     config, origins = compose([word], [], NEEDED)
     assert config.algorithm.advantage.kind == "grpo"
     assert "kind: grpo  # methods/grpo (shipped)" in describe(config, origins, {})
+
+
+def test_a_mapping_is_set_and_shown_as_a_whole():
+    config, origins = compose([], ["reward.judge.request={seed: 1}"], NEEDED)
+    assert config.reward.judge.request == {"seed": 1}
+    assert "    request: {seed: 1}  # the command line\n" in describe(config, origins, {})
 
 
 @pytest.mark.parametrize("word", ["methods/grpo", "methods/grpo.yaml"])

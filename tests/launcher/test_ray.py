@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -87,6 +88,49 @@ def plain(rows: list[dict]) -> list[dict]:
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+class NoRoom:
+    """Of a placement group that is never placed."""
+
+    def wait(self, seconds):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ([], "4 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}"),
+        (["reward.servers.count=1"], "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
+        (
+            ["reward.servers.count=2", "reward.servers.first_gpu=0"],
+            "4 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}",
+        ),
+        (
+            ["reward.servers.count=3", "reward.servers.tp=1"],
+            "1 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 4}, 1 x {'CPU': 1, 'GPU': 3}",
+        ),
+    ],
+)
+def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path, monkeypatch, capsys, keys, wanted):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher import ray as launcher
+
+    monkeypatch.setattr(launcher, "placement_group", lambda bundles, strategy: NoRoom())
+    monkeypatch.setattr(launcher, "remove_placement_group", lambda group: None)
+    for name, given in (
+        ("init", lambda **_: None),
+        ("shutdown", lambda: None),
+        ("cluster_resources", lambda: {"GPU": 8.0}),
+        ("available_resources", dict),
+    ):
+        monkeypatch.setattr(launcher.ray, name, given)
+    base = ["model.path=m", "data.source=d", f"output_dir={tmp_path / 'run'}", "rollout.host=ib0"]
+    base += ["rollout.placement=split", "rollout.servers=2", "rollout.tp=2"]
+    base += ["reward.functions=[reward_model]", "reward.reward_model.path=rm"] if keys else []
+    options = argparse.Namespace(address=None, ranks=None, wait=3.0)
+    assert launcher.launch(options, [], [*base, *keys]) == 1
+    assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 3 s")
 
 
 @pytest.mark.full

@@ -205,6 +205,9 @@ def test_a_port_in_use(failure, monkeypatch):
         port = taken.getsockname()[1]
         said = failure("ports", f"rollout.port={port}")
         assert said.startswith(f"rollout.port: port {port} cannot be used") and "or leave it out" in said
+        model = ["reward.functions=[reward_model]", "reward.reward_model.path=rm", "reward.servers.count=2"]
+        said = failure("ports", *model, f"reward.servers.port={port - 1}")
+        assert said.startswith(f"reward.servers.port: port {port} cannot be used")
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert failure("ports").startswith(f"MASTER_PORT: port {port} cannot be used")
 

@@ -77,6 +77,15 @@ def test_a_rollout_is_readable_by_itself(make_run):
         assert part in text
 
 
+def test_a_reward_function_without_a_score_is_named_with_its_state(make_run):
+    fields = {"reward_parts": {"math": 1.0}, "reward_failures": {"judge": "timed_out"}, "status": "reward_timeout"}
+    run = make_run(rollout(1, 0, 0, 0.0, **fields))
+    text = "\n".join(read_samples(run, Choice()))
+    assert "reward 0 (no success, reward_timeout) from math 1, judge timed_out\n" in text
+    line = next(iter(read_samples(run, Choice(), as_json=True)))
+    assert json.loads(line)["reward_failures"] == {"judge": "timed_out"}
+
+
 def test_what_is_chosen(make_run):
     run = make_run(*TWO_STEPS)
     newest = [f"000002-000{g}-00{k}" for g in (0, 1) for k in (0, 1)]
@@ -106,6 +115,7 @@ def test_model_output_cannot_drive_the_terminal(make_run):
         "response": ATTACK + "\ta\nb é 漢 👩‍👩‍👧",
         "answer": {"x": ATTACK},
         "reward_parts": {"f" + ATTACK: 1.0},
+        "reward_failures": {"g" + ATTACK: "timed_out" + ATTACK},
     }
     evil = dataclasses.replace(rollout(1, 0, 0, 1.0, **fields), prompt_id=ATTACK + "\n")
     for as_json in (False, True):
@@ -158,7 +168,15 @@ def test_what_is_not_there_is_named(make_run, tmp_path):
 
 @pytest.mark.parametrize(
     "field",
-    [{"reward": "1"}, {"reward_parts": [1]}, {"prompt_id": 5}, {"tokens": 5}, {"prompt": ["x"]}, {"status": {}}],
+    [
+        {"reward": "1"},
+        {"reward_parts": [1]},
+        {"reward_failures": {"f": 1}},
+        {"prompt_id": 5},
+        {"tokens": 5},
+        {"prompt": ["x"]},
+        {"status": {}},
+    ],
 )
 def test_a_field_of_another_type_is_named_with_its_place(make_run, field):
     run = make_run(rollout(1, 0, 0, 0.5), dataclasses.replace(rollout(1, 0, 1, 0.5), **field))

@@ -10,7 +10,7 @@ import pytest
 from reward_service import lengths, scored
 
 from dynamo_megatron.reward import RewardError, Score
-from dynamo_megatron.reward.http import HttpReward
+from dynamo_megatron.reward.exchanges import OwnService
 from dynamo_megatron.types import Prompt
 
 
@@ -199,7 +199,7 @@ def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(serve, pool):
         (error,) = scored(p, "x", prompt=Prompt("a", text="?", answer=answer))
         row, *_, last = str(error).splitlines()
         assert row.endswith(f"answer 'a value of type {type(answer).__name__} that cannot be shown'")
-        assert f"on prompt 'a': the problem cannot be sent as JSON: {words}" in last
+        assert f"on prompt 'a': the problem cannot be sent: {words}" in last
 
 
 def test_a_product_of_rewards_has_the_limit_of_one(serve, pool):
@@ -214,7 +214,7 @@ def test_a_fault_of_ours_is_logged_before_it_becomes_an_outcome(serve, pool, mon
     def broken(self, reply, count):
         raise AttributeError("ours")
 
-    monkeypatch.setattr(HttpReward, "_rewards", broken)
+    monkeypatch.setattr(OwnService, "outcomes", broken)
     assert scored(pool(serve(), on_error="zero"), "x")[0].status == "reward_error"
     logged = capfd.readouterr().err
     assert ", in broken\n" in logged and logged.endswith("AttributeError: ours\n")

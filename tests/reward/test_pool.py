@@ -257,7 +257,8 @@ def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(folder):
         (["my_rewards:not_callable"], "of type int and cannot be called"),
         (
             ["maths"],
-            "no built-in 'maths'; give math, reasoning_gym, qa_f1, qa_exact, choice, format, code, module:function or",
+            "no built-in 'maths'; give math, reasoning_gym, qa_f1, qa_exact, choice, format, code, judge, "
+            "reward_model, module:function or",
         ),
         (["broken:f"], "importing 'broken' of 'broken:f' failed: SyntaxError"),
         (["my_rewards.py:length:x"], "is not of the form module:function"),

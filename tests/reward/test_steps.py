@@ -115,6 +115,14 @@ def test_what_a_service_returns_is_shortened_in_the_error(pool, serve):
 def test_a_failed_reward_has_no_steps(pool, steps):
     (score,) = scored(pool(steps, on_error="zero"), "overlap")
     assert score.status == "reward_error" and score.steps == []
+    assert score.failures == {steps: "wrong_format"} and score.parts == {}
+
+
+def test_steps_of_a_service_are_kept_with_its_score(pool, serve):
+    service = serve(lambda samples, number: {"rewards": [{"reward": number, "steps": [[0, 2, 0.5]]} for _ in samples]})
+    started = pool(service, cache=1)
+    first, second = scored(started, "abc"), scored(started, "abc")
+    assert first == second and first[0].steps == [(0, 2, 0.5)]
 
 
 def test_prime_is_no_function_of_a_response(steps):

@@ -1,0 +1,58 @@
+"""Where a reward service is asked: at addresses that are given, or at servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dynamo_megatron.reward.outcomes import NoScore
+
+POLL_EVERY = 0.2  # seconds
+
+
+@dataclass(frozen=True)
+class Address:
+    """`api_key`: sent as "Authorization: Bearer KEY"; "": none."""
+
+    url: str
+    api_key: str = field(default="", repr=False)
+
+
+class Addresses:
+    """Asked in turn. One thread may change them while others read."""
+
+    def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
+        """`restarts_within`: seconds in which another server comes up where none is; 0: the addresses are fixed."""
+        self._up = {address.url: address for address in given}  # replaced, never changed
+        self._restarts_within = restarts_within
+        self._turns = itertools.count()
+        self._why_none = "none has come up"
+        self._final = False
+
+    @property
+    def fixed(self) -> bool:
+        return not self._restarts_within
+
+    @property
+    def known(self) -> list[Address]:
+        return list(self._up.values())
+
+    def up(self, name: str, address: Address) -> None:
+        self._up = {**self._up, name: address}
+
+    def down(self, name: str, why: str, final: bool = False) -> None:
+        """`final`: no server comes up again."""
+        self._up = {other: address for other, address in self._up.items() if other != name}
+        self._why_none, self._final = f"{name}: {why}", final
+
+    async def next(self) -> Address:
+        """Waits for a server where none is up. Raises NoScore where none comes."""
+        end = time.monotonic() + self._restarts_within
+        while not (known := self.known):
+            if self._final or time.monotonic() > end:
+                raise NoScore(f"no server of the reward model is up; {self._why_none}", "crashed")
+            await asyncio.sleep(POLL_EVERY)
+        return known[next(self._turns) % len(known)]

@@ -1,0 +1,29 @@
+"""What becomes of one reward function on one response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynamo_megatron.reward.functions import Step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`state` is one of `types.REWARD_STATES`. Where it is "scored", `value` is the score and `steps` has those of
+    steps, if any; where it is not, `text` says in one line what went wrong, and `frames` where in the user's files."""
+
+    function: str
+    state: str
+    value: float = 0.0
+    steps: Sequence[Step] = ()
+    text: str = ""
+    frames: str = ""
+
+
+class NoScore(Exception):
+    """An attempt that gave no score. The message is one line; `state` is that of the outcome."""
+
+    def __init__(self, text: str, state: str = "wrong_format") -> None:
+        super().__init__(text)
+        self.state = state

@@ -1,0 +1,215 @@
+"""The reward `judge`: what the endpoint is asked, what becomes of its replies, and how often it is asked."""
+
+import asyncio
+import time
+
+import pytest
+from scoring_endpoint import PROMPT, Endpoint, completion
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward import RewardError, RewardPool
+from dynamo_megatron.types import Prompt
+
+
+@pytest.fixture
+def judge():
+    """judge(answer, settings of reward.judge, **settings of reward) -> (endpoint, started pool)."""
+    opened = []
+
+    def start(answer, judge=None, **settings):
+        endpoint = Endpoint(answer).__enter__()
+        section = {"url": endpoint.url, "model": "m", **(judge or {})}
+        pool = RewardPool(RewardConfig(**{"functions": ["judge"], "on_error": "zero", "judge": section, **settings}))
+        opened.extend([(pool.close,), (endpoint.__exit__, None, None, None)])
+        pool.start()
+        return endpoint, pool
+
+    yield start
+    for close, *arguments in opened:
+        close(*arguments)
+
+
+def scored(pool, *responses, prompt=PROMPT):
+    async def gather():
+        return await asyncio.gather(*(pool.score(prompt, r) for r in responses), return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def test_the_template_is_filled_in_once_and_the_last_number_is_scaled(judge):
+    def answer(request, _number):
+        return completion("Score: 2 at first sight. On reflection\nscore: **7.5**.")
+
+    section = {"template": "{prompt}|{response}|{answer}|{x}", "request": {"temperature": 0.5, "seed": 3}}
+    endpoint, pool = judge(answer, section, success_threshold=0.7)
+    (score,) = scored(pool, "it is {answer}")
+    assert endpoint.requests == [
+        {
+            "temperature": 0.5,
+            "seed": 3,
+            "model": "m",
+            "messages": [{"role": "user", "content": "1 + 1?|it is {answer}|2|{x}"}],
+        }
+    ]
+    assert (score.reward, score.success, score.parts, score.status) == (0.75, True, {"judge": 0.75}, "ok")
+    chat = Prompt("c", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}])
+    scored(pool, "r", prompt=chat)
+    assert endpoint.requests[1]["messages"][0]["content"] == "system: Be brief.\n\nuser: 1?|r||{x}"
+
+
+def test_the_default_template_and_pattern_go_together(judge):
+    def answer(request, _number):
+        asked = request["messages"][0]["content"]
+        assert "1 + 1?" in asked and "\n2\n" in asked and "it is 2" in asked and '"Score: N"' in asked
+        return completion("It is right.\nScore: 10")
+
+    _, pool = judge(answer)
+    assert scored(pool, "it is 2")[0].reward == 1.0
+
+
+WRONG = [
+    (
+        completion("It is good."),
+        "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It",
+    ),
+    (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
+    (completion("Score: -1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
+    (completion(None), "the answer is no chat completion with a text but "),
+    (completion(["Score: 1"]), "the answer is no chat completion with a text but "),
+    ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
+    ({"choices": {"0": 1}}, "the answer is no chat completion with a text but "),
+    ([], "the answer is no chat completion with a text but '[]'"),
+    (b"<html>", "the answer: not JSON: "),
+    (b"[" * 200_000, "the answer: nested more than 100 deep"),
+    (b" " * (2 << 20), "answered 200 with more than 1048640 bytes"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), WRONG, ids=range(len(WRONG)))
+def test_a_reply_without_a_number_is_of_the_wrong_format_at_once(judge, answer, words):
+    endpoint, pool = judge(lambda request, number: answer, deadline=20.0)
+    start = time.monotonic()
+    (score,) = scored(pool, "x")
+    assert time.monotonic() - start < 5 and len(endpoint.requests) == 1
+    assert (score.reward, score.status, score.failures) == (0.0, "reward_error", {"judge": "wrong_format"})
+    assert score.failure.startswith(f"judge: {words}")
+
+
+@pytest.mark.parametrize("text", ["Score: 1e999", "Score: nan", "Score: ", "Score: inf"])
+def test_what_a_pattern_of_the_users_catches_must_be_a_finite_number(judge, text):
+    _, pool = judge(lambda request, number: completion(text), {"pattern": r"Score: (\S*)"})
+    assert scored(pool, "x")[0].failures == {"judge": "wrong_format"}
+
+
+def test_a_pattern_that_takes_exponential_time_is_ended_and_others_are_scored(judge):
+    def answer(request, number):
+        return completion("a" * 5000 if "long" in request["messages"][0]["content"] else "aa5")
+
+    _, pool = judge(answer, {"pattern": "(?:a|a)+([0-9])"}, deadline=20.0)
+    start = time.monotonic()
+    late, other = scored(pool, "long", "short")
+    assert time.monotonic() - start < 5
+    assert late.failures == {"judge": "wrong_format"} and other.parts == {"judge": 0.5}
+    assert late.failure == "judge: reward.judge.pattern took more than 0.5 s on the judge's reply"
+
+
+def test_an_error_of_the_judge_stops_a_run_that_wants_it(judge):
+    _, pool = judge(lambda request, number: completion("?"), on_error="raise")
+    (error,) = scored(pool, "x")
+    assert isinstance(error, RewardError) and "reward function judge failed on prompt 'p7': nothing in" in str(error)
+
+
+def test_a_busy_judge_is_asked_again_when_it_says_and_the_key_is_not_shown(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "hunter22")
+    busy = [(429, b"", {"Retry-After": "1"}), None]
+
+    def answer(request, number):
+        return busy[number - 1] if number <= 2 else (401, b"who is %s?" % endpoint.keys[-1].encode())
+
+    endpoint, pool = judge(answer, {"api_key_env": "JUDGE_KEY"})
+    (score,) = scored(pool, "x")
+    assert endpoint.keys == ["Bearer hunter22"] * 3 and endpoint.begun[1] - endpoint.begun[0] > 0.95
+    assert score.failures == {"judge": "crashed"} and score.failure == "judge: answered 401: who is Bearer [API key]?"
+    assert "hunter22" not in repr(pool._services[0]._addresses.known)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match=r"^reward.judge.api_key_env: the environment variable JUDGE_KEY is not set$"):
+        judge(answer, {"api_key_env": "JUDGE_KEY"})
+
+
+def test_requests_in_flight_and_a_second_are_limited(judge):
+    async def answer(request, number):
+        await asyncio.sleep(0.05)
+        return completion("Score: 5")
+
+    endpoint, pool = judge(answer, {"concurrency": 3})
+    assert {score.reward for score in scored(pool, *map(str, range(12)))} == {0.5}
+    assert endpoint.most_under_way == 3 and len(endpoint.requests) == 12
+    endpoint, pool = judge(answer, {"requests_per_second": 10})
+    scored(pool, *map(str, range(8)))
+    assert endpoint.begun[-1] - endpoint.begun[0] > 0.6
+
+
+def test_a_slow_judge_times_out_and_a_judge_that_is_down_takes_no_deadline_for_each_response(judge):
+    async def slow(request, number):
+        await asyncio.sleep(30)
+
+    endpoint, pool = judge(slow, {"concurrency": 2}, deadline=1.0)
+    start = time.monotonic()
+    late = scored(pool, *map(str, range(40)))
+    assert time.monotonic() - start < 6 and len(endpoint.requests) <= 4  # 20 s and 40 requests else
+    assert [(s.status, s.failures) for s in late] == [("reward_timeout", {"judge": "timed_out"})] * 40
+    endpoint, pool = judge(lambda request, number: (503, b""), {"concurrency": 1}, deadline=1.0)
+    start = time.monotonic()
+    assert {tuple(s.failures.values()) for s in scored(pool, *map(str, range(30)))} == {("crashed",)}
+    assert time.monotonic() - start < 10  # 30 s else
+    endpoint.answer = lambda request, number: completion("Score: 5")
+    assert scored(pool, "again")[0].reward == 0.5
+
+
+def test_scores_are_kept_where_a_cache_is_asked_for_and_failures_are_not(judge):
+    def answer(request, number):
+        return completion("Score: 5" if number > 1 else "?")
+
+    endpoint, pool = judge(answer, cache=2)
+    assert [scored(pool, "a")[0].status for _ in range(3)] == ["reward_error", "ok", "ok"]
+    assert len(endpoint.requests) == 2
+    for response in ("b", "a", "c"):  # the least recently used one, b, goes
+        scored(pool, response)
+    assert len(endpoint.requests) == 4
+    scored(pool, "a", "c")
+    assert len(endpoint.requests) == 4
+    scored(pool, "b")
+    scored(pool, "b", prompt=Prompt("p7", text="1 + 2?", answer="3"))  # the same id and response
+    assert len(endpoint.requests) == 6
+    endpoint, pool = judge(answer)
+    scored(pool, "a")
+    scored(pool, "a")
+    scored(pool, "a")
+    assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "judge: name the endpoint's url and the model that it is asked for"),
+        ({"url": "http://h"}, "judge: name the endpoint's url and the model that it is asked for"),
+        ({"url": "h:8000", "model": "m"}, "'h:8000' is no http://HOST:PORT"),
+        ({"url": "https://h/v1?version=2", "model": "m"}, "cannot have a query; leave https://h/v1"),
+        ({"template": "{prompt}"}, "has no {response}"),
+        ({"pattern": "Score: [0-9]+"}, "has no group"),
+        ({"pattern": "("}, "not a regular expression"),
+        ({"range": [1, 1]}, "1 is not below 1"),
+        ({"range": [1]}, "at least 2"),
+        ({"request": {"stream": True}}, "stream: not a field to be set here"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ValueError) as error:
+        RewardConfig(functions=["judge"], judge=settings)
+    assert words in str(error.value)
+
+
+def test_a_judge_that_is_not_there_stops_the_start():
+    pool = RewardPool(RewardConfig(functions=["judge"], judge={"url": "http://127.0.0.1:9/v1", "model": "m"}))
+    with pytest.raises(ValueError, match=r"^reward.functions: judge: http://127.0.0.1:9/v1: cannot connect"):
+        pool.start()

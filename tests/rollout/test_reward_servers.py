@@ -1,0 +1,223 @@
+"""The reward model's servers: stand-ins that come up, hang and end; a real one is of the full tier."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+from stand_ins import VOCABULARY, Server, external, listening
+
+from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.reward import RewardPool
+from dynamo_megatron.rollout import reward_servers, serve, supervisor
+from dynamo_megatron.rollout.client import open_session
+from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.reward_servers import RewardServers
+from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.run_folder import NewFolder, refuse_foreign
+from dynamo_megatron.types import Prompt
+
+
+class StandIn:
+    """Of a server that is `listening` at `url`; `made` lists all."""
+
+    url, made, fails = "", [], False
+
+    def __init__(self, config, model, log, *, name, incarnation, slot, slots, first_gpu):
+        assert model.path == "rm" and config.server_args[-2:] == ["--a", "b"] and not config.offload
+        self.endpoint = Endpoint(name, incarnation, self.url, config.tp, f"key-{incarnation}")
+        self.first_gpu, self.ended = first_gpu, False
+        self.made.append(self)
+
+    def start(self):
+        pass
+
+    async def wait_ready(self):
+        if self.fails:
+            raise RolloutError("out of memory")
+
+    def check(self):
+        if self.ended:
+            raise RolloutError("the SGLang server ended (signal 9)")
+
+    def stop(self):
+        pass
+
+
+def with_model(config: Config, count: int = 1, **servers) -> Config:
+    reward = RewardConfig(
+        functions=["reward_model"],
+        reward_model={"path": "rm"},
+        servers={"count": count, "server_args": ["--a", "b"], **servers},
+    )
+    return config.model_copy(update={"reward": reward})
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.01)
+    monkeypatch.setattr(supervisor, "POLL_EVERY", 0.02)
+    monkeypatch.setattr(reward_servers, "HEALTH_EVERY", 0.1)
+    monkeypatch.setattr(reward_servers, "ClassifierServer", StandIn)
+    monkeypatch.setattr(StandIn, "made", [])
+    return StandIn
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config):
+    servers = RewardServers(config)
+    async with open_session() as session:
+        task = asyncio.create_task(servers.run(session))
+        try:
+            yield servers
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def until(condition, what: str) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def keys(servers: RewardServers) -> list[str]:
+    return [address.api_key for address in servers.addresses.known]
+
+
+def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(stand_in, tmp_path, monkeypatch):
+    async def work():
+        server = Server()
+        async with listening(server) as url:
+            monkeypatch.setattr(stand_in, "url", url)
+            async with running(with_model(external([url], output=tmp_path))) as servers:
+                await servers.wait_started()
+                assert keys(servers) == ["key-1"]
+                stand_in.made[0].ended = True
+                await until(lambda: keys(servers) == ["key-2"], "the second incarnation")
+                server.healthy = False  # hangs: out of the rotation after rollout.health_timeout, 1 s
+                await until(lambda: len(stand_in.made) == 3, "the third incarnation")
+                server.healthy = True
+                await until(lambda: keys(servers)[:1] > ["key-2"], "a healthy server")
+                return servers.notes
+
+    notes = asyncio.run(work())
+    assert notes[0] == "reward-0 is started again: the SGLang server ended (signal 9)"
+    assert notes[1] == "reward-0 is started again: no answer to /health for rollout.health_timeout (1 s)"
+
+
+def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(stand_in, "fails", True)
+
+    async def work():
+        async with running(with_model(external(["http://unused"], output=tmp_path), count=2)) as servers:
+            await servers.wait_started()
+
+    why = "reward-[01] is not started again: out of memory"
+    with pytest.raises(RolloutError, match=f"^no server of the reward model came up: {why}; {why}$"):
+        asyncio.run(work())
+
+
+def test_a_folder_with_their_announcements_is_a_runs_and_goes_with_a_refused_start(tmp_path):
+    folder = NewFolder(tmp_path / "run")
+    sections = {"model": {"path": "m"}, "data": {"source": "d"}, "rollout": {"placement": "split"}}
+    config = with_model(Config(output_dir=str(folder.path), **sections))
+
+    async def work():
+        async with running(config):
+            await until(lambda: list(folder.path.rglob("run.json")), "the controller's file")
+
+    asyncio.run(work())
+    assert any(folder.path.iterdir())
+    refuse_foreign(folder.path)
+    folder.discard("refused")
+    assert not folder.path.exists()
+
+
+def test_a_port_in_use_is_named_by_its_key(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = with_model(external(["http://unused"], output=tmp_path), port=taken.getsockname()[1])
+        with pytest.raises(ValueError, match=r"^reward.servers.port: port .* cannot be used"):
+            RewardServers(config)
+
+
+@pytest.mark.parametrize(
+    ("first_gpu", "expected"), [(None, [("reward-1", 4), ("reward-3", 4)]), (0, [("reward-1", 0), ("reward-3", 0)])]
+)
+def test_nodes_of_servers_share_those_of_the_reward_model_and_put_them_after_their_own(
+    stand_in, tmp_path, first_gpu, expected
+):
+    base = Config(
+        model={"path": "m"},
+        data={"source": "d"},
+        output_dir=str(tmp_path),
+        rollout={"placement": "split", "servers": 4, "tp": 2},
+    )
+    config = with_model(base, count=4, first_gpu=first_gpu)
+    assert len(serve._parts(config, 2, 1)) == 2
+    assert [(made.endpoint.name, made.first_gpu) for made in stand_in.made] == expected
+    assert len(serve._parts(with_model(base, count=1), 2, 1)) == 1  # it is on node 0
+    colocated = config.model_copy(update={"rollout": base.rollout.model_copy(update={"placement": "colocated"})})
+    assert len(serve._parts(colocated, 2, 1)) == 1  # the rollout process starts them
+
+
+def scored_by(folder) -> RewardConfig:
+    model = {"path": str(folder), "dtype": "float32"}
+    return RewardConfig(functions=["reward_model"], deadline=60, reward_model=model, servers={})
+
+
+@pytest.mark.full
+def test_a_real_server_gives_the_scores_of_transformers(tiny_reward_model, transformers_score, tmp_path):
+    base = external(["http://unused"], output=tmp_path, start_timeout=400, health_timeout=60.0)
+    config = base.model_copy(update={"reward": scored_by(tiny_reward_model)})
+    prompts = [Prompt(f"p{i}", text=f"{i} + {i}?", answer="") for i in range(8)]
+    responses = ["four", "five!", "x" * 200, "", "6", "7", "Seven.", "eight"]
+
+    async def work():
+        async with running(config) as servers:
+            await servers.wait_started()
+            pool = RewardPool(config.reward, servers.addresses)
+            try:
+                pool.start()
+                return await asyncio.gather(*(pool.score(p, r) for p, r in zip(prompts, responses, strict=True)))
+            finally:
+                pool.close()
+
+    scores = asyncio.run(work())
+    for prompt, response, score in zip(prompts, responses, scores, strict=True):
+        assert score.reward == pytest.approx(transformers_score(prompt.text, response), rel=1e-3, abs=1e-3), (
+            prompt,
+            response,
+        )
+    assert max(s.reward for s in scores) - min(s.reward for s in scores) > 0.1
+
+
+@pytest.mark.full
+def test_with_rollout_servers_of_other_nodes_it_is_beside_them(tiny_model, tiny_reward_model, tmp_path):
+    config = Config(
+        model={"path": str(tiny_model), "dtype": "float32"},
+        data={"source": "unused"},
+        output_dir=str(tmp_path / "run"),
+        rollout={"placement": "split", "max_new_tokens": 8, "start_timeout": 400},
+        reward=scored_by(tiny_reward_model),
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    with open(tmp_path / "node.log", "w") as log:
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "serve", "config.yaml"]
+        node = subprocess.Popen([*command, "--nodes", "1", "--node", "0"], cwd=tmp_path, stdout=log, stderr=log)
+    worker = RolloutWorker(config, [3], VOCABULARY)
+    worker.start()
+    try:
+        worker.wait_ready()
+        result = worker.generate(1, [Prompt("p", text="?", tokens=[20, 30, 40])], [4])
+    finally:
+        worker.close()
+    assert result.rewards["reward_model"].states == {"scored": 4} and len(set(result.batch.rewards)) > 1
+    assert node.wait(60) == 0, (tmp_path / "node.log").read_text()
