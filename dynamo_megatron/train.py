@@ -2,8 +2,8 @@
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
 rollouts among the prompts of a round, from the history of each prompt and of all prompts together. By default a prompt
-gets more rollouts, the closer its share of right ones has been to one half so far (algorithm.allocation). `Policy.update`
-scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
+gets more rollouts, the closer its share of right ones has been to one half so far (algorithm.allocation).
+`Policy.update` scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
