@@ -2,28 +2,29 @@
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
 rollouts among the prompts of a round, from the history of each prompt and of all prompts together. By default a prompt
-gets more rollouts, the closer its share of right ones has been to one half so far (algorithm.allocation).
-`Policy.update` scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
+gets more rollouts, the closer its expected share of right ones is to one half: its share so far, shrunk towards that of
+all prompts (algorithm.allocation). `Policy.update` scales each token's advantage by the entropy of the policy at that
+token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
-rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups and with which weights,
-and has each prompt's baseline, computed before its rollouts were sampled; and whether the run evaluates, exports or
-ends after the step. All ranks also take part in the policy's own collectives, in sending the weights to the servers, in
-gathering the metrics, and in a check that a user's advantage function returns the same everywhere. Stops and failures
-are announced through a key-value store.
+rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, with which weights and,
+for methods that use it (algorithm.advantage.kind: history), with which baselines; and whether the run evaluates,
+exports or ends after the step. All ranks also take part in the policy's own collectives, in saving, in sending the
+weights to the servers, in gathering the metrics, and in a check that a user's advantage function returns the same
+everywhere. Stops and failures are announced through a key-value store.
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
 `token_stats`, which the reference model uses, too), or if the loss or the gradient norm is (in `update`, before the
 optimizer's step). The inputs of that pass are then written to a folder (failed_step.py).
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
-history, and with `rollout.max_staleness` the rounds that had been sent to the servers. Each rollout is on disk once it
-is scored. The rollouts of all steps after the checkpoint are used again, except failed and rejected ones, because these
-steps give the same weights again. If a setting has changed that the weights depend on (optimizer, layout, kernels),
-only the rollouts of the first step are used again. With `rollout.max_staleness` responses that have begun are on disk
-as well, as of the last weight sync. Then a response, finished or not, is used again up to the first token that was
-sampled by later weights than the checkpoint's, and continued from there.
+history. Each rollout is on disk as soon as it is scored. With `rollout.max_staleness: 0` the rollouts of all steps
+after the checkpoint are used again, except failed and rejected ones: the same steps give the same weights again. If a
+setting has changed that the weights depend on (optimizer, layout, kernels), only the rollouts of the first step are.
+With a larger `max_staleness` the checkpoint also has the rounds that had been sent to the servers, and responses that
+have begun are on disk as of the last weight sync. Each response, finished or not, is then used again up to its first
+token from weights later than the checkpoint's, and continued from there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Trainer(TrainingRun):
         """Trains until `trainer.steps` or `trainer.stop_when`."""
         self.before_first_step()
         self.phases.clock.restart()
-        self.save()  # finishes an export that a kill has interrupted
+        self.save()  # finishes an interrupted export
         stop_reason = self.evaluate_if_due(self.start)
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
@@ -78,7 +79,7 @@ class Sampled(NamedTuple):
 
     rollouts: RolloutBatch
     mini_batches: list[MiniBatch]  # one for each update: the part of its rollouts that this rank computes, packed
-    stats: TokenStats  # float32 [R], of all R response tokens, by the policy that the last step has left
+    stats: TokenStats  # float32 [R], of all R response tokens under the weights of step - 1
     selection: Selection
     rounds: list[Round]  # rank 0's; empty elsewhere
 
@@ -106,7 +107,7 @@ class RLTrainer(Trainer):
         rollouts, mini_batches, selection = sampled.rollouts, sampled.mini_batches, sampled.selection
         # Each rollout gets an advantage from the rewards of its group (with algorithm.advantage.kind: history also from
         # those of earlier steps). A mini-batch's loss is sum(weight * token's loss) over all ranks. The weight is
-        # selection.weights / N; algorithm.loss.aggregation chooses N, by default
+        # selection.weights (None: 1) / N; algorithm.loss.aggregation chooses N, by default
         # N = groups of the mini-batch * rollouts of the token's group * rollout.max_new_tokens.
         implicit = self.policy.implicit_rewards(rollouts, mini_batches)  # None without the reward prime
         batch = TrainBatch.build(rollouts, self.config, gather, selection.baseline, selection.weights, implicit)
@@ -114,8 +115,8 @@ class RLTrainer(Trainer):
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
-        # Returns once each server has proved by checksums (rollout.proof) that it has the new weights. These servers
-        # sample step + 1; one that failed is restarted, and joins them at a later push.
+        # Returns once each server has failed, or has proved by checksums (rollout.proof) that it has the new weights.
+        # Those that have them sample step + 1; one that failed is restarted, and joins at a later push.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -123,10 +124,10 @@ class RLTrainer(Trainer):
         """Rollouts from the weights of step - 1, or of at most `rollout.max_staleness` steps before.
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
-        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one drawn
-        prompt in one round; they share a group_id. With `algorithm.sequential` further rounds sample prompts of the
-        first one again. The rollouts of a prompt in all rounds are then one group (`Selection.group_ids`), unless its
-        key `explore` is set.
+        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw of
+        a prompt, and gets its group_id when they are requested. With `algorithm.sequential` further rounds sample
+        prompts of the first one again; unless `sequential.explore` is set, all rollouts of a draw then become one group
+        (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
@@ -139,8 +140,8 @@ class RLTrainer(Trainer):
             return controller.generate(step, rounds[-1])
 
         def select() -> Selection | None:  # rank 0
-            # Rejects a rollout if its weights are too old, or if the servers' logprobs of it differ too much from the
-            # policy's (`stats`).
+            # Rejects a rollout if its weights are too old, or if a server's logprobs of it are not finite or differ too
+            # much from the policy's (`stats`).
             controller.reject(step, rounds, stats.logprobs.numpy())
             # Adds the other rollouts to the history that `allocate` reads, also those of groups that are dropped below.
             controller.observe(step, rounds[-1], batches[-1], stats)
@@ -155,7 +156,7 @@ class RLTrainer(Trainer):
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = selection.of(RolloutBatch.join(batches))
-        if rollouts is not batches[-1]:  # a new object: rounds were joined, or rollouts were left out
+        if rollouts is not batches[-1]:  # rounds were joined, or rollouts were left out
             mini_batches, stats = self.pack_and_measure(step, rollouts)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
