@@ -2,29 +2,31 @@
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
 rollouts among the prompts of a round, from the history of each prompt and of all prompts together. By default a prompt
-gets more rollouts, the closer its expected share of right ones is to one half: its share so far, shrunk towards that of
-all prompts (algorithm.allocation). `Policy.update` scales each token's advantage by the entropy of the policy at that
-token (algorithm.modulation).
+gets the more rollouts, the larger p(1 - p) is expected to be, where p is the probability of a right rollout; p is
+estimated from the prompt's own rollouts so far and those of all prompts (algorithm.allocation). `Policy.update` scales
+each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
-rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, with which weights and,
-for methods that use it (algorithm.advantage.kind: history), with which baselines; and whether the run evaluates,
-exports or ends after the step. All ranks also take part in the policy's own collectives, in saving, in sending the
-weights to the servers, in gathering the metrics, and in a check that a user's advantage function returns the same
-everywhere. Stops and failures are announced through a key-value store.
+rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, how much each counts in
+the loss, and, for methods that use one (algorithm.advantage.kind: history), with which baseline; and whether the run
+evaluates, exports or ends after the step. All ranks also take part in the policy's own collectives, in saving, in
+sending the weights to the servers, in gathering the metrics, and in a check that a user's advantage function returns
+the same everywhere. Stops and failures are announced through a key-value store.
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
 `token_stats`, which the reference model uses, too), or if the loss or the gradient norm is (in `update`, before the
-optimizer's step). The inputs of that pass are then written to a folder (failed_step.py).
+optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). A server's reply with such a
+logprob is refused, and its request sent again.
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
-history. Each rollout is on disk as soon as it is scored. With `rollout.max_staleness: 0` the rollouts of all steps
-after the checkpoint are used again, except failed and rejected ones: the same steps give the same weights again. If a
-setting has changed that the weights depend on (optimizer, layout, kernels), only the rollouts of the first step are.
-With a larger `max_staleness` the checkpoint also has the rounds that had been sent to the servers, and responses that
-have begun are on disk as of the last weight sync. Each response, finished or not, is then used again up to its first
-token from weights later than the checkpoint's, and continued from there.
+history. Each rollout is on disk as soon as it is scored. By default (`rollout.max_staleness: 0`) the rollouts of all
+steps after the checkpoint are used again. Those that failed, were rejected or could not be scored are sampled again;
+the step may then give other weights, so that the rollouts of the steps after it are removed. If a setting has changed
+that the weights depend on (optimizer, layout, kernels), only the rollouts of the first step after the checkpoint are
+used again. With a larger `max_staleness` the checkpoint has the rounds that had been sent to the servers. Responses
+that have begun are then on disk, too, as of the last weight sync. Each response, finished or not, is used again up to,
+but without, its first token from weights later than the checkpoint's, and continued from there.
 """
 
 from __future__ import annotations
@@ -115,8 +117,8 @@ class RLTrainer(Trainer):
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
-        # Returns once each server has failed, or has proved by checksums (rollout.proof) that it has the new weights.
-        # Those that have them sample step + 1; one that failed is restarted, and joins at a later push.
+        # Waits for each server: it proves by checksums that it has the new weights (rollout.proof), or has failed. The
+        # former sample step + 1; the latter are restarted, and join at a later push.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -140,8 +142,8 @@ class RLTrainer(Trainer):
             return controller.generate(step, rounds[-1])
 
         def select() -> Selection | None:  # rank 0
-            # Rejects a rollout if its weights are too old, or if a server's logprobs of it are not finite or differ too
-            # much from the policy's (`stats`).
+            # Rejects a rollout if the weights that sampled it are too old, or if the server's logprobs of its tokens
+            # differ too much from the policy's (`stats`).
             controller.reject(step, rounds, stats.logprobs.numpy())
             # Adds the other rollouts to the history that `allocate` reads, also those of groups that are dropped below.
             controller.observe(step, rounds[-1], batches[-1], stats)
