@@ -6,7 +6,7 @@ gets the more rollouts, the larger p(1 - p) is expected to be, where p is the pr
 estimated from the prompt's own rollouts so far and those of all prompts (algorithm.allocation). `Policy.update` scales
 each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
-Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
+Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rollouts, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
 rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, how much each counts in
 the loss, and, for methods that use one (algorithm.advantage.kind: history), with which baseline; and whether the run
@@ -117,8 +117,8 @@ class RLTrainer(Trainer):
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
-        # Waits for each server: it proves by checksums that it has the new weights (rollout.proof), or has failed. The
-        # former sample step + 1; the latter are restarted, and join at a later push.
+        # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has failed.
+        # Those with the new weights sample step + 1; one that failed is restarted, and joins at a later push.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -127,9 +127,9 @@ class RLTrainer(Trainer):
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
         equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw of
-        a prompt, and gets its group_id when they are requested. With `algorithm.sequential` further rounds sample
-        prompts of the first one again; unless `sequential.explore` is set, all rollouts of a draw then become one group
-        (`Selection.group_ids`).
+        a prompt; it gets its group_id when they are requested, in `Controller.generate` (with `rollout.max_staleness`
+        in `begin_round`). With `algorithm.sequential` further rounds sample prompts of the first round again; unless
+        `sequential.explore` is set, all rollouts of such a prompt then become one group (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
