@@ -109,11 +109,12 @@ class Generator:
                 group.create_task(self._reward_servers.run(session))
 
     def _report(self) -> tuple[dict[str, ServerUse], list[str]]:
-        """As `Fleet.report`, with what happened to the reward model's servers."""
+        """As `Fleet.report`, with what happened to the reward model's servers and to reward workers."""
         uses, said = self._fleet.report()
-        if self._reward_servers is not None:
-            said = [*said, *self._reward_servers.notes]
-            self._reward_servers.notes.clear()
+        for notes in (self._reward_servers.notes if self._reward_servers is not None else [], self._pool.notes):
+            new = list(notes)
+            del notes[: len(new)]  # others may add to them meanwhile
+            said = [*said, *new]
         return uses, said
 
     async def _end_fleet(self) -> None:
