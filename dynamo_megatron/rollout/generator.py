@@ -108,12 +108,13 @@ class Generator:
                 group.create_task(self._reward_servers.run(session))
 
     def _report(self, session: StepSession) -> list[str]:
-        """Counts what the servers did for the session; returns what happened to them, and to the reward model's."""
+        """Counts what the servers did for the session; returns what happened to all servers and reward workers."""
         uses, said = self._fleet.report()
         session.use(uses)
-        if self._reward_servers is not None:
-            said = [*said, *self._reward_servers.notes]
-            self._reward_servers.notes.clear()
+        for notes in (self._reward_servers.notes if self._reward_servers is not None else [], self._pool.notes):
+            new = list(notes)
+            del notes[: len(new)]  # others may add to them meanwhile
+            said = [*said, *new]
         return said
 
     async def _end_fleet(self) -> None:
