@@ -132,13 +132,11 @@ def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
 
 def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_generator):
     async def work(generator, push):
-        pool = generator._pool
-        pool._config = pool._config.model_copy(update={"deadline": 0.5, "on_error": "zero"})
         broken = Prompt("broken", text="?", tokens=[20, 30])
         result = await generator.generate(1, [broken, PROMPTS[2], broken], [1, 1, 1], 0)
         return sorted(note.partition("reward 0 for a ")[2] for note in result.notes)
 
-    failed, late = with_generator(work, Server())
+    failed, late = with_generator(work, Server(), reward={"deadline": 0.5, "on_error": "zero"})
     assert failed.startswith("reward_error, ") and "KeyError: 'no answer'" in failed.partition("the last: ")[2]
     assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
 
