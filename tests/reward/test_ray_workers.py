@@ -53,6 +53,14 @@ def workers() -> dict[int, int]:
     return found
 
 
+def all_end(within: float = 20.0) -> bool:
+    """Whether no reward worker lives any more after at most that many seconds."""
+    end = time.monotonic() + within
+    while workers() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not workers()
+
+
 def test_samples_of_a_node_that_is_killed_are_scored_on_the_other_and_once(cluster, pool, tmp_path):
     p = pool(NAME, placement="ray", workers=2, deadline=20.0, on_error="zero")
     log = tmp_path / "scored.txt"
@@ -84,10 +92,7 @@ def test_samples_of_a_node_that_is_killed_are_scored_on_the_other_and_once(clust
     assert len(set(on.values())) == 2 and len(asked) == 32  # the two that were lost, twice
     assert scored(p, "7", prompt=prompt)[0].reward == 7.0 and len(p.notes) == 1
     p.close()
-    end = time.monotonic() + 20
-    while workers() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not workers()
+    assert all_end()
 
 
 def test_deadlines_and_states_are_those_of_workers_of_this_machine(cluster, pool, tmp_path):
@@ -121,4 +126,4 @@ def test_programs_have_the_same_sandbox(cluster, pool, tmp_path):
 def test_a_function_that_a_node_cannot_load_stops_the_start(cluster, pool, tmp_path):
     with pytest.raises(ValueError, match=r"^reward.placement: node .*: reward.functions: .*my_slow.* has no 'absent'"):
         pool("my_slow:absent", placement="ray")
-    assert not workers()
+    assert all_end()
