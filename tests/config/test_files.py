@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.config.files import ConfigError, compose, describe
 
 NEEDED = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
@@ -31,8 +32,7 @@ def test_all_faults_at_once(tmp_path, monkeypatch):
         "datasets:NAME, reasoning-gym, your iterator)",
         "output_dir: missing; set it in a config file or with output_dir=...",
         "b.yaml: parallel: vpp: 2 chunks a stage need pp above 1",
-        "b.yaml: reward: is a section; give it keys (functions, fusion, success_threshold, deadline, on_error, "
-        "workers, api_key_env, cache, format, code, judge, reward_model, servers, prime), got 3",
+        f"b.yaml: reward: is a section; give it keys ({', '.join(RewardConfig.model_fields)}), got 3",
         "a.yaml: optimizer.lr: Input should be a valid number, unable to parse string as a number, got 'fast'",
         "a.yaml: optimizer.weight_decay: Input should be greater than or equal to 0, got -1",
         "the command line: trainer.steps: Input should be greater than or equal to 1, got 0",
