@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def probe(config: RolloutConfig, model: ModelConfig, vocab_size: int, log: Path)
 async def _probe(server: SGLangServer, config: RolloutConfig, vocab_size: int) -> list[dict[str, float]]:
     await server.wait_ready()
     rng, rows = random.Random(0), []
+    ids = itertools.count()  # SGLang aborts by its id what a closed connection has asked for, two seconds after that
     async with open_session() as session:
         client = SGLangClient(session, server.endpoint, config, [])
 
@@ -36,7 +38,10 @@ async def _probe(server: SGLangServer, config: RolloutConfig, vocab_size: int) -
             prompts = [[rng.randrange(vocab_size) for _ in range(prompt)] for _ in range(running)]  # no shared prefix
             begun = time.monotonic()
             responses = await asyncio.gather(
-                *(client.generate(f"probe-{i}", p, max_new_tokens=tokens, seed=i) for i, p in enumerate(prompts))
+                *(
+                    client.generate(f"probe-{next(ids)}", p, max_new_tokens=tokens, seed=i)
+                    for i, p in enumerate(prompts)
+                )
             )
             assert all(len(r.tokens) == tokens for r in responses), [len(r.tokens) for r in responses]
             return time.monotonic() - begun
