@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server import SGLangServer
+
+if TYPE_CHECKING:
+    from dynamo_megatron.weight_sync.push import PushReport
 
 LAYOUTS = {
     "1 rank": (1, {}),
@@ -103,24 +106,8 @@ def run_rank(job_file: Path) -> None:
         pusher.close()
         if rank == 0:
             assert fleet.outcomes == {endpoint.name: None}, fleet.outcomes
-            seconds = [r.seconds - r.proof_seconds for r in reports]
-            found.append(
-                {
-                    "layout": job["layout"],
-                    "transport": case["transport"],
-                    "server tp": endpoint.tp,
-                    "bytes of the model": pusher.schedule.nbytes,
-                    "bytes sent": reports[-1].bytes,
-                    "floor bytes": reports[-1].floor_bytes,
-                    "bytes to floor": reports[-1].bytes / reports[-1].floor_bytes,
-                    "seconds": statistics.median(seconds),
-                    "seconds min": min(seconds),
-                    "seconds max": max(seconds),
-                    "proof seconds": statistics.median(r.proof_seconds for r in reports),
-                    "copy seconds": statistics.median(copies),
-                    "ratio to a copy": statistics.median(s / c for s, c in zip(seconds, copies, strict=True)),
-                }
-            )
+            shape = {"layout": job["layout"], "transport": case["transport"], "server tp": endpoint.tp}
+            found.append({**shape, "bytes of the model": pusher.schedule.nbytes, **_figures(reports, copies)})
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -128,6 +115,22 @@ def run_rank(job_file: Path) -> None:
     store.set(f"done{rank}", "")
     if rank == 0:  # it serves the store
         store.wait([f"done{r}" for r in range(layout.world_size)])
+
+
+def _figures(reports: list[PushReport], copies: list[float]) -> dict[str, float]:
+    """Of the pushes of one case; `copies`: seconds of the plain copy after each."""
+    seconds = [r.seconds - r.proof_seconds for r in reports]
+    return {
+        "bytes sent": reports[-1].bytes,
+        "floor bytes": reports[-1].floor_bytes,
+        "bytes to floor": reports[-1].bytes / reports[-1].floor_bytes,
+        "seconds": statistics.median(seconds),
+        "seconds min": min(seconds),
+        "seconds max": max(seconds),
+        "proof seconds": statistics.median(r.proof_seconds for r in reports),
+        "copy seconds": statistics.median(copies),
+        "ratio to a copy": statistics.median(s / c for s, c in zip(seconds, copies, strict=True)),
+    }
 
 
 class _Fleet:

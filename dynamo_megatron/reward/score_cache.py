@@ -18,6 +18,8 @@ class ScoreCache:
         self._lock = threading.Lock()
 
     def get(self, sample: bytes) -> Outcome | None:
+        if not self._size:
+            return None
         key = hashlib.sha256(sample).digest()
         with self._lock:
             if key in self._scores:
@@ -25,6 +27,8 @@ class ScoreCache:
             return self._scores.get(key)
 
     def put(self, sample: bytes, scored: Outcome) -> None:
+        if not self._size:
+            return
         key = hashlib.sha256(sample).digest()
         with self._lock:
             self._scores[key] = scored

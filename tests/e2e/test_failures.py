@@ -84,25 +84,15 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     assert run.left_behind(within=10) == []
 
 
+@pytest.mark.parametrize(("rank", "death"), [(1, DIES_ON_RANK_1), (0, DIES_IN_GENERATE)])
 def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_traceback(
-    recorded, workspace, start_run, tmp_path
+    recorded, workspace, start_run, tmp_path, rank, death
 ):
-    (tmp_path / "sitecustomize.py").write_text(DIES_ON_RANK_1)
+    (tmp_path / "sitecustomize.py").write_text(death)
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
     assert run.wait() == 1
     before, killed = run.text.splitlines()[-2:]
-    assert killed == "rank 1 was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
-    assert run.left_behind(within=10) == []
-
-
-def test_rank_0_killed_while_another_one_waits_for_its_word_is_named_without_a_traceback(
-    recorded, workspace, start_run, tmp_path
-):
-    (tmp_path / "sitecustomize.py").write_text(DIES_IN_GENERATE)
-    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
-    assert run.wait() == 1
-    before, killed = run.text.splitlines()[-2:]
-    assert killed == "rank 0 was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
+    assert killed == f"rank {rank} was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
     assert run.left_behind(within=10) == []
 
 

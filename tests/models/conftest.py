@@ -2,6 +2,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from conversion_command import SIZES
+
+from dynamo_megatron.convert import hf2mcore
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -31,3 +34,12 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture
 def tool():
     return load_tool
+
+
+@pytest.fixture(scope="session")
+def converted(tiny_model, tmp_path_factory):
+    """(Hugging Face folder, what hf2mcore made of it). Do not change them."""
+    folder = tiny_model("qwen2", **SIZES)
+    mcore = tmp_path_factory.mktemp("converted") / "mcore"
+    hf2mcore(folder, mcore)
+    return folder, mcore

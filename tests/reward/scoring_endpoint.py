@@ -1,15 +1,20 @@
 """An endpoint on loopback whose answers a test makes up: chat completions, and SGLang's /classify."""
 
 import asyncio
+import functools
 import json
 import threading
 import time
 
+import reward_service
 from aiohttp import web
 
 from dynamo_megatron.types import Prompt
 
 PROMPT = Prompt("p7", text="1 + 1?", answer="2")
+
+
+scored = functools.partial(reward_service.scored, prompt=PROMPT)
 
 
 def completion(text):
@@ -20,15 +25,11 @@ def classes(*scores):
     return [{"embedding": [score], "meta_info": {"id": str(i)}} for i, score in enumerate(scores)]
 
 
-class Endpoint:
-    """`answer(request's JSON, n)` gives the n-th request (from 1) a body (JSON or bytes), (status, body) or (status,
-    body, headers), or awaits one; None drops the connection. Used as `with`; `url` is its base, `begun` the monotonic
-    seconds of every request."""
+class Listening:
+    """`_serve` listens in a thread of its own while this is used as `with`: it sets `_loop` and `_ready`, and ends with
+    `_done`."""
 
-    def __init__(self, answer):
-        self.answer = answer
-        self.requests, self.keys, self.begun = [], [], []
-        self.under_way = self.most_under_way = 0
+    def __init__(self):
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -40,6 +41,18 @@ class Endpoint:
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._done.set)
         self._thread.join(10)
+
+
+class Endpoint(Listening):
+    """`answer(request's JSON, n)` gives the n-th request (from 1) a body (JSON or bytes), (status, body) or (status,
+    body, headers), or awaits one; None drops the connection. `url` is its base, `begun` the monotonic seconds of every
+    request."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.requests, self.keys, self.begun = [], [], []
+        self.under_way = self.most_under_way = 0
+        super().__init__()
 
     async def _serve(self):
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()

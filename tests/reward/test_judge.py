@@ -1,10 +1,11 @@
 """The reward `judge`: what the endpoint is asked, what becomes of its replies, and how often it is asked."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
-from scoring_endpoint import PROMPT, Endpoint, completion
+from scoring_endpoint import Endpoint, completion, scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool
@@ -14,26 +15,18 @@ from dynamo_megatron.types import Prompt
 @pytest.fixture
 def judge():
     """judge(answer, settings of reward.judge, **settings of reward) -> (endpoint, started pool)."""
-    opened = []
+    opened = contextlib.ExitStack()
 
     def start(answer, judge=None, **settings):
-        endpoint = Endpoint(answer).__enter__()
+        endpoint = opened.enter_context(Endpoint(answer))
         section = {"url": endpoint.url, "model": "m", **(judge or {})}
         pool = RewardPool(RewardConfig(**{"functions": ["judge"], "on_error": "zero", "judge": section, **settings}))
-        opened.extend([(pool.close,), (endpoint.__exit__, None, None, None)])
+        opened.callback(pool.close)
         pool.start()
         return endpoint, pool
 
-    yield start
-    for close, *arguments in opened:
-        close(*arguments)
-
-
-def scored(pool, *responses, prompt=PROMPT):
-    async def gather():
-        return await asyncio.gather(*(pool.score(prompt, r) for r in responses), return_exceptions=True)
-
-    return asyncio.run(gather())
+    with opened:
+        yield start
 
 
 def test_the_template_is_filled_in_once_and_the_last_number_is_scaled(judge):

@@ -7,6 +7,7 @@ import textwrap
 import time
 
 import pytest
+from reward_service import scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
@@ -80,16 +81,6 @@ def folder(tmp_path, monkeypatch):
 
 def pool(**settings):
     return RewardPool(RewardConfig(**{"functions": ["my_rewards:by_text"], "workers": 2, **settings}))
-
-
-def scored(reward_pool, *responses, prompt=None):
-    """Each response's score, or the error it raised."""
-    prompt = prompt or Prompt("p7", text="?", answer="1")
-
-    async def gather():
-        return await asyncio.gather(*(reward_pool.score(prompt, r) for r in responses), return_exceptions=True)
-
-    return asyncio.run(gather())
 
 
 def alive(pid):

@@ -1,12 +1,13 @@
 """The reward `reward_model`: what a server of it is sent, and what becomes of its replies and of its restarts."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
 
 import pytest
-from scoring_endpoint import PROMPT, Endpoint, classes
+from scoring_endpoint import Endpoint, classes, scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
@@ -22,29 +23,20 @@ def lengths(request, _number):
 @pytest.fixture
 def reward_model(tiny_model):
     """reward_model(answer, settings of reward.reward_model, **settings of reward) -> (endpoint, started pool)."""
-    opened = []
+    opened = contextlib.ExitStack()
 
     def start(answer=lengths, model=None, addresses=None, **settings):
-        endpoint = Endpoint(answer).__enter__()
-        opened.append((endpoint.__exit__, None, None, None))
+        endpoint = opened.enter_context(Endpoint(answer))
         section = {"path": str(tiny_model), **({} if addresses else {"urls": [endpoint.url]}), **(model or {})}
         settings |= {"servers": {}} if addresses else {}
         config = RewardConfig(functions=["reward_model"], reward_model=section, **{"on_error": "zero", **settings})
         pool = RewardPool(config, addresses)
-        opened.insert(0, (pool.close,))
+        opened.callback(pool.close)
         pool.start()
         return endpoint, pool
 
-    yield start
-    for close, *arguments in opened:
-        close(*arguments)
-
-
-def scored(pool, *responses, prompt=PROMPT):
-    async def gather():
-        return await asyncio.gather(*(pool.score(prompt, r) for r in responses), return_exceptions=True)
-
-    return asyncio.run(gather())
+    with opened:
+        yield start
 
 
 def test_conversations_go_in_batches_through_the_chat_template_of_the_reward_model(reward_model, tiny_model):

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import json
-import threading
 
 import pytest
-from scoring_endpoint import PROMPT
+from scoring_endpoint import PROMPT, Listening
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool
@@ -15,21 +14,12 @@ from dynamo_megatron.reward.exchanges import Judge
 KEY = "sk-hunter22/hunter22"
 
 
-class RawEndpoint:
-    """Answers every connection with the same bytes. Used as `with`; `port` is its own."""
+class RawEndpoint(Listening):
+    """Answers every connection with the same bytes. `port` is its own."""
 
     def __init__(self, reply: bytes):
-        self._reply, self._ready = reply, threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(10)
+        self._reply = reply
+        super().__init__()
 
     async def _serve(self):
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
