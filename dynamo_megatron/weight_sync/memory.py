@@ -1,6 +1,7 @@
 """Servers and training ranks that share GPUs take turns with their memory.
 
-Has run on CPUs alone. There a server frees nothing; in the tests it may lose what it releases (tests/e2e/poisoning_saver).
+Has run on CPUs alone. There a server frees nothing; in the tests there is one that loses what it releases
+(tests/e2e/poisoning_saver).
 """
 
 from __future__ import annotations
