@@ -8,7 +8,8 @@
 # make test-shard one of SHARDS (8) parts of test-all, another one for every count of commits
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, and mypy over the pure packages
-# make gpu-check  kernel tests, head benchmark, three training steps on one GPU; no network, sets nothing up
+# make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
+#                 SGLang, steps with a server; RESUME=1 leaves out what has passed; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
@@ -114,7 +115,8 @@ lint: $(INSTALLED)
 
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \
-		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py; done; \
+		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py \
+		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume); done; \
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:

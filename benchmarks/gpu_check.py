@@ -1,13 +1,16 @@
 """What a machine with one GPU makes of this tree, without network: `make gpu-check`.
 
-    python -P benchmarks/gpu_check.py [--part tests|head|training] [--out benchmarks/results]
+    python -P benchmarks/gpu_check.py [--part NAME] [--resume] [--server-python PYTHON] [--out benchmarks/results]
     python -P benchmarks/gpu_check.py --tiny     # without a GPU: that the command works, no figures about speed
 
 tests: the kernels' tests with the compiled kernels; head: benchmarks/head.py on two shapes; training: three steps of
 `dynamo-megatron train` with a random model of Qwen2.5-1.5B's shape through the Triton head, from recorded rollouts;
-the peak of its tensors is held to what `dynamo-megatron plan` says of it.
-Writes gpu_check.json after each part; `--part` runs one and leaves what the file says of the others. A part is ended
-after ten minutes. Exits 1 where a part fails, 2 where something that it needs is missing.
+the peak of its tensors is held to what `dynamo-megatron plan` says of it; live-disk, live-memory, live-turns: five
+steps of that shape with an SGLang server on the same GPU (live_steps.py), where `--server-python` names an interpreter
+that has SGLang.
+Writes gpu_check.json after each part; `--part` runs one and leaves what the file says of the others, `--resume` leaves
+out the parts that have passed. A part is ended after ten minutes. Exits 1 where a part fails, 2 where something that it
+needs is missing.
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ SCRATCH = ROOT / "runs" / "gpu-check"
 DISK_BYTES = 15e9  # the training's model and the weights it writes for a server
 # Modules that a part imports; the distribution has the same name where it is not told.
 SHARED = ("torch", "numpy", "triton", "pydantic", "dynamo_megatron.kernels")
+TRAINING = (
+    *(*SHARED, "megatron.core", "transformers", "tokenizers", "safetensors"),
+    *("yaml", "jinja2", "psutil", "tqdm", "aiohttp"),
+)
 NEEDED = {
     "tests": (*SHARED, "pytest"),
     "head": (*SHARED, "matplotlib", "megatron.core"),
-    "training": (
-        *(*SHARED, "megatron.core", "transformers", "tokenizers", "safetensors"),
-        *("yaml", "jinja2", "psutil", "tqdm", "aiohttp"),
-    ),
+    "training": TRAINING,
+    "live-disk": TRAINING,
+    "live-memory": TRAINING,
+    "live-turns": TRAINING,
 }
 DISTRIBUTIONS = {"dynamo_megatron.kernels": "dynamo-megatron", "megatron.core": "megatron-core", "yaml": "pyyaml"}
 HEAD_CASES = "14B/8192/tp[18]"
@@ -111,7 +118,17 @@ def training(tiny: bool, scratch: Path) -> dict[str, Any]:
     return {**result, "passed": len(result.get("steps", [])) == work.steps and as_planned}
 
 
-def run_part(part: str, tiny: bool, scratch: Path) -> dict[str, Any]:
+def live(way: str, tiny: bool, scratch: Path, server_python: str | None) -> dict[str, Any]:
+    """Figures of steps with a server."""
+    import live_steps
+    import training_steps
+
+    work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
+    result = live_steps.run(way, work, scratch / way, server_python, TIMEOUT)
+    return {**result, "passed": result["exit code"] == 0 and not result["wrong"]}
+
+
+def run_part(part: str, tiny: bool, scratch: Path, server_python: str | None) -> dict[str, Any]:
     from measure import machine
 
     start, before = time.time(), machine(VERSIONS)
@@ -120,8 +137,10 @@ def run_part(part: str, tiny: bool, scratch: Path) -> dict[str, Any]:
         result = kernel_tests(device, tests, scratch)
     elif part == "head":
         result = head_benchmark(["--tiny", "--only", "tiny"] if tiny else ["--only", HEAD_CASES], scratch)
-    else:
+    elif part == "training":
         result = training(tiny, scratch)
+    else:
+        result = live(part, tiny, scratch, server_python)
     return {"tiny": tiny, "machine": before, "seconds": time.time() - start, **result}
 
 
@@ -141,7 +160,15 @@ def said(part: str, result: dict[str, Any]) -> str:
             )
             floor = f", {figures['of floor']:.2f} of the GEMMs" if "of floor" in figures else ""
             lines.append(f"head {case['case']}, {name}: {took}{floor}")
-    if "headline" in result:
+    lines += result.get("wrong", [])
+    if "headline" in result and "way" in result:
+        last = result["headline"]
+        lines.append(
+            f"{part}, step {last['step']}: {last['seconds']:.2f} s (generate {last['generate seconds']:.2f} s, push "
+            f"{last['push seconds']:.2f} s), {last['tokens a second and GPU']:.0f} tokens a second, gap "
+            f"{last['gap']:.1e}"
+        )
+    elif "headline" in result:
         last = result["headline"]
         mfu, memory = last["update MFU"], last["peak GPU bytes"]
         lines.append(
@@ -157,11 +184,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes; runs on a CPU")
     parser.add_argument("--part", choices=tuple(NEEDED), help="default: all, one after another")
+    parser.add_argument("--resume", action="store_true", help="leaves out the parts that the file says have passed")
+    parser.add_argument("--server-python", metavar="PYTHON", help="an interpreter with SGLang, for the live parts")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; with --tiny runs/gpu-check"
     )
     options = parser.parse_args()
     parts = [options.part] if options.part else list(NEEDED)
+    serverless = [part for part in parts if part.startswith("live-") and not (options.tiny or options.server_python)]
+    if serverless and options.part:
+        return _refused(f"{options.part} needs --server-python, which names an interpreter with SGLang")
+    parts = [part for part in parts if part not in serverless]
     if lacking := missing(parts):
         return _refused(f"{sys.executable} has no {', '.join(lacking)}, which {', '.join(parts)} need")
     import torch
@@ -177,12 +210,16 @@ def main() -> int:
     if not options.tiny and "training" in parts and shutil.disk_usage(scratch).free < DISK_BYTES:
         return _refused(f"needs {DISK_BYTES / 1e9:.0f} GB of disk in {scratch}; link runs/ elsewhere")
     written = out / "gpu_check.json"
-    before = json.loads(written.read_text(encoding="utf-8")) if options.part and written.exists() else {}
+    keeps = options.part or options.resume
+    before = json.loads(written.read_text(encoding="utf-8")) if keeps and written.exists() else {}
     result = {part: found for part, found in before.items() if found["tiny"] == options.tiny}
-    for part in parts:
-        result[part] = run_part(part, options.tiny, scratch)
+    due = [part for part in parts if not (options.resume and part in result and result[part]["passed"])]
+    for part in due:
+        result[part] = run_part(part, options.tiny, scratch, options.server_python)
         written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(said(part, result[part]), flush=True)
+    if serverless:
+        print(f"left out: {', '.join(serverless)}, which need --server-python")
     print(f"written: {written}")
     return 0 if all(result[part]["passed"] for part in parts) else 1
 

@@ -151,8 +151,8 @@ def write_rollouts(work: Work, folder: Path, source: Path, model: Path) -> None:
     store.close()
 
 
-def prepare(work: Work, folder: Path, backend: str) -> Path:
-    """Model, problems, rollouts and config of a run, in an empty folder; returns the config's path."""
+def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
+    """A random model, and problems of `prompt_tokens` tokens each; returns their paths in `folder`."""
     model, problems = folder / "model", folder / "problems.jsonl"
     runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"](
         model,
@@ -169,6 +169,12 @@ def prepare(work: Work, folder: Path, backend: str) -> Path:
     # The tokenizer makes a token of every character; the template adds the newline.
     rows = [{"id": f"p{i}", "problem": f"{i:0{work.prompt_tokens - 1}d}", "answer": "0"} for i in range(work.prompts)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return model, problems
+
+
+def prepare(work: Work, folder: Path, backend: str) -> Path:
+    """Model, problems, rollouts and config of a run, in an empty folder; returns the config's path."""
+    model, problems = write_model(work, folder)
     write_rollouts(work, folder / "recorded", problems, model)
     config = {
         "model": {"path": str(model), "dtype": work.dtype},

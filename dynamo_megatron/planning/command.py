@@ -58,8 +58,8 @@ def plan(
     response_tokens: int | None,
     search: bool,
 ) -> int:
-    """Prints the plan, or the ranked layouts; returns 0 where the run (or one of the layouts) fits, else 1. Raises
-    ConfigError."""
+    """Prints the plan, or the ranked layouts; returns 0 where the run (or one of the layouts) fits, else 1, as where
+    the longest responses could never end. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
     cluster = cluster_of(gpu, gpus, gpus_per_node)
     spec, origin = model_spec(config)
@@ -71,4 +71,4 @@ def plan(
     check_ranks(config, spec, gpus)
     made = make_plan(config, spec, cluster, work)
     print(describe(made, origin))
-    return 0 if made.fits else 1
+    return 0 if made.fits and not made.timeout_too_short else 1

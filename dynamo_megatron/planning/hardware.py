@@ -22,17 +22,29 @@ class GPU:
     nvlink: float  # bytes a second, one direction
     network: float  # bytes a second, one direction, of a GPU's share of its node's network
     host_memory: float  # bytes, of such a node
+    packed_attention: bool = True  # cuDNN's, which TransformerEngine uses, takes packed sequences
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, 2e12),
+        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, 2e12, packed_attention=False),
         GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9, 2e12),
         GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9, 2e12),
         GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, 2e12),
     )
 }
+SAME_MEMORY = 0.05  # by which a device's memory may differ from that of its kind
+
+
+def gpu_named(name: str, memory: float) -> GPU | None:
+    """The kind of a device that CUDA calls `name` ("NVIDIA H100 80GB HBM3") and that has `memory` bytes; None where it
+    is in no row."""
+    words = name.replace("-", " ").lower().split()
+    for gpu in GPUS.values():
+        if gpu.name.partition("-")[0] in words and abs(memory / gpu.memory - 1) <= SAME_MEMORY:
+            return gpu
+    return None
 
 
 @dataclass(frozen=True)

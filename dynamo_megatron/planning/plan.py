@@ -147,10 +147,17 @@ class Plan:
     @property
     def longest_response(self) -> float:
         """Seconds that a response of rollout.max_new_tokens takes at least, beside as many others as run at once."""
-        s, gpu, work = self.servers, self.cluster.gpu, self.work
-        if s is None:
-            return 0.0
-        shape = self.spec, self.config.model.dtype, s.tp, max(1.0, s.running), work.prompt + work.response / 2
+        return self._response(self.servers.running) if self.servers is not None else 0.0
+
+    @property
+    def timeout_too_short(self) -> bool:
+        """No response of rollout.max_new_tokens can end within rollout.timeout, even alone on its server."""
+        return self.servers is not None and self.config.rollout.timeout_of() < self._response(1.0)
+
+    def _response(self, running: float) -> float:
+        """Seconds that a response of rollout.max_new_tokens takes at least, `running` at once on its server."""
+        gpu, work = self.cluster.gpu, self.work
+        shape = self.spec, self.config.model.dtype, self.servers.tp, max(1.0, running), work.prompt + work.response / 2
         return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, gpu.flops, gpu.memory_bandwidth)
 
     @property

@@ -103,7 +103,7 @@ def _rest(plan: Plan) -> list[str]:
         + f"), {_gib(host.load)} to load a checkpoint; {_host_verdict(plan)}",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
-        *_save(plan),
+        *save_said(plan),
         _rollouts(plan),
         "",
         "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
@@ -145,7 +145,8 @@ def _rest(plan: Plan) -> list[str]:
     return lines
 
 
-def _save(plan: Plan) -> list[str]:
+def save_said(plan: Plan) -> list[str]:
+    """A line on what a checkpoint sends between ranks, none where it sends nothing."""
     every, save = plan.config.checkpoint.every, plan.save
     if not save.gathered:
         return []
@@ -199,11 +200,12 @@ def cautions(plan: Plan) -> list[str]:
             f"{plan.idle_gpus} of {plan.cluster.gpus} GPUs are idle while servers generate: rollout.servers "
             f"{rollout.servers} x rollout.tp {rollout.tp}; leave rollout.servers out, or raise it"
         )
-    if (limit := rollout.timeout_of()) < SLOW_SERVER * plan.longest_response:
+    if rollout.timeout_of() < SLOW_SERVER * plan.longest_response and not plan.timeout_too_short:
+        lines.append(_timeout(plan))
+    if not plan.cluster.gpu.packed_attention:
         lines.append(
-            f"rollout.timeout is {limit:g} s, and a response of {rollout.max_new_tokens} tokens takes at least "
-            f"{plan.longest_response:.0f} s: long responses would be aborted and never trained on; leave it out, or "
-            "raise it"
+            f"TransformerEngine has no fast attention of packed sequences on {plan.cluster.gpu.name} without "
+            "flash-attn, which is not in the figures: torch's takes its place, a call for each distinct length"
         )
     if p.cp > 1:
         scores = formulas.attention_scores(spec, p, dtype, plan.work.longest)
@@ -221,6 +223,15 @@ def cautions(plan: Plan) -> list[str]:
             f"{_gib(more)} GiB more"
         )
     return lines
+
+
+def _timeout(plan: Plan) -> str:
+    rollout = plan.config.rollout
+    return (
+        f"rollout.timeout is {rollout.timeout_of():g} s, and a response of {rollout.max_new_tokens} tokens takes at "
+        f"least {plan.longest_response:.0f} s: long responses would be aborted and never trained on; leave it out, or "
+        "raise it"
+    )
 
 
 def _largest(stage: StageMemory, phase: str) -> str:
@@ -243,4 +254,6 @@ def verdict(plan: Plan) -> str:
             f"does not fit: a server's KV cache holds {plan.servers.tokens:,.0f} tokens, a sequence may have "
             f"{plan.work.longest}; raise rollout.tp or rollout.memory_fraction"
         )
+    if plan.timeout_too_short:
+        return f"cannot work: {_timeout(plan)}"
     return f"fits: {_gib(spare)} GiB left on the fullest rank"

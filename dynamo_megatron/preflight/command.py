@@ -18,6 +18,7 @@ from dynamo_megatron.preflight import (
     machine_checks,
     memory_saver_check,
     model_checks,
+    plan_check,
     server_check,
 )
 from dynamo_megatron.preflight.findings import Check, Finding, ok, run_checks
@@ -26,6 +27,7 @@ from dynamo_megatron.runtime.plain_text import show
 
 # Of the job, in the order of what they need; one rank looks at them.
 OF_THE_JOB = (
+    ("plan", plan_check.plan),
     ("model config", model_checks.model_config),
     ("weights", model_checks.weights),
     ("round trip", model_checks.round_trip),

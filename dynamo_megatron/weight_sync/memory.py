@@ -1,7 +1,7 @@
 """Servers and training ranks that share GPUs take turns with their memory.
 
-Only the training side has run, and on CPU tensors; of the server's side the calls alone, on a CPU server that frees
-nothing.
+Has run on CPUs alone. There a server frees nothing; in the tests there is one that loses what it releases
+(tests/e2e/poisoning_saver).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import gpu_check
+import live_steps
 import pytest
 import torch
 import training_steps
@@ -62,6 +63,7 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(result) == list(gpu_check.NEEDED)
     assert all(part["passed"] and part["tiny"] for part in result.values())
     assert result["tests"]["tests"] > 0 and result["tests"]["failures"] == 0
     assert result["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
@@ -70,10 +72,14 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     assert all(step["gradient norm"] > 0 and step["seconds"] > 0 for step in training["steps"])
     assert training["tokens a step"] == sum(TINY.lengths)
     assert not (tmp_path / "scratch" / "training" / "model").exists()  # gigabytes, at full size
+    for way in live_steps.WAYS:
+        assert len(result[way]["steps"]) == live_steps.STEPS and result[way]["wrong"] == []
+        assert all(0 < s["push seconds"] < s["seconds"] and s["gap"] < 1e-4 for s in result[way]["steps"])
+    assert result["live-turns"]["headline"]["released bytes"] > 0
 
 
 def test_parts_run_one_by_one_go_into_one_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "run_part", lambda part, tiny, scratch: {**outcomes[part], "tiny": tiny})
+    monkeypatch.setattr(gpu_check, "run_part", lambda part, tiny, *_: {**outcomes[part], "tiny": tiny})
     outcomes = {part: {"passed": part != "head", "exit code": 0} for part in gpu_check.NEEDED}
     codes = []
     for part in ("tests", "head", "training"):
@@ -82,6 +88,63 @@ def test_parts_run_one_by_one_go_into_one_file(tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "gpu_check.json").read_text())
     assert codes == [0, 1, 0] and list(result) == ["tests", "head", "training"]
     assert not result["head"]["passed"] and "head: FAILED" in capsys.readouterr().out
+
+
+def test_what_has_passed_is_left_out_on_resume(tmp_path, monkeypatch):
+    ran, passes = [], {"head": False}
+
+    def run_part(part, tiny, *_):
+        ran.append(part)
+        return {"passed": passes.get(part, True), "exit code": 0, "tiny": tiny}
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    codes = []
+    for words, passes["head"] in (([], False), (["--resume"], True), (["--resume"], True), ([], True)):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--out", str(tmp_path), *words])
+        codes.append(gpu_check.main())
+        ran.append("-")
+    parts = list(gpu_check.NEEDED)
+    assert codes == [1, 0, 0, 0] and ran == [*parts, "-", "head", "-", "-", *parts, "-"]
+
+
+def test_without_a_servers_interpreter_the_live_parts_are_left_out_and_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(gpu_check, "DISK_BYTES", 0)
+    monkeypatch.setattr(gpu_check, "run_part", lambda part, *_: {"passed": True, "exit code": 0, "tiny": False})
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path)])
+    assert gpu_check.main() == 0
+    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == ["tests", "head", "training"]
+    assert "left out: live-disk, live-memory, live-turns, which need --server-python" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--part", "live-disk", "--out", str(tmp_path)])
+    assert gpu_check.main() == 2
+    assert "live-disk needs --server-python" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--server-python", "python", "--out", str(tmp_path)])
+    assert gpu_check.main() == 0
+    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == list(gpu_check.NEEDED)
+
+
+LIVE_STEP = {"gap": 0.01, "rejected": 0, "released bytes": 1, "server released bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("way", "cuda", "change", "said"),
+    [
+        ("live-disk", True, {}, None),
+        ("live-disk", True, {"gap": 0.06}, "gap 0.06 is above"),
+        ("live-disk", True, {"gap": float("nan")}, "gap nan is above"),
+        ("live-memory", True, {"rejected": 2.0}, "2 rollouts rejected"),
+        ("live-turns", True, {"server released bytes": 0}, "server released bytes 0"),
+        ("live-turns", False, {"server released bytes": 0}, None),
+        ("live-turns", False, {"released bytes": 0}, "released bytes 0"),
+        ("live-memory", True, {"released bytes": None}, None),
+    ],
+)
+def test_what_a_live_step_must_be(way, cuda, change, said):
+    steps = [{**LIVE_STEP, **change, "step": i + 1} for i in range(live_steps.STEPS)]
+    found = live_steps.wrong_with(way, steps, cuda)
+    assert all(said in line for line in found) and len(found) == live_steps.STEPS if said else found == []
+    assert live_steps.wrong_with(way, [], cuda) == [f"0 steps of {live_steps.STEPS}"]
 
 
 def test_what_is_missing_is_one_line(monkeypatch, capsys):

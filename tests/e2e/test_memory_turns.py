@@ -1,13 +1,23 @@
 """Servers and ranks that take turns with memory through whole runs, on the CPU: not a bit changes, no server dies."""
 
 import json
+import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dynamo_megatron.rollout.store import step_file
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+POISONING = Path(__file__).with_name("poisoning_saver")
+STEPS = 5
+
+
+def exported(output: Path) -> dict[str, torch.Tensor]:
+    return {n: t for f in sorted((output / "hf").glob("*.safetensors")) for n, t in load_file(f).items()}
 
 
 @pytest.mark.full
@@ -17,7 +27,7 @@ def test_a_run_that_takes_turns_is_the_same_run(replay):
     for how, (code, text, output) in runs.items():
         assert code == 0, text[-3000:]
         rows[how] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        weights[how] = {n: t for f in sorted((output / "hf").glob("*.safetensors")) for n, t in load_file(f).items()}
+        weights[how] = exported(output)
     assert all(torch.equal(tensor, weights["off"][name]) for name, tensor in weights["on"].items())
     for on, off in zip(rows["on"], rows["off"], strict=True):
         same = {k for k in off if not k.startswith(("time/", "throughput/", "resources/"))}
@@ -46,3 +56,69 @@ def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_
     for row in rows:
         assert row["rollout/logprob_gap_max"] <= 1e-4 and row["fleet/restarts"] == 0
         assert row["memory/released_bytes"] > 0 and row["memory/resumed_bytes"] > 0
+
+
+@pytest.fixture
+def colocated(workspace, start_run, tmp_path):
+    """colocated(name, *keys, poisoned, path=()) -> a run of STEPS steps whose servers and ranks take turns. `poisoned`:
+    what the server releases is lost (poisoning_saver/torch_memory_saver.py); `path`: folders to import from."""
+
+    def start(name: str, *keys: str, poisoned: bool, path: tuple[Path, ...] = ()):
+        path = (*path, POISONING) if poisoned else path
+        keys += ('rollout.server_args=["--enable-memory-saver"]',) if poisoned else ()
+        inherited = os.environ.get("PYTHONPATH")
+        found = os.pathsep.join([*map(str, path), *([inherited] if inherited else [])])
+        keys = ("rollout.offload=true", f"trainer.steps={STEPS}", *keys, f"output_dir={tmp_path / name}")
+        return start_run(workspace, workspace / "config.yaml", *keys, environment={"PYTHONPATH": found})
+
+    return start
+
+
+@pytest.mark.full
+def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, step_lines, tmp_path):
+    """Through all phases: generation, log-probs, updates, pushes, saves, evaluations, to the same bits."""
+    keys = ("checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2", "eval.cache=false")
+    names = ("plain", "poisoned")
+    for name in names:
+        run = colocated(name, *keys, poisoned=name == "poisoned")
+        assert run.wait() == 0, run.text[-3000:]
+        assert "left the rotation" not in run.text
+    plain, poisoned = (exported(tmp_path / name) for name in names)
+    log = (tmp_path / "poisoned" / "logs" / "sglang-server-0.log").read_text()
+    lost = re.findall(r"^lost: (\w+) (\d+)$", log, re.MULTILINE)
+    weights = [int(size) for tag, size in lost if tag == "weights"]
+    assert len(weights) >= STEPS and min(weights) >= sum(tensor.nbytes for tensor in plain.values())
+    assert all(int(size) > 0 for tag, size in lost if tag == "kv_cache")
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in poisoned.items())
+    for row, other in zip(*(step_lines(tmp_path / name) for name in names), strict=True):
+        same = {key for key in row if key.startswith(("policy/", "reward/", "allocation/", "eval/"))}
+        assert {key: other[key] for key in same} == {key: row[key] for key in same}
+    for step in range(1, STEPS + 1):
+        files = (step_file(tmp_path / name, step) for name in names)
+        tokens, others = ({r.rollout_id: r.tokens for r in read_rollouts(file)} for file in files)
+        assert tokens == others
+
+
+LEAVE_OUT = """
+import os
+if os.environ.get("RANK"):
+    from dynamo_megatron.weight_sync.gather import BucketSource
+    gather = BucketSource.gather
+    def without_the_last_norm(self, number):
+        tensors = gather(self, number)
+        if tensors:
+            tensors.pop("model.norm.weight", None)
+        return tensors
+    BucketSource.gather = without_the_last_norm
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("poisoned", [True, False], ids=["poisoned", "plain"])
+def test_a_parameter_that_every_push_leaves_out(colocated, tmp_path, poisoned):
+    """Nothing else tells where weights are not proved: a server that frees nothing keeps the parameter it has."""
+    (tmp_path / "sitecustomize.py").write_text(LEAVE_OUT)
+    keys = ("rollout.proof.full_every=null", "trainer.steps=2")
+    run = colocated("run", *keys, poisoned=poisoned, path=(tmp_path,))
+    assert run.wait() == 0, run.text[-3000:]
+    assert ("server-0 left the rotation" in run.text) == poisoned, run.text

@@ -8,6 +8,7 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.planning.hardware import GIB, gpu_named
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL_14B = str(CONFIGS / "models" / "qwen2.5-14b.yaml")
@@ -79,6 +80,42 @@ def test_a_timeout_that_long_responses_cannot_keep(keys, warned, capsys):
     main(["plan", "paper", *long, "rollout.tp=2", "rollout.memory_fraction=0.7", *GPUS, *keys])
     said = capsys.readouterr().out
     assert ("rollout.timeout is 600 s, and a response of 32768 tokens takes at least" in said) == warned, said
+
+
+def test_a_timeout_that_no_long_response_can_keep_is_no_plan(capsys):
+    """At least 32,768 reads of half of 29.5 GB at 3.35 TB/s: 144 s."""
+    long = ["model.path=Qwen2.5-14B", "model.max_length=33792", "rollout.max_new_tokens=32768"]
+    words = ["plan", "paper", *long, "parallel.tp=8", "parallel.sequence_parallel=true", "trainer.recompute=full"]
+    words += ["rollout.tp=2", "rollout.memory_fraction=0.7", *GPUS]
+    assert main([*words, "rollout.timeout=140"]) == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("cannot work: rollout.timeout is 140 s, and a response of 32768 tokens")
+    assert said.count("rollout.timeout is") == 1
+    assert main([*words, "rollout.timeout=600"]) == 0
+    assert "cannot work" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpu", "said"), [("a100-80", True), ("h100-80", False), ("b200-180", False)])
+def test_a_gpu_without_fast_attention_of_packed_sequences(gpu, said, capsys):
+    main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", gpu])
+    assert ("no fast attention of packed sequences on a100-80" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA GH200 480GB", 94.5, None),
+        ("NVIDIA H200", 139.7, "h200-141"),
+        ("NVIDIA B200", 178.4, "b200-180"),
+    ],
+)
+def test_the_kind_of_a_gpu(name, gib, kind):
+    found = gpu_named(name, gib * GIB)
+    assert (found.name if found else None) == kind
 
 
 def test_what_rollouts_take_on_disk_and_how_many_steps_stay(capsys):

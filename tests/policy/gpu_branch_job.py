@@ -33,8 +33,13 @@ from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.model import transformer_config  # noqa: E402
+from dynamo_megatron.policy.offload import PARTS, Offload  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
+from dynamo_megatron.weight_sync.gather import BucketSource  # noqa: E402
+from dynamo_megatron.weight_sync.proof import ExpectedChecksums  # noqa: E402
+from dynamo_megatron.weight_sync.schedule import make_schedule  # noqa: E402
+from dynamo_megatron.weight_sync.transports.flat import FlatBuffer  # noqa: E402
 
 
 def call_this_a_gpu(capability: list[int]) -> None:
@@ -42,6 +47,8 @@ def call_this_a_gpu(capability: list[int]) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: tuple(capability)
     torch.Tensor.pin_memory = lambda values: values
+    empty = torch.empty
+    torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
 
 
 def update(policy: Policy, measured: bool) -> dict:
@@ -89,12 +96,37 @@ def lint(policy_of: Callable[[], Policy]) -> dict:
             reference = policy.reference_logprobs(source, [mini])
             waits.phase = "update"
             policy.update(batch, mini, stats, reference, 1e-3)
+        waits.phase = "push"
+        pushed = gathered(policy)
+        waits.phase = "offload"
+        offload = Offload(policy)
+        offloaded = offload.release(PARTS)
+        offload.resume(PARTS)
+        policy.token_stats(source, [mini])
     return {
+        "mixed": {" ".join(key): n for key, n in waits.mixed.items()},
+        "pushed": pushed,
+        "offloaded": offloaded,
         "layers": waits.in_layers,
         "outside": {phase: waits.outside(phase) for phase in ("pack", "statistics", "update", "micro-batches")},
         "micro-batches": 2 * len(mini.micro_batches),  # forward for the statistics, and the update's
         "found": {" ".join(key): n for key, n in waits.found.items()},
     }
+
+
+def gathered(policy: Policy) -> int:
+    """Bytes that a push would send: gathered, laid end to end on the GPU, and hashed there."""
+    parallel, width = policy.config.parallel, policy.chunks[0].config.params_dtype.itemsize
+    schedule = make_schedule(policy.spec, parallel, 1, bucket_bytes=1 << 16, itemsize=width)
+    source, hashes = BucketSource(policy, schedule), ExpectedChecksums(policy.spec, 1, "cuda")
+    buffer = FlatBuffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+    sent = 0
+    for number in range(len(schedule.rounds)):
+        tensors = source.gather(number)
+        buffer.fill(tensors)
+        hashes.add(tensors.items())
+        sent += buffer.used.nbytes
+    return sent
 
 
 def moments(policy: Policy) -> list[list[float]]:

@@ -1,8 +1,9 @@
-"""Where the host would wait for a GPU, found on a CPU.
+"""Where the host would wait for a GPU, and where tensors of both would meet, found on a CPU.
 
 `HostWaits` follows the tensors that a GPU would hold: what was moved or made there, and all that is computed from it.
 An operation that needs a value of theirs on the host (`item`, `nonzero`, `equal`, a shape that depends on data, a copy
 to or from memory that is not pinned) is a wait. Not seen: `tolist`, `cpu` and `to` inside torch's own backward pass.
+An operation on both kinds of tensors that CUDA refuses is a mix.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ NEEDS_VALUES = {
     aten.unique_consecutive,
     aten.bincount,
 }
+GPU = torch.device("cuda", 0)
+ONE_VALUE = {aten.fill_, aten.masked_fill, aten.masked_fill_}  # from the host, as in arithmetic
+COPIES = {aten.copy_, aten._to_copy}
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 ON_A_CPU_ALONE = "elif upstream.item() != 1.0:"  # kernels/head.py
 ROOTS = ("/dynamo_megatron/", "/kernels/", "/megatron/core/")
@@ -62,20 +66,22 @@ class _Held:
 
 
 class HostWaits:
-    """`found` counts (phase, layer or "outside", place, operation); `phase` is the caller's to set."""
+    """`found` counts waits by (phase, layer or "outside", place, operation), `mixed` mixes; `phase` is the caller's to
+    set."""
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str, str, str]] = Counter()
+        self.mixed: Counter[tuple[str, str, str, str]] = Counter()
         self.phase, self._layer = "", "outside"
         self.held = _Held()
 
-    def record(self, operation: str) -> None:
+    def record(self, operation: str, mix: bool = False) -> None:
         stack = (f for f in traceback.extract_stack() if any(root in f.filename for root in ROOTS))
         frames = [f for f in stack if not f.filename.endswith("policy/backend.py")]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "torch"
         if frames and frames[-1].line == ON_A_CPU_ALONE:
             return
-        self.found[self.phase, self._layer, place, operation] += 1
+        (self.mixed if mix else self.found)[self.phase, self._layer, place, operation] += 1
 
     def outside(self, phase: str) -> int:
         return sum(n for (p, layer, *_), n in self.found.items() if p == phase and layer == "outside")
@@ -104,7 +110,7 @@ class HostWaits:
 
 
 class _Functions(TorchFunctionMode):
-    """Moves between host and GPU, which on a CPU are none, and what is made on a GPU."""
+    """Moves between host and GPU, which on a CPU are none, what is made on a GPU, and the device that tensors name."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()
@@ -116,6 +122,8 @@ class _Functions(TorchFunctionMode):
             self._waits.record("tolist")
         if func in MOVES:
             return self._moved(func, args, kwargs)
+        if func == torch.Tensor.device.__get__ and args[0] in held:
+            return GPU
         result = func(*args, **kwargs)
         if _is_gpu(kwargs.get("device")) and isinstance(result, torch.Tensor):
             if func is torch.tensor:
@@ -160,11 +168,25 @@ class _Operations(TorchDispatchMode):
             return result
         if not any(here):
             return result
+        if not all(here) and self._refused(func, args, inputs):
+            waits.record(packet._qualified_op_name.removeprefix("aten::"), mix=True)
         if packet in NEEDS_VALUES or self._depends_on_values(packet, args, kwargs):
             waits.record(packet._qualified_op_name.removeprefix("aten::"))
         for tensor in _tensors(result):
             waits.held.add(tensor)
         return result
+
+    def _refused(self, func, args, inputs) -> bool:
+        """Whether CUDA refuses an operation on these tensors, of which some are on the GPU and others are not. It takes
+        one value from the host in arithmetic, and an index from the host."""
+        packet, held = func.overloadpacket, self._waits.held
+        strangers = [t for t in inputs if t not in held]
+        if packet in (aten.index, aten.index_put, aten.index_put_):
+            return args[0] not in held or any(t not in held and t.dim() for t in _tensors(args[2:]))
+        if packet in COPIES:
+            return False
+        takes_values = packet in ONE_VALUE or torch.Tag.pointwise in func.tags
+        return not takes_values or any(t.dim() for t in strangers)
 
     def _depends_on_values(self, packet, args, kwargs) -> bool:
         if packet is aten.repeat_interleave:

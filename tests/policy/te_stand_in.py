@@ -111,8 +111,9 @@ class DotProductAttention(_Module):
         calls["attention"] += 1
         if cu_seqlens_q_padded is not None:  # as TransformerEngine looks for padding between sequences
             calls["host waits for torch.equal"] += not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1]) or 1
-        number = torch.bucketize(torch.arange(len(query)), cu_seqlens_q[1:], right=True)
-        allowed = (number[:, None] == number) & (torch.arange(len(query))[:, None] >= torch.arange(len(query)))
+        places = torch.arange(len(query), device=query.device)
+        number = torch.bucketize(places, cu_seqlens_q[1:], right=True)
+        allowed = (number[:, None] == number) & (places[:, None] >= places)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         attended = F.scaled_dot_product_attention(q, k, v, allowed, scale=self.scale, enable_gqa=True)
         return attended[0].transpose(0, 1).flatten(1)
@@ -123,7 +124,7 @@ def apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", *, fused, cu_seqlens, c
     assert tensor_format == "thd" and fused and cp_size == 1
     calls["fused RoPE"] += 1
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=len(t))
-    angles = freqs[torch.arange(len(t)) - starts][:, 0].float()
+    angles = freqs[torch.arange(len(t), device=t.device) - starts][:, 0].float()
     first, second = t.float().chunk(2, -1)
     return (t.float() * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
 

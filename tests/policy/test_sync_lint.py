@@ -1,4 +1,5 @@
-"""How often a training step lets the host wait for the GPU: a budget by layer, micro-batch and update."""
+"""How often a training step lets the host wait for the GPU: a budget by layer, micro-batch and update. No tensor of the
+host meets one of the GPU, in a push's gathering and in an offload neither."""
 
 import pytest
 import torch
@@ -28,13 +29,16 @@ PER_UPDATE = 2  # the gradient norm, which brings the metrics; Megatron's own fo
 )
 def test_the_budget_of_a_step(gpu_branch, method, engine):
     """`engine`: TransformerEngine's layers, else Megatron's with torch's attention."""
-    found = gpu_branch(changes=METHODS[method], lint=True, transformer_engine=engine)
+    of_method = METHODS[method]
+    kernels = {"backend": "torch"} | of_method.get("kernels", {})  # the reference of the kernels that a GPU would take
+    found = gpu_branch(changes=of_method | {"kernels": kernels}, lint=True, transformer_engine=engine)
     outside = found["outside"]
     assert found["layers"] == {}
     assert outside["pack"] == 0 and outside["statistics"] <= 1, found["found"]
     assert outside["micro-batches"] <= PER_MICRO_BATCH * found["micro-batches"], found["found"]
     waits = {key: n for key, n in found["found"].items() if key.startswith("update") and "_local_scalar" in key}
     assert sum(waits.values()) <= PER_UPDATE, found["found"]
+    assert found["mixed"] == {} and found["pushed"] > 0 and found["offloaded"] > 0
 
 
 class NoGpu(TorchFunctionMode):
@@ -73,6 +77,45 @@ NO_WAITS = {
 }
 
 
+MIXES = {
+    "add": lambda x: x + torch.ones(4),
+    "in place": lambda x: x.add_(torch.ones(4)),
+    "of the host in place": lambda x: torch.ones(4).add_(x),
+    "product": lambda x: x.view(2, 2) @ torch.ones(2, 2),
+    "one value in a product": lambda x: torch.dot(x[:1], torch.ones(1)),
+    "filled": lambda x: x.masked_fill(torch.ones(4, dtype=torch.bool), 0.0),
+    "list": lambda x: torch.cat([x, torch.ones(4)]),
+    "choice": lambda x: torch.where(torch.ones(4, dtype=torch.bool), x, x),
+    "rows": lambda x: x.index_select(0, torch.tensor([0, 1])),
+    "gather": lambda x: x.gather(0, torch.tensor([0, 1])),
+    "indexed by the GPU": lambda x: torch.ones(4)[on_gpu(torch.tensor([0, 1]))],
+    "put from the host": lambda x: x.index_put_((on_gpu(torch.tensor([0, 1])),), torch.ones(2)),
+    "in backward": lambda x: _HostGradient.apply(x.requires_grad_()).sum().backward(),
+}
+NO_MIXES = {
+    "one value": lambda x: x * torch.tensor(2.0),
+    "one value in place": lambda x: x.mul_(torch.tensor(2.0)),
+    "filled": lambda x: x.fill_(torch.tensor(2.0)),
+    "copy": lambda x: x.copy_(torch.ones(4)),
+    "copy to the host": lambda x: torch.ones(4).copy_(x),
+    "moved": lambda x: x.cpu() + torch.ones(4),
+    "host's index": lambda x: x[torch.tensor([0, 1])],
+    "of the GPU": lambda x: x @ on_gpu(torch.ones(4)),
+}
+
+
+class _HostGradient(torch.autograd.Function):
+    """Multiplies its gradient by a vector that has stayed on the host."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * torch.full((4,), 2.0)
+
+
 class _Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -99,3 +142,19 @@ def test_what_is_none_is_not(name):
     with NoGpu(), waits.watching():
         NO_WAITS[name](on_gpu(torch.arange(1.0, 5.0)))
     assert not waits.found
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_mix_is_seen(name):
+    waits = HostWaits()
+    with NoGpu(), waits.watching():
+        MIXES[name](on_gpu(torch.arange(1.0, 5.0)))
+    assert sum(waits.mixed.values()) == 1, waits.mixed
+
+
+@pytest.mark.parametrize("name", NO_MIXES)
+def test_what_cuda_takes_is_no_mix(name):
+    waits = HostWaits()
+    with NoGpu(), waits.watching():
+        NO_MIXES[name](on_gpu(torch.arange(1.0, 5.0)))
+    assert not waits.mixed

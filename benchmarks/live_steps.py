@@ -1,0 +1,106 @@
+"""Steps of `dynamo-megatron train` with a real SGLang server beside one rank, in the ways that a bring-up tries one
+after the other (docs/gpu-bringup.md): weights through files, through the rank's memory, and memory in turns.
+
+The model is random, so that no response ends before its limit; the reward is of its text's length. No network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from measure import run_logged
+from training_steps import TEMPLATE, Work, write_model
+
+GAP_BAR = 0.05  # nats, mean |policy - engine logprob| of a step, in bfloat16
+STEPS, MEMORY_FRACTION = 5, 0.3
+REWARD = "def parity(prompt, response):\n    return float(len(response) % 2)\n"
+WAYS = {  # transport on a GPU, on a CPU; whether server and rank take turns with memory
+    "live-disk": ("disk", "disk", False),
+    "live-memory": ("ipc", "tensor", False),
+    "live-turns": ("ipc", "tensor", True),
+}
+
+
+def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Path:
+    """Model, problems, reward and config of a run, in an empty folder; returns the config's path."""
+    on_gpu, on_cpu, turns = WAYS[way]
+    model, problems = write_model(work, folder)
+    (folder / "live_reward.py").write_text(REWARD, encoding="utf-8")
+    config = {
+        "model": {"path": str(model), "dtype": work.dtype},
+        "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
+        "rollout": {
+            "servers": 1,
+            "python": server_python,
+            "max_new_tokens": max(work.response_tokens),
+            "memory_fraction": MEMORY_FRACTION,
+            "offload": turns,
+            "sync": {"transport": on_gpu if torch.cuda.is_available() else on_cpu},
+        },
+        "reward": {"functions": ["live_reward:parity"], "workers": 1},
+        "algorithm": {"allocation": {"kind": "uniform", "budget": work.prompts * work.rollouts}},
+        "optimizer": {"warmup_steps": 0},
+        "trainer": {"steps": STEPS, "micro_batch_tokens": work.micro_batch_tokens},
+        "checkpoint": {"every": None, "export_hf": "never"},
+        "output_dir": str(folder / "run"),
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def step_figures(line: dict[str, Any]) -> dict[str, Any]:
+    """Of one line of metrics.jsonl."""
+    return {
+        "step": line["step"],
+        "seconds": line["time/step"],
+        "generate seconds": line["time/generate"],
+        "push seconds": line["time/reshard"],
+        "memory seconds": line.get("time/memory"),
+        "tokens a second and GPU": line["throughput/tokens_per_second"],
+        "gap": line["rollout/logprob_gap_mean"],
+        "rejected": line["rollout/rejected"],
+        "released bytes": line.get("memory/released_bytes"),
+        "server released bytes": line.get("memory/server_released_bytes"),
+    }
+
+
+def wrong_with(way: str, steps: list[dict[str, Any]], cuda: bool) -> list[str]:
+    """What the figures of a run's steps must not be, a line each."""
+    found = []
+    if len(steps) != STEPS:
+        found.append(f"{len(steps)} steps of {STEPS}")
+    for step in steps:
+        if not step["gap"] <= GAP_BAR:
+            found.append(f"step {step['step']}: gap {step['gap']:.3g} is above {GAP_BAR}")
+        if step["rejected"]:
+            found.append(f"step {step['step']}: {step['rejected']:g} rollouts rejected")
+        for side in ("released bytes", "server released bytes") if WAYS[way][2] else ():
+            if not step[side] and (cuda or side == "released bytes"):
+                found.append(f"step {step['step']}: {side} {step[side]}")
+    return found
+
+
+def run(way: str, work: Work, folder: Path, server_python: str | None, timeout: float) -> dict[str, Any]:
+    """Runs the steps in `folder`, which is emptied first and left with the logs, and returns the figures. "headline" is
+    the last step: the first ones compile and fill caches."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = prepare(way, work, folder, server_python)
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    ended = run_logged(command, folder / "train.log", timeout, cwd=folder, env=environment)
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    steps = [step_figures(json.loads(line)) for line in lines]
+    wrong = wrong_with(way, steps, torch.cuda.is_available())
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "run" / "push", ignore_errors=True)
+    of_last = {"headline": steps[-1]} if steps else {}
+    return {**ended, "way": way, "steps": steps, **of_last, "wrong": wrong}
