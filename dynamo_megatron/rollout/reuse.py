@@ -107,7 +107,8 @@ def _unwanted(rollout: Rollout, wanted: Mapping[str, Prompt]) -> str:
 
 def _of_others(rollout: Rollout, prompt: Prompt, versions: range) -> str:
     tokens = rollout.tokens[: rollout.response_mask.count(0)]
-    if rollout.prompt_id != prompt.prompt_id or tokens != prompt.tokens:
+    same = rollout.episode is not None or tokens == prompt.tokens  # an agent makes requests of its own
+    if rollout.prompt_id != prompt.prompt_id or not same:
         return "of another prompt"
     if any(v not in versions for v, _, _ in rollout.weight_versions):
         return OTHER_VERSION

@@ -241,12 +241,12 @@ def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
         return {}
     versions, lengths = result.batch.weight_versions, result.batch.response_lengths
     staleness, counts = record.step - 1 - versions, result.counts
-    ends = np.cumsum(lengths)[lengths > 0]
-    mixed = versions[ends - 1] != versions[ends - lengths[lengths > 0]]
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    lowest, highest = (f.reduceat(versions, starts) if len(starts) else starts for f in (np.minimum, np.maximum))
     return {
         "rollout/staleness_mean": _mean(staleness),
         "rollout/staleness_max": int(staleness.max(initial=0)),
-        "rollout/mixed_versions": _mean(mixed),
+        "rollout/mixed_versions": _mean(lowest != highest),
         "rollout/dropped": counts["requested"] - sum(counts[kind] for kind in KINDS),
         "rollout/groups_ready": result.ahead.ready,
         "rollout/groups_under_way": result.ahead.under_way,
