@@ -37,6 +37,11 @@ SHARES = {
     "boosted": "boosted",
 }  # of an update's counts
 
+OF_EPISODES = (
+    *("turns", "segments", "branched", "history", "template", "tools"),
+    *("limit_turns", "limit_tokens", "limit_context", "abandoned"),
+)
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -89,6 +94,9 @@ def step_metrics(
     `rollout/missing_groups` (of the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of
     the rollouts asked for).
     `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
+    `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
+    `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached
+    a limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
     `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
     updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
     measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
@@ -162,6 +170,7 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
             f"rollout/{name}": counts[name] / requested
             for name in ("truncated", "aborted", "failed", "rejected", "reused")
         },
+        **({f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES} if result.episodes else {}),
     }
 
 
