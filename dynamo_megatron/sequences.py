@@ -88,6 +88,7 @@ class Sequences:
 
     @cached_property
     def _trained_until(self) -> np.ndarray:
+        assert self.trained is not None
         return np.cumsum(self.trained)
 
     def per_token(self, per_sequence: np.ndarray) -> np.ndarray:

@@ -135,8 +135,8 @@ class Rollout:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
             rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
-            if rollout.episode is not None:
-                rollout.episode = EpisodeRecord(**rollout.episode)
+            if (episode := fields.get("episode")) is not None:
+                rollout.episode = EpisodeRecord(**episode)
         except (TypeError, ValueError) as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout
@@ -243,9 +243,10 @@ class RolloutBatch(Sequences):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
-        if any(b.trained is not None for b in batches):
-            assert all(b.trained is not None for b in batches), "rollouts with an agent and without one"
-            fields["trained"] = concatenate([b.trained for b in batches])
+        if trained := [b.trained for b in batches if b.trained is not None]:
+            if len(trained) < len(batches):
+                raise InputError("rollouts of an agent and others are not trained together")
+            fields["trained"] = concatenate(trained)
             own = [b.segment_starts + start for b, start in zip(batches, starts, strict=False)]
             fields["segment_starts"] = np.concatenate(own)
         return cls(**fields)
@@ -258,7 +259,7 @@ class RolloutBatch(Sequences):
         kept[members] = True
         lengths = np.diff(self.offsets)
         tokens, of_segments = np.repeat(kept, lengths), {}
-        if self.trained is not None:
+        if self.trained is not None and self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
             of_segments = {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
         return RolloutBatch(

@@ -69,7 +69,8 @@ def reusable(
         reuse.discarded.pop(name, None)
         if why == "rejected":  # what its server began is not the policy's either
             reuse.begun.pop(name, None)
-        if why in ("", OTHER_VERSION) and continues and (why or rollout.status == "partial"):
+        goes_on = continues and rollout.episode is None  # an episode starts again
+        if why in ("", OTHER_VERSION) and goes_on and (why or rollout.status == "partial"):
             begun = _begun(rollout, versions)
             if name not in reuse.begun or len(begun.tokens) > len(reuse.begun[name].tokens):
                 reuse.begun[name] = begun

@@ -88,7 +88,7 @@ def type_fault(rollout: Rollout) -> str:
         and all(map(_small, episode.starts))
         and isinstance(episode.counts, dict)
         and all(map(_small, episode.counts.values()))
-        and isinstance(episode.messages, list | None)
+        and (episode.messages is None or (isinstance(episode.messages, list) and all(map(_message, episode.messages))))
     ):
         wrong.append("episode")
     failures = rollout.reward_failures
@@ -99,6 +99,14 @@ def type_fault(rollout: Rollout) -> str:
 
 def _number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= LARGEST_REWARD)
+
+
+def _message(value: Any) -> bool:
+    """One as `agents.messages.normalised` makes them."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("role", "content")):
+        return False
+    calls = value.get("tool_calls", [])
+    return isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
 
 
 def _small(value: Any) -> bool:

@@ -163,6 +163,11 @@ def test_what_cannot_be_loaded_is_refused_at_the_start(pool, function, why):
         pool(outcomes, function=function)
 
 
+def test_an_interpreter_that_is_not_there_is_refused(pool):
+    with pytest.raises(InputError, match="agent_python: there is no program '/no/python'"):
+        pool(outcomes, python="/no/python")
+
+
 def test_a_function_that_is_not_async_fails_with_a_reason(pool):
     async def work(ask):
         return await outcomes(ask("right"))

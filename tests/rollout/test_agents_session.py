@@ -208,6 +208,17 @@ def test_tokens_and_context_are_limits_of_the_episode():
     assert run(context, length=10).counts == {"turns": 0, "segments": 0, "limit_context": 1}
 
 
+def test_an_answer_ends_where_the_model_cannot_read_further():
+    prompt = ChatTokens(TOKENIZER, [END]).whole(QUESTION, None)
+
+    async def work(client, own, scripted):
+        await own.chat(QUESTION, max_tokens=100)
+        return scripted
+
+    scripted = run(work, "a much longer answer than that", length=len(prompt) + 5)
+    assert scripted.asked[0][1] == 5 and scripted.session.reached == {"context"}
+
+
 def test_an_agents_own_limit_is_no_limit_of_the_episode():
     async def work(client, own, scripted):
         await own.chat(QUESTION, max_tokens=2)

@@ -44,9 +44,11 @@ class ChatTokens:
         """
         before = self._text(held, tools, False)
         whole = self._text(held + new, tools, True)
-        if self._turn_end is None or not whole.startswith(before):
+        end = self._turn_end
+        if end is None or not whole.startswith(before):
             return None
-        return self._rest_of_turn(last_token) + self._encode(whole[len(before) :])
+        sampled = last_token in self._ends and end[:1] == [last_token]
+        return end[sampled:] + self._encode(whole[len(before) :])
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Of a sampled answer, without the token that ended it. `specials`: with the other special tokens."""
@@ -63,11 +65,6 @@ class ChatTokens:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         _, found, end = self._text(messages, None, False).rpartition(ANSWER)
         return self._encode(end) if found else None
-
-    def _rest_of_turn(self, last_token: int) -> list[int]:
-        if self._turn_end[:1] == [last_token] and last_token in self._ends:
-            return self._turn_end[1:]
-        return self._turn_end
 
     def _text(self, messages: list[Message], tools: list[Message] | None, begins_answer: bool) -> str:
         try:

@@ -65,12 +65,11 @@ class Episode:
 
     def place_chat(self, messages: list[Message], tools: list[Message] | None) -> Place:
         """Of a request with messages in the form of `normalised`. Raises BadRequest."""
-        same = [t for t in self.turns if t.messages is not None and messages[: len(t.messages)] == t.messages]
-        same = [t for t in same if len(t.messages) < len(messages)]
-        usable = [t for t in same if t.place.tools == tools]
-        for turn in sorted(usable, key=lambda t: (len(t.messages), self._is_last(t)), reverse=True):
-            new = messages[len(turn.messages) :]
-            context = self.chat.added(turn.messages, new, tools, turn.response.tokens[-1])
+        held = [(turn, turn.messages) for turn in self.turns if turn.messages is not None]
+        same = [(turn, h) for turn, h in held if len(h) < len(messages) and messages[: len(h)] == h]
+        usable = [(turn, h) for turn, h in same if turn.place.tools == tools]
+        for turn, h in sorted(usable, key=lambda pair: (len(pair[1]), self._is_last(pair[0])), reverse=True):
+            context = self.chat.added(h, messages[len(h) :], tools, turn.response.tokens[-1])
             if context is not None:
                 return Place(turn, context, messages, tools)
         reason = "template" if usable else "tools" if same else "history"

@@ -195,7 +195,7 @@ class _Attempt:
         try:
             reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until)
         except AgentFailed as failed:
-            if not session.reached:  # else it met a limit: what it has is scored
+            if not (session.reached and session.episode.turns):  # else it met a limit: what it has is scored
                 error = f"{name}: the agent failed: {failed}"
         except TimeoutError:
             error, finish = self._too_late(), "abort"

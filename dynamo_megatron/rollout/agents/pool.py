@@ -38,7 +38,9 @@ class AgentPool:
     def __init__(self, function: str, python: str | None, workers: int):
         if not SPEC.fullmatch(function):
             raise InputError(f"rollout.agent: {function!r} is not of the form module:function")
-        self._function, self._python, self._count = function, python or sys.executable, workers
+        self._function, self._python, self._count = function, shutil.which(python or sys.executable), workers
+        if self._python is None:
+            raise InputError(f"rollout.agent_python: there is no program {python!r}; name an interpreter")
         self._workers: list[_Worker] = []
 
     async def start(self) -> None:
@@ -94,7 +96,7 @@ class _Worker:
             descriptor = str(theirs.fileno())
             guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
             self._process = subprocess.Popen(
-                [*guard, shutil.which(python) or python, str(WORKER), descriptor],
+                [*guard, python, str(WORKER), descriptor],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal is the parent's
