@@ -107,7 +107,9 @@ class Job:
         return f"; {after_a_stop(self.output.path / 'checkpoints')}" if self.output is not None else ""
 
     def clear_screen(self) -> None:
-        """Takes a live line away, whatever has happened: the next line may be the last one that the user sees."""
+        """Takes a live line away, whatever has happened: the next line may be the last one that the user sees. An
+        interrupt may have come between a print and its flush."""
+        sys.stdout.flush()
         if self.journal is not None:
             self.journal.progress.close()
 

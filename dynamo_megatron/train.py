@@ -1,26 +1,32 @@
 """The training loop. Every rank runs it; the functions marked "rank 0" run on rank 0 alone.
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
-rollouts among the prompts of a step, from the history of each prompt and of all prompts together. By default a prompt
-whose rewards have varied more so far gets more (algorithm.allocation).
-`Policy.update` scales each token's advantage by the entropy of the policy at that token (algorithm.modulation).
+rollouts among the prompts of a round, from the history of each prompt and of all prompts together. By default a prompt
+gets the more rollouts, the larger p(1 - p) is expected to be, where p is the probability of a right rollout; p is
+estimated from the prompt's own rollouts so far and those of all prompts (algorithm.allocation). `Policy.update` scales
+each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
-Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rewards, the client of the rollout
+Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rollouts, the client of the rollout
 servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
-rank 0: the rollouts; a `Selection`, which says which of them are trained on, and has each prompt's baseline from before
-it was sampled; and whether the run evaluates, exports or ends after the step. Besides, ranks exchange what the policy's
-own collectives need, the weights for the servers, and what is gathered for the metrics.
+rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, how much each counts in
+the loss, and, for methods that use one (algorithm.advantage.kind: history), with which baseline; and whether the run
+evaluates, exports or ends after the step. All ranks also take part in the policy's own collectives, in saving, in
+sending the weights to the servers, in gathering the metrics, and in a check that a user's advantage function returns
+the same everywhere. Stops and failures are announced through a key-value store.
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
-`token_stats`), or the loss or the gradient norm is (in `update`, before the optimizer's step). What the pass was
-computed from is written then (failed_step.py).
+`token_stats`, which the reference model uses, too), or if the loss or the gradient norm is (in `update`, before the
+optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). A server's reply with such a
+logprob is refused, and its request sent again.
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
-history, prompts and counts of rounds that were under way. Each rollout is on disk once it is scored. Those of the steps
-after the checkpoint are used again (not failed or rejected ones), since these steps give the same weights again. If
-settings have changed that the weights depend on (optimizer, layout, kernels), only those of the first step after the
-checkpoint are. With `rollout.max_staleness` begun responses are on disk, too, as of the last weight sync,
-and are continued; tokens are used again up to the first one that later weights than the checkpoint's have sampled.
+history. Each rollout is on disk as soon as it is scored. By default (`rollout.max_staleness: 0`) the rollouts of all
+steps after the checkpoint are used again. Those that failed, were rejected or could not be scored are sampled again;
+the step may then give other weights, so that the rollouts of the steps after it are removed. If a setting has changed
+that the weights depend on (optimizer, layout, kernels), only the rollouts of the first step after the checkpoint are
+used again. With a larger `max_staleness` the checkpoint has the rounds that had been sent to the servers. Responses
+that have begun are then on disk, too, as of the last weight sync. Each response, finished or not, is used again up to,
+but without, its first token from weights later than the checkpoint's, and continued from there.
 """
 
 from __future__ import annotations
@@ -48,7 +54,7 @@ class Trainer(TrainingRun):
         """Trains until `trainer.steps` or `trainer.stop_when`."""
         self.before_first_step()
         self.phases.clock.restart()
-        self.save()  # finishes an export that a kill has interrupted
+        self.save()  # finishes an interrupted export
         stop_reason = self.evaluate_if_due(self.start)
         for step in range(self.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
@@ -74,8 +80,8 @@ class Sampled(NamedTuple):
     """What a step trains on."""
 
     rollouts: RolloutBatch
-    mini_batches: list[MiniBatch]  # one for each update: this rank's share of its rollouts, packed
-    stats: TokenStats  # float32 [R], of the R response tokens of all rollouts under the weights of step - 1
+    mini_batches: list[MiniBatch]  # one for each update: the part of its rollouts that this rank computes, packed
+    stats: TokenStats  # float32 [R], of all R response tokens under the weights of step - 1
     selection: Selection
     rounds: list[Round]  # rank 0's; empty elsewhere
 
@@ -100,19 +106,19 @@ class RLTrainer(Trainer):
 
     def train_step(self, step: int) -> None:
         sampled, gather = self.sample(step), self.policy.layout.gather
-        rollouts, mini_batches, known = sampled.rollouts, sampled.mini_batches, sampled.selection
+        rollouts, mini_batches, selection = sampled.rollouts, sampled.mini_batches, sampled.selection
         # Each rollout gets an advantage from the rewards of its group (with algorithm.advantage.kind: history also from
-        # those of earlier steps), and each of its tokens the weight 1 / N, with N by algorithm.loss.aggregation: by
-        # default the mini-batch's groups times the rollouts of the token's group times rollout.max_new_tokens.
-        # known.weights multiplies it. A mini-batch's loss is sum(weight * token's loss).
+        # those of earlier steps). A mini-batch's loss is sum(weight * token's loss) over all ranks. The weight is
+        # selection.weights (None: 1) / N; algorithm.loss.aggregation chooses N, by default
+        # N = groups of the mini-batch * rollouts of the token's group * rollout.max_new_tokens.
         implicit = self.policy.implicit_rewards(rollouts, mini_batches)  # None without the reward prime
-        batch = TrainBatch.build(rollouts, self.config, gather, known.baseline, known.weights, implicit)
+        batch = TrainBatch.build(rollouts, self.config, gather, selection.baseline, selection.weights, implicit)
         reference = self.policy.reference_logprobs(rollouts, mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
-        # Returns once each server has proved by checksums (rollout.proof) that it has the new weights; one that fails
-        # is restarted. They sample step + 1.
+        # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has failed.
+        # Those with the new weights sample step + 1; one that failed is restarted, and joins at a later push.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
@@ -120,24 +126,26 @@ class RLTrainer(Trainer):
         """Rollouts from the weights of step - 1, or of at most `rollout.max_staleness` steps before.
 
         Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
-        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one drawn
-        prompt in one round; `Controller.generate` gives them its group_id. With `algorithm.sequential` further rounds
-        sample prompts of the first one again, and except with its key `explore` the rollouts of a prompt in all rounds
-        are one group (`Selection.group_ids`).
+        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw of
+        a prompt; it gets its group_id when they are requested, in `Controller.generate` (with `rollout.max_staleness`
+        in `begin_round`). With `algorithm.sequential` further rounds sample prompts of the first round again; unless
+        `sequential.explore` is set, all rollouts of such a prompt then become one group (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
-        def draw_and_allocate() -> None:  # rank 0; with `rollout.max_staleness` also, now, for the first rounds of
-            # later steps: the servers sample them while this step is trained on
+        def draw_and_allocate() -> None:  # rank 0
+            # With `rollout.max_staleness` it also draws, allocates and sends the first rounds of later steps, which the
+            # servers sample while this step trains.
             rounds.append(controller.begin_round(step, rounds))
 
         def generate() -> RolloutBatch:  # rank 0
             return controller.generate(step, rounds[-1])
 
         def select() -> Selection | None:  # rank 0
-            # Rejects rollouts of weights that the step may not train on, by version or by the gap of the logprobs.
+            # Rejects a rollout if the weights that sampled it are too old, or if the server's logprobs of its tokens
+            # differ too much from the policy's (`stats`).
             controller.reject(step, rounds, stats.logprobs.numpy())
-            # Updates the history that `allocate` reads in later rounds and steps, by what is not rejected.
+            # Adds the other rollouts to the history that `allocate` reads, also those of groups that are dropped below.
             controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
 
@@ -150,7 +158,7 @@ class RLTrainer(Trainer):
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = selection.of(RolloutBatch.join(batches))
-        if rollouts is not batches[-1]:  # rounds were joined, or rollouts left out
+        if rollouts is not batches[-1]:  # rounds were joined, or rollouts were left out
             mini_batches, stats = self.pack_and_measure(step, rollouts)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)
 

@@ -123,6 +123,8 @@ def _exit_code(
     first that failed; `received`: the signals that came, in order; `consequence`: what a rank has told of another's
     end, for where the cause is not known."""
     if signal.SIGINT in received:
+        if codes[0] not in (0, 75, 130):  # else it has said so itself; it may have died of another rank's end
+            print(f"interrupted; {after_a_stop(output_dir / 'checkpoints')}", file=sys.stderr, flush=True)
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
     if received and -code in (*received, signal.SIGTERM):  # before the rank had anything to save

@@ -2,7 +2,8 @@
 
 Ray only places the processes and watches them. What they need of each other goes the way it always goes: the store at
 MASTER_ADDR:MASTER_PORT, NCCL, files in output_dir. In a split fleet each server is an actor too, a node of its own to
-`dynamo-megatron serve`. The rollout process and the reward workers are rank 0's children, on its node.
+`dynamo-megatron serve`. The rollout process and the reward workers are rank 0's children, on its node; with
+`reward.placement: ray` the rollout process joins the cluster, and has reward workers on all nodes.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ class Run:
                 "LOCAL_WORLD_SIZE": str(here[placed.node]),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.port),
+                "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
             self._begin(placed, "train", self._words, own)

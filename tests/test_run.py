@@ -64,6 +64,22 @@ def test_what_cuda_and_nccl_read_is_set_before_a_rank_asks_for_a_gpu(keys, given
     assert len(seen) == 2 and set(seen) == {expected}
 
 
+def test_what_was_printed_stands_before_the_last_line(tiny_model, tmp_path):
+    """An interrupt may come between a print and its flush."""
+    job = JOB.replace("        pass\n", "        print('step 1')\n        raise KeyboardInterrupt\n")
+    config = {"model": {"path": str(tiny_model)}, "data": {"source": "none"}, "output_dir": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", job, json.dumps(config)],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    first, last = done.stdout.splitlines()
+    assert (done.returncode, first, last) == (130, "step 1", "interrupted"), done.stdout
+
+
 @pytest.mark.full
 def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path):
     """SGLang takes a share of what is free while it starts. The policy of a folder without weights cannot be built."""

@@ -190,7 +190,9 @@ class RewardConfig(Section):
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
     deadline: Seconds = 10.0  # seconds a sample (services: a request, its repeats included); then reward 0, counted
     on_error: Literal["raise", "zero"] = "raise"
-    workers: Positive = 2  # processes
+    workers: Positive = 2  # processes; with placement ray on each node
+    # nodes that the functions' processes are on: rank 0's (local), or all of the run's Ray cluster (docs/rewards.md)
+    placement: Literal["local", "ray"] = "local"
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
     # scores of judge, reward_model and http:// that are kept by problem and response, the last used ones; 0: none
     cache: Annotated[int, Field(ge=0)] = 0

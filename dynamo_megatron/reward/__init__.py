@@ -1,6 +1,7 @@
 """Reward functions and the processes that they run in."""
 
 from dynamo_megatron.reward.functions import Step
-from dynamo_megatron.reward.pool import RewardError, RewardPool, Score
+from dynamo_megatron.reward.outcomes import RewardError
+from dynamo_megatron.reward.pool import RewardPool, Score
 
 __all__ = ["RewardError", "RewardPool", "Score", "Step"]

@@ -27,20 +27,22 @@ class Addresses:
     def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
         """`restarts_within`: seconds in which another server comes up where none is; 0: the addresses are fixed."""
         self._up = {address.url: address for address in given}  # replaced, never changed
-        self._restarts_within = restarts_within
+        self.keys = {address.api_key for address in self._up.values()}  # all so far
+        self.restarts_within = restarts_within
         self._turns = itertools.count()
         self._why_none = "none has come up"
         self._final = False
 
     @property
     def fixed(self) -> bool:
-        return not self._restarts_within
+        return not self.restarts_within
 
     @property
     def known(self) -> list[Address]:
         return list(self._up.values())
 
     def up(self, name: str, address: Address) -> None:
+        self.keys = self.keys | {address.api_key}  # a set that is changed cannot be read meanwhile
         self._up = {**self._up, name: address}
 
     def down(self, name: str, why: str, final: bool = False) -> None:
@@ -50,7 +52,7 @@ class Addresses:
 
     async def next(self) -> Address:
         """Waits for a server where none is up. Raises NoScore where none comes."""
-        end = time.monotonic() + self._restarts_within
+        end = time.monotonic() + self.restarts_within
         while not (known := self.known):
             if self._final or time.monotonic() > end:
                 raise NoScore(f"no server of the reward model is up; {self._why_none}", "crashed")

@@ -106,23 +106,29 @@ class Judge:
     def outcomes(self, reply: bytes, characters: Sequence[int]) -> list[Outcome]:
         said = _parsed(reply)
         try:
-            text = said["choices"][0]["message"]["content"]
+            choice = said["choices"][0]
+            text = choice["message"]["content"]
         except (TypeError, LookupError):
             text = None
         if not isinstance(text, str):
             shown = reply.decode(errors="replace")
             raise NoScore(f"the answer is no chat completion with a text but {shown!r:.{SHOWN}}")
-        return [Outcome(self.name, "scored", self._score(text))]
+        return [Outcome(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))]
 
-    def _score(self, text: str) -> float:
-        """Raises NoScore."""
+    def _score(self, text: str, cut_off: bool) -> float:
+        """Raises NoScore, also for a number at the end of a text that was cut off: it may lack digits."""
+        text = text[-READ:]
         try:
-            groups = [match[1] for match in self._pattern.finditer(text[-READ:], timeout=PATTERN_TIMEOUT)]
+            matches = list(self._pattern.finditer(text, timeout=PATTERN_TIMEOUT))
         except TimeoutError:
             raise NoScore(f"reward.judge.pattern took more than {PATTERN_TIMEOUT:g} s on the judge's reply") from None
-        end = on_one_line(text[-SHOWN:])
+        end, groups = on_one_line(text[-SHOWN:]), [match[1] for match in matches]
         if not groups or groups[-1] is None:
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
+        if cut_off and matches[-1].end(1) == len(text):
+            raise NoScore(
+                f"the judge's reply was cut off in its number, {end!r}; raise max_tokens in reward.judge.request"
+            )
         try:
             value = checked(float(groups[-1]))
         except ValueError:

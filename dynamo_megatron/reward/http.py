@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,12 +32,12 @@ import aiohttp
 from yarl import URL
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.addresses import Address, Addresses
+from dynamo_megatron.reward.addresses import POLL_EVERY, Address, Addresses
 from dynamo_megatron.reward.exchanges import Exchange
 from dynamo_megatron.reward.outcomes import NoScore, Outcome
 from dynamo_megatron.reward.score_cache import ScoreCache
-from dynamo_megatron.runtime.credentials import SHORTEST_SECRET
-from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show_exception
+from dynamo_megatron.runtime.credentials import without
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.types import Prompt
 
 BATCH = 64  # samples a request
@@ -47,6 +49,7 @@ LOSSES, LOSSES_ALONE = 2, 3  # attempts that may end with the server's end, of a
 LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
 LARGEST_STEP = 64  # bytes more for each character of the responses: every one may be a step
 SHOWN = 200  # characters of an answer in a message
+UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # nothing was sent
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,28 @@ class _Refused(NoScore):
     """The request as it is will hardly be answered otherwise: it was refused (400), or servers ended over it."""
 
 
+class _EndsServers(_Refused):
+    pass
+
+
+class _Gone(Exception):
+    """A server that is restarted has gone away. `unreached`: before it was sent anything. The message is one line."""
+
+    def __init__(self, text: str, unreached: bool) -> None:
+        super().__init__(text)
+        self.unreached = unreached
+
+
 class HttpReward:
     """The reward function of an exchange; a request has `limits.deadline` seconds from when it is first sent, its
     repeats included.
 
     Time that a sample waits for a free request, for its turn by `limits.per_second`, or for a server that is restarted
-    does not count. Where an address is fixed and nothing was answered for a whole deadline, samples that waited all
-    that time share the outcome of the request that failed: a service that is down does not take a deadline for each of
-    thousands of samples. Owns a thread with an event loop of its own, so that samples may come from any event loop and
-    thread, and share requests.
+    does not count, nor does an attempt that ended with its server. After such an attempt a request is sent only while
+    no other of this kind is under way: where one of them ends servers, this does not count against the others. Where an
+    address is fixed and nothing was answered for a whole deadline, samples that waited all that time share the outcome
+    of the request that failed: a service that is down does not take a deadline for each of thousands of samples. Owns a
+    thread with an event loop of its own, so that samples may come from any event loop and thread, and share requests.
     """
 
     def __init__(self, exchange: Exchange, addresses: Addresses, limits: Limits) -> None:
@@ -156,13 +172,17 @@ class HttpReward:
     async def _serve(self) -> None:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._alone = asyncio.Lock()
         free = asyncio.Semaphore(self._limits.requests)
         # No connection is kept: one that the service closed while idle would look like a failure.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._limits.deadline / 2))
         async with (
             # An answer is read as it comes: a compressed one could become any size.
-            aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session,
+            # Other jars than this one log the names of malformed cookies, which may repeat the key.
+            aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            ) as self._session,
             asyncio.TaskGroup() as requests,
         ):
             self._ready.set()
@@ -190,64 +210,90 @@ class HttpReward:
         waited = time.monotonic() - since > self._limits.deadline
         return self._addresses.fixed and waited and self._answered_at < since < self._failed_at
 
-    async def _outcomes(self, batch: Sequence[_Waiting]) -> list[Outcome]:
+    async def _outcomes(self, batch: Sequence[_Waiting], suspect: bool = False) -> list[Outcome]:
+        """`suspect`: servers have ended over a request that these were a part of."""
         try:
-            reply = await self._answer(batch)
+            reply = await self._answer(batch, suspect)
             self._answered_at = time.monotonic()
-            return self._exchange.outcomes(reply, [waiting.characters for waiting in batch])
+            outcomes = self._exchange.outcomes(reply, [waiting.characters for waiting in batch])
+            # JSON may have kept a key from being seen in the reply.
+            return [dataclasses.replace(outcome, text=self._hidden(outcome.text)) for outcome in outcomes]
         except _Refused as refused:
             if len(batch) > 1 and self._exchange.splits:
-                middle = len(batch) // 2
-                return [*await self._outcomes(batch[:middle]), *await self._outcomes(batch[middle:])]
+                middle, suspect = len(batch) // 2, suspect or isinstance(refused, _EndsServers)
+                halves = batch[:middle], batch[middle:]
+                return [outcome for half in halves for outcome in await self._outcomes(half, suspect)]
             failure: NoScore = refused
         except NoScore as no_score:
             failure = no_score
         except Exception as error:  # here it would end the thread that the samples of every request wait for
-            show_exception(type(error), error, error.__traceback__)  # it may be a fault of ours
-            text = f"its answer cannot be read: {type(error).__name__}: {error}"
+            show(self._hidden("".join(traceback.format_exception(error)).rstrip("\n")))  # it may be a fault of ours
+            text = self._hidden(f"its answer cannot be read: {type(error).__name__}: {error}")
             failure = NoScore(on_one_line(text, SHOWN), "crashed")
         self._failure, self._failed_at = failure, time.monotonic()
         return self._failed(failure, len(batch))
 
     def _failed(self, failure: NoScore, count: int) -> list[Outcome]:
-        return [Outcome(self.name, failure.state, text=str(failure))] * count
+        return [Outcome(self.name, failure.state, text=self._hidden(str(failure)))] * count
 
-    async def _answer(self, batch: Sequence[_Waiting]) -> bytes:
+    def _hidden(self, text: str) -> str:
+        """What a service has said, without the keys that it was sent: for all that is printed or kept of it."""
+        return without(text, self._addresses.keys)
+
+    async def _answer(self, batch: Sequence[_Waiting], suspect: bool) -> bytes:
         """The service's answer of status 200, of whatever content. Raises NoScore, also where servers that are
         restarted have gone away in a few attempts."""
         body = self._exchange.body([waiting.sample for waiting in batch])
         largest = LARGEST_ANSWER + LARGEST_STEP * sum(waiting.characters for waiting in batch)
-        losses = LOSSES_ALONE if len(batch) == 1 else LOSSES
-        failure, pause, left, lost = "", FIRST_PAUSE, self._limits.deadline, 0
+        failure, pause, left = "", FIRST_PAUSE, self._limits.deadline
+        gone, unreached = 0, None  # servers that the request was sent to; since when none was reached
         while True:
-            address = await self._addresses.next()
-            await self._turn()
-            begun = time.monotonic()
             try:
-                async with asyncio.timeout(left):
-                    asked = 0.0
-                    try:
-                        status, reply, asked = await self._post(address, body, largest)
-                        if status == 200:
+                async with self._alone if gone or suspect else contextlib.nullcontext():
+                    address = await self._addresses.next()
+                    await self._turn()
+                    begun = time.monotonic()
+                    async with asyncio.timeout(left):
+                        reply, failure, asked = await self._attempt(address, body, largest)
+                        if reply is not None:
                             return reply
-                        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-                        if status != 429 and status < 500:
-                            raise (_Refused if status == 400 else NoScore)(failure, "crashed")
-                    except aiohttp.ClientError as error:
-                        failure = error_line(error, SHOWN)
-                        # Restarts do not count towards the deadline, which alone would not end this.
-                        lost += not self._addresses.fixed and not isinstance(error, aiohttp.ClientConnectorError)
-                        if lost == losses:
-                            text = f"its server went away in {lost} attempts, the last: {failure}"
-                            raise _Refused(text, "crashed") from None
-                    await asyncio.sleep(max(pause, asked))
+                        await asyncio.sleep(max(pause, asked))
+                left -= time.monotonic() - begun
+                unreached = None
+            except _Gone as server:
+                failure = str(server)
+                gone += not server.unreached
+                unreached = (unreached or begun) if server.unreached else None
+                if gone == (LOSSES_ALONE if len(batch) == 1 else LOSSES):
+                    text = f"its server went away in {gone} attempts, the last: {failure}"
+                    raise _EndsServers(text, "crashed") from None
+                if unreached and time.monotonic() - unreached > self._addresses.restarts_within:
+                    raise NoScore(f"no server of the reward model can be reached: {failure}", "crashed") from None
+                await asyncio.sleep(pause)
             except TimeoutError:
                 within = f"within reward.deadline ({self._limits.deadline:g} s)"
                 if not failure:
                     raise NoScore(f"no answer {within}", "timed_out") from None
                 raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
             pause = min(2 * pause, LONGEST_PAUSE)
-            left -= time.monotonic() - begun
+
+    async def _attempt(self, address: Address, body: bytes, largest: int) -> tuple[bytes | None, str, float]:
+        """(the answer or None, how the attempt has failed, seconds that the service asks to wait). Raises NoScore for a
+        failure that is final, _Gone."""
+        post = self._post if self._addresses.fixed else self._post_while_up
+        try:
+            status, reply, asked = await post(address, body, largest)
+        except aiohttp.ClientError as error:
+            failure = on_one_line(self._hidden(error_line(error)), SHOWN)
+            if self._addresses.fixed:
+                return None, failure, 0.0
+            raise _Gone(failure, isinstance(error, UNREACHED)) from None
+        if status == 200:
+            return reply, "", 0.0
+        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+        if status == 429 or status >= 500:
+            return None, failure, asked
+        raise (_Refused if status == 400 else NoScore)(failure, "crashed")
 
     async def _turn(self) -> None:
         """Waits so that no more than `per_second` requests begin in a second."""
@@ -256,6 +302,19 @@ class HttpReward:
             turn = max(now, self._next_turn)
             self._next_turn = turn + 1 / self._limits.per_second
             await asyncio.sleep(turn - now)
+
+    async def _post_while_up(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
+        """As `_post`. Raises _Gone where the server is taken out meanwhile: a host that is gone ends no connection."""
+        post = asyncio.create_task(self._post(address, body, largest))
+        try:
+            while not post.done():
+                if address not in self._addresses.known:
+                    raise _Gone("the server was given up", unreached=False)
+                await asyncio.wait({post}, timeout=POLL_EVERY)
+            return post.result()
+        finally:
+            if not post.cancel() and not post.cancelled():
+                post.exception()  # else asyncio would log it, with what the service has said
 
     async def _post(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
         """(status, content, seconds that the service asks to wait)."""
@@ -266,15 +325,15 @@ class HttpReward:
         # A followed redirect may become a GET, and would take the key elsewhere.
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
             if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
-                raise NoScore(f"answered with Content-Encoding {on_one_line(encoding, 40)}; asked for identity")
+                shown = on_one_line(self._hidden(encoding), 40)
+                raise NoScore(f"answered with Content-Encoding {shown}; asked for identity")
             answer = bytearray()
             async for part in reply.content.iter_any():
                 answer += part
                 if len(answer) > largest:
                     raise NoScore(f"answered {reply.status} with more than {largest} bytes")
-            if len(address.api_key) >= SHORTEST_SECRET:  # one that the service repeats must not come into a message
-                answer = answer.replace(address.api_key.encode(), b"[API key]")
-            return reply.status, bytes(answer), _asked_pause(reply.headers)
+            text = self._hidden(answer.decode(errors="surrogateescape"))
+            return reply.status, text.encode(errors="surrogateescape"), _asked_pause(reply.headers)
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float:

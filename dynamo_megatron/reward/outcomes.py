@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import Step
 
 
@@ -19,6 +20,11 @@ class Outcome:
     steps: Sequence[Step] = ()
     text: str = ""
     frames: str = ""
+
+
+class RewardError(InputError):
+    """A reward function failed. The last line has the function, the prompt id, and the error's type and text; those
+    before it the user's frames, the prompt and the response."""
 
 
 class NoScore(Exception):

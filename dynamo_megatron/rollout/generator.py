@@ -35,7 +35,6 @@ from dynamo_megatron.rollout.result import (
     PushNeeded,
     RolloutError,
     RolloutResult,
-    ServerUse,
     group_id,
     rollout_id,
 )
@@ -124,13 +123,15 @@ class Generator:
             if self._reward_servers is not None:
                 group.create_task(self._reward_servers.run(session))
 
-    def _report(self) -> tuple[dict[str, ServerUse], list[str]]:
-        """As `Fleet.report`, with what happened to the reward model's servers."""
+    def _report(self, session: StepSession) -> list[str]:
+        """Counts what the servers did for the session; returns what happened to all servers and reward workers."""
         uses, said = self._fleet.report()
-        if self._reward_servers is not None:
-            said = [*said, *self._reward_servers.notes]
-            self._reward_servers.notes.clear()
-        return uses, said
+        session.use(uses)
+        for notes in (self._reward_servers.notes if self._reward_servers is not None else [], self._pool.notes):
+            new = list(notes)
+            del notes[: len(new)]  # others may add to them meanwhile
+            said = [*said, *new]
+        return said
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
@@ -194,6 +195,11 @@ class Generator:
         self._answered = session.answered
         self._count(session)
         deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
+        requests = session.requests(self._lengths, self._config.seed)
+        # Other rollouts give other weights, and those of later steps on disk are of the old ones.
+        if requests and (removed := await self._in_thread(self._store.remove_after, step)):
+            anew = f"{len(requests)} rollouts sampled anew"
+            session.notes.append(f"step {step}: {anew}; removed those of {removed} later steps")
         sampling = self._sampling_of(session, deadline=deadline)
         try:
             await sampling.run()
@@ -205,9 +211,7 @@ class Generator:
         if first == 0:  # a later round only refills: for want of time it ends no run
             session.check_share(rollout)
             self._check_rewards(session)
-        uses, said = self._report()
-        session.use(uses)
-        return session.result(said)
+        return session.result(self._report(session))
 
     async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """As RolloutWorker.dispatch."""
@@ -248,8 +252,7 @@ class Generator:
         del self._dispatched[step]
         session.add(dispatched.sampling)
         self._check_rewards(session)
-        uses, said = self._report()
-        session.use(uses)
+        said = self._report(session)
         ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         ahead = Ahead(ready, groups - ready, self._fleet.idle_share())
         return dataclasses.replace(session.result(said), ahead=ahead)

@@ -66,6 +66,7 @@ class RewardServers:
 
     def up(self, endpoint: Endpoint) -> None:
         self._up[endpoint.name] = endpoint
+        self._final.discard(endpoint.name)  # another node may have taken it over
         self.addresses.up(endpoint.name, Address(endpoint.url, endpoint.api_key))
 
     def down(self, name: str, why: str, final: bool) -> None:

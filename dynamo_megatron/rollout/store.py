@@ -154,15 +154,16 @@ class RolloutStore:
         except OSError as error:
             raise self._cannot_write(step, error.strerror) from error
 
-    def remove_after(self, step: int) -> None:
-        """The files of later steps."""
+    def remove_after(self, step: int) -> int:
+        """Removes the files of later steps; returns how many there were."""
         self.close()
-        try:
-            for later, path in step_files(self._folder).items():
-                if later > step:
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            raise self._cannot_write(later, error.strerror) from error
+        later = {of: path for of, path in step_files(self._folder).items() if of > step}
+        for of, path in later.items():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise self._cannot_write(of, error.strerror) from error
+        return len(later)
 
     def close(self) -> None:
         while self._descriptors:

@@ -115,8 +115,6 @@ def step_metrics(
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
     gap = np.abs(difference[rollouts.weight_versions == record.step - 1])
     apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
-    with_gradient = [u for u in updates if not u["skipped"] or "spike" in u]
-    grad_norm = sum(u["grad_norm"] for u in with_gradient) / max(1, len(with_gradient))
     times = _times(pushed, clock)
     return {
         "step": record.step,
@@ -133,15 +131,7 @@ def step_metrics(
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
         **record.drawing,
-        "policy/loss": sum(u["loss"] for u in with_gradient) / max(1, len(with_gradient)),
-        "policy/entropy": float(stats.entropy.double().mean()) if len(difference) else 0.0,
-        **_shares(updates, len(difference), config),
-        "policy/grad_norm": grad_norm,
-        **variance_proxy(batch, stats, grad_norm, algorithm.advantage),
-        "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
-        **spike_count(updates, config),
-        "policy/learning_rate": config.learning_rate(record.step),
-        "policy/tokens": len(difference),
+        **_of_policy(record.step, batch, stats, updates, config),
         "reshard/bytes": pushed.bytes,
         "reshard/floor_bytes": pushed.floor_bytes,
         **times,
@@ -171,6 +161,24 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
             for name in ("truncated", "aborted", "failed", "rejected", "reused")
         },
         **({f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES} if result.episodes else {}),
+    }
+
+
+def _of_policy(
+    step: int, batch: TrainBatch, stats: TokenStats, updates: Sequence[Mapping[str, float]], config: Config
+) -> dict[str, float]:
+    with_gradient, tokens = [u for u in updates if not u["skipped"] or "spike" in u], len(stats.entropy)
+    grad_norm = sum(u["grad_norm"] for u in with_gradient) / max(1, len(with_gradient))
+    return {
+        "policy/loss": sum(u["loss"] for u in with_gradient) / max(1, len(with_gradient)),
+        "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
+        **_shares(updates, tokens, config),
+        "policy/grad_norm": grad_norm,
+        **variance_proxy(batch, stats, grad_norm, config.algorithm.advantage),
+        "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
+        **spike_count(updates, config),
+        "policy/learning_rate": config.learning_rate(step),
+        "policy/tokens": tokens,
     }
 
 

@@ -82,6 +82,7 @@ def live(workspace) -> tuple[Path, dict]:
     importing = run.importing("libtorch")
     for process in run.servers()["server-1"]:
         process.kill()
+    run.wait_until(lambda: "server-1 left the rotation" in run.text, "word of the server that was killed")
     run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
     run.kill()
     left, finished = run.left_behind(within=30), rollout_lines(output, KILL_STEP)[:22]

@@ -112,7 +112,9 @@ async def _lines(reply: aiohttp.ClientResponse):
 async def serve(host: str, port: int, proxy: Proxy, server: subprocess.Popen) -> int:
     """Until the server ends; its exit code."""
     app = web.Application(client_max_size=1 << 30)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    # A pool would take its connections in turns, and so keep all that a burst has opened until a long enough pause: the
+    # server's sockets would say more of the pool than of the server.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(
         connector=connector, auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None)
     ) as session:

@@ -207,6 +207,32 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(start):
 
 
 @pytest.mark.full
+def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_run(start, rows, run_folder):
+    from ray.cluster_utils import Cluster
+
+    where = run_folder / "where.txt"
+    (run_folder / "where_scored.py").write_text(
+        "import os\ndef score(prompt, text):\n"
+        f"    with open({str(where)!r}, 'a') as file: file.write(f'{{os.getpid()}}\\n')\n"
+        "    return float(len(text) > 8)\n"
+    )
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        other = cluster.add_node(num_cpus=0)
+        keys = ["rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "parallel.pp=1"]
+        keys += ["reward.placement=ray", "reward.functions=[where_scored:score]", "trainer.steps=6"]
+        process, output, log = start("everywhere", *keys, ranks=1, address=cluster.address)
+        wait_until(lambda: len(rows(output)) >= 2, "2 steps", log, timeout=500)
+        assert len(set(where.read_text().split())) == 2  # reward.workers is 1
+        cluster.remove_node(other, allow_graceful=False)
+        assert process.wait(240) == 0, log.read_text()[-3000:]
+    finally:
+        cluster.shutdown()
+    assert log.read_text().count("the reward workers of node ") == 1
+    assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
+
+
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_is_refused(start):
     process, output, log = start("odd", ranks=3)
     assert process.wait(120) == 2

@@ -41,7 +41,7 @@ def test_a_failing_check_hides_no_other(base, command_line):
     assert any(
         line.startswith("ok      devices: CPU x 2 here: all-reduce over 2 ranks, gloo: 4 MB in ") for line in lines
     )
-    assert lines[-1] == "3 of 16 checks failed: layout, vocabulary, data"
+    assert lines[-1] == "3 of 17 checks failed: layout, vocabulary, data"
     assert not (base / "run").exists()
 
 
@@ -76,6 +76,6 @@ def test_all_of_it_with_a_server(base, command_line):
     code, output = command_line(base, "preflight", base / "config.yaml", "parallel.tp=2", "--ranks=2")
     assert code == 0, output
     assert "ok      server: SGLang started with" in output
-    assert output.splitlines()[-1] == "all 16 checks passed"
+    assert output.splitlines()[-1] == "all 18 checks passed"
     print(f"{time.monotonic() - start:.1f} s")  # 60 s is the promise on an idle machine
     assert not (base / "run").exists()

@@ -15,7 +15,7 @@ from dynamo_megatron.types import Prompt
 def test_samples_go_together_and_come_back_in_order(serve, pool):
     service = serve()
     p = pool(service)
-    assert p._workers == []  # no function of this machine
+    assert p._workers is None  # no function of this machine
     results = scored(p, *("x" * n for n in range(200)))
     assert results == [Score(float(n), n >= 1, {service.url: float(n)}, "ok") for n in range(200)]
     sizes = [len(samples) for samples in service.requests]
@@ -113,7 +113,7 @@ def test_a_service_beside_a_function_and_another_service(serve, pool, half):
     three, two = scored(p, "abc", "ab")
     assert three == Score(4.5, True, {first.url: 3.0, half: 0.5, second.url: 1.0}, "ok")
     assert list(three.parts) == [first.url, half, second.url] and not two.success
-    assert len(p._workers) == 2
+    assert len(p._workers.processes) == 2
     p = pool(half, first, fusion="product", success_threshold=0.5, workers=1)
     assert scored(p, "abcd") == [Score(2.0, True, {half: 0.5, first.url: 4.0}, "ok")]
 

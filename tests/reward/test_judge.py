@@ -95,6 +95,17 @@ def test_a_reply_without_a_number_is_of_the_wrong_format_at_once(judge, answer, 
     assert score.failure.startswith(f"judge: {words}")
 
 
+def test_a_number_that_was_cut_off_is_no_score(judge):
+    def answer(request, number):
+        reply = completion("Score: 1" if number == 1 else "Score: 1. It is")
+        reply["choices"][0]["finish_reason"] = "length"
+        return reply
+
+    _, pool = judge(answer)
+    assert scored(pool, "x")[0].failure.startswith("judge: the judge's reply was cut off in its number, 'Score: 1'")
+    assert scored(pool, "x")[0].parts == {"judge": 0.1}
+
+
 @pytest.mark.parametrize("text", ["Score: 1e999", "Score: nan", "Score: ", "Score: inf"])
 def test_what_a_pattern_of_the_users_catches_must_be_a_finite_number(judge, text):
     _, pool = judge(lambda request, number: completion(text), {"pattern": r"Score: (\S*)"})

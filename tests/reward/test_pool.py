@@ -275,7 +275,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(folder, functions, wor
     with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
         p.start()
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert not any(alive(worker.process.pid) for worker in p._workers)
+    assert not any(alive(worker.process.pid) for worker in p._workers.processes)
 
 
 def test_two_functions_of_one_name_are_refused():
@@ -314,7 +314,8 @@ def test_an_idle_worker_that_died_is_replaced_without_a_word(folder):
     p = pool(workers=1)
     p.start()
     os.kill(int(scored(p, "pid")[0].reward), signal.SIGKILL)
-    p._workers[0].process.wait(timeout=5)  # a zombie is not enough: its other threads may hold the socket for a moment
+    # A zombie is not enough: its other threads may hold the socket for a moment.
+    p._workers.processes[0].process.wait(timeout=5)
     assert scored(p, "fine")[0].status == "ok"
     p.close()
 
@@ -331,7 +332,7 @@ def test_close_ends_stuck_workers_at_once_and_scoring_after_it_is_an_error(folde
         took = time.monotonic() - start
         return took, await asyncio.gather(*tasks, return_exceptions=True)
 
-    pids = [worker.process.pid for worker in p._workers]
+    pids = [worker.process.pid for worker in p._workers.processes]
     took, results = asyncio.run(close_while_stuck())
     assert took < 2.0 and all(isinstance(r, (RuntimeError, asyncio.CancelledError)) for r in results), results
     assert not any(alive(pid) for pid in pids)
@@ -353,7 +354,7 @@ def test_workers_die_with_a_killed_parent(folder, response):
         async def main():
             stuck = asyncio.create_task(pool.score(Prompt("p", text="?", meta=dict(file="daemon")), "{response}"))
             await asyncio.sleep(0.3)
-            print(*(w.process.pid for w in pool._workers), flush=True)
+            print(*(w.process.pid for w in pool._workers.processes), flush=True)
             await stuck
         asyncio.run(main())
     """

@@ -1,6 +1,7 @@
 """The reward `reward_model`: what a server of it is sent, and what becomes of its replies and of its restarts."""
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -121,6 +122,79 @@ def test_a_response_that_ends_every_server_that_reads_it_is_given_up_and_the_oth
     assert scores[-1].failures == {"reward_model": "crashed"}
     assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts, the last: ")
     assert [len(r["input_ids"]) for r in endpoint.requests] == [8, 8, 4, 4, 4, 2, 2, 2, 1, 1, 1, 1]
+
+
+def test_responses_that_are_under_way_when_servers_end_are_sent_again_and_none_of_them_is_given_up(
+    reward_model, monkeypatch
+):
+    """Two responses end every server that reads them, and with it what the server is asked for others."""
+    monkeypatch.setattr("dynamo_megatron.reward.http.BATCH", 1)
+    ends = 0
+
+    async def answer(request, _number):
+        nonlocal ends
+        if len(request["input_ids"][0]) > 200:
+            await asyncio.sleep(0.05)
+            ends += 1
+            return None
+        ends_before = ends
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            if ends != ends_before:
+                return None
+        return lengths(request, 0)
+
+    addresses = Addresses(restarts_within=60.0)
+    endpoint, pool = reward_model(answer, {"concurrency": 12}, addresses)
+    addresses.up("reward-0", Address(endpoint.url))
+    scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
+    assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
+    assert all(score.failures == {"reward_model": "crashed"} for score in scores[10:])
+    assert len({score.reward for score in scores[:10]}) == 10
+
+
+def test_the_time_until_another_server_is_up_is_not_of_the_deadline(reward_model):
+    """Its port takes no connections any more, and nobody has said yet that it is gone."""
+    addresses = Addresses(restarts_within=20.0)
+    first, pool = reward_model(addresses=addresses, deadline=1.0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        addresses.up("reward-0", Address(f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"))
+        threading.Timer(2.5, lambda: addresses.up("reward-0", Address(first.url))).start()
+        (score,) = scored(pool, "x")
+        assert score.status == "ok" and len(first.requests) == 1
+        addresses.restarts_within = 1.0
+        addresses.up("reward-0", Address(f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"))
+        (score,) = scored(pool, "y")
+    assert score.failures == {"reward_model": "crashed"}
+    assert score.failure.startswith("reward_model: no server of the reward model can be reached: ClientConnectorError")
+
+
+def test_a_request_to_a_server_that_is_given_up_is_sent_again_at_once(reward_model):
+    """Its host may be gone: the connection never ends."""
+
+    async def hangs(request, _number):
+        await asyncio.sleep(60)
+
+    addresses = Addresses(restarts_within=20.0)
+    hung, pool = reward_model(hangs, addresses=addresses, deadline=30.0)
+    other, _ = reward_model()
+    addresses.up("reward-0", Address(hung.url, "k1"))
+    threading.Timer(1.0, lambda: addresses.up("reward-0", Address(other.url, "k2"))).start()
+    start = time.monotonic()
+    assert scored(pool, "x")[0].status == "ok" and time.monotonic() - start < 10
+    assert (len(hung.requests), len(other.requests)) == (1, 1)
+
+
+def test_a_request_that_was_lost_with_its_server_has_the_whole_deadline_again(reward_model):
+    async def answer(request, number):
+        await asyncio.sleep(0.7)
+        return lengths(request, 0) if number > 1 else None
+
+    addresses = Addresses(restarts_within=20.0)
+    endpoint, pool = reward_model(answer, addresses=addresses, deadline=1.2)
+    addresses.up("reward-0", Address(endpoint.url))
+    assert scored(pool, "x")[0].status == "ok"
 
 
 def test_servers_take_turns_and_one_that_is_lost_is_waited_for(reward_model):

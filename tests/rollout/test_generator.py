@@ -91,6 +91,25 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
     with_generator(work, server, timeout=0.5, concurrency=2)
 
 
+def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_generator, tmp_path):
+    """They are of weights that the step will not give again."""
+
+    async def work(generator, push):
+        counts = [2, 0, 2]
+        for step in (1, 2, 3):
+            await generator.generate(step, PROMPTS, counts, 0)
+        assert (await generator.generate(1, PROMPTS, counts, 0)).reused == 4
+        store = RolloutStore(tmp_path)
+        store.discard(2, [read_rollouts(step_file(tmp_path, 2))[0].rollout_id])
+        store.close()
+        again = await generator.generate(2, PROMPTS, counts, 0)
+        assert again.reused == 3
+        assert again.notes[-1] == "step 2: 1 rollouts sampled anew; removed those of 1 later steps"
+        assert (await generator.generate(3, PROMPTS, counts, 0)).reused == 0
+
+    with_generator(work, Server())
+
+
 def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
     """Their user has repaired the reward function meanwhile."""
 
@@ -113,13 +132,11 @@ def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
 
 def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_generator):
     async def work(generator, push):
-        pool = generator._pool
-        pool._config = pool._config.model_copy(update={"deadline": 0.5, "on_error": "zero"})
         broken = Prompt("broken", text="?", tokens=[20, 30])
         result = await generator.generate(1, [broken, PROMPTS[2], broken], [1, 1, 1], 0)
         return sorted(note.partition("reward 0 for a ")[2] for note in result.notes)
 
-    failed, late = with_generator(work, Server())
+    failed, late = with_generator(work, Server(), reward={"deadline": 0.5, "on_error": "zero"})
     assert failed.startswith("reward_error, ") and "KeyError: 'no answer'" in failed.partition("the last: ")[2]
     assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
 

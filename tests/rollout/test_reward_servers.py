@@ -5,6 +5,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from stand_ins import VOCABULARY, Server, external, listening
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reward import RewardPool
+from dynamo_megatron.reward.outcomes import NoScore
 from dynamo_megatron.rollout import reward_servers, serve, supervisor
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.endpoint import Endpoint
@@ -21,6 +23,8 @@ from dynamo_megatron.rollout.reward_servers import RewardServers
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run_folder import NewFolder, refuse_foreign
 from dynamo_megatron.types import Prompt
+
+SPLIT = {"placement": "split"}
 
 
 class StandIn:
@@ -121,6 +125,23 @@ def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path
     why = "reward-[01] is not started again: out of memory"
     with pytest.raises(RolloutError, match=f"^no server of the reward model came up: {why}; {why}$"):
         asyncio.run(work())
+
+
+def test_a_server_that_another_start_has_brought_back_is_waited_for_when_it_ends(tmp_path):
+    base = external(["http://unused"], output=tmp_path, start_timeout=1.0)
+    servers = RewardServers(with_model(base.model_copy(update={"rollout": base.rollout.model_copy(update=SPLIT)})))
+
+    async def waited() -> float:
+        begun = time.monotonic()
+        with pytest.raises(NoScore):
+            await servers.addresses.next()
+        return time.monotonic() - begun
+
+    servers.down("reward-0", "out of memory", True)
+    assert asyncio.run(waited()) < 0.9
+    servers.up(Endpoint("reward-0", 5, "http://unused", 1, "key"))
+    servers.down("reward-0", "killed", False)
+    assert asyncio.run(waited()) > 0.9
 
 
 def test_a_folder_with_their_announcements_is_a_runs_and_goes_with_a_refused_start(tmp_path):

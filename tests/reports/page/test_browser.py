@@ -123,6 +123,7 @@ def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
     lists = read_token_rows(tokens_file(folder, STEPS))[name].lists
     assert name in opened.page.inner_text("#detail h3")
     opened.page.click("#detail details summary")
+    opened.page.wait_for_selector("#detail table tr")
     head, *rows = [
         [cell.inner_text() for cell in row.locator("th, td").all()]
         for row in opened.page.locator("#detail table tr").all()

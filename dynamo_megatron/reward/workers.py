@@ -1,0 +1,172 @@
+"""Reward functions in processes of their own, under a deadline that holds against anything."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward.outcomes import Outcome, RewardError
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.types import Prompt
+
+SHOWN = 300  # characters of what keeps a worker from starting
+START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+
+
+class Workers:
+    """`config.workers` processes on this machine, for `functions`, one sample each at a time.
+
+    A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
+    worker that is late, even inside C code, is killed together with all that it has started, and replaced. May be used
+    from any thread.
+    """
+
+    def __init__(self, functions: list[str], config: RewardConfig) -> None:
+        self.processes: list[_Worker] = []
+        self._functions, self._config = functions, config
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Waits until all are ready. Raises ValueError where a function cannot be loaded, TimeoutError naming the
+        workers that are not ready in time."""
+        started = [self._threads.submit(self._spawn) for _ in range(self._config.workers)]
+        workers = [future.result() for future in started]
+        end = time.monotonic() + START_TIMEOUT
+        for worker in workers:
+            worker.wait_ready(end)
+            self._idle.put(worker)
+
+    def submit(self, prompt: Prompt, response: str) -> Future[list[Outcome]]:
+        """An outcome for each function, but for those after one that took all of the deadline or ended its process."""
+        return self._threads.submit(self._run, prompt, response)
+
+    def close(self) -> None:
+        """Ends all workers now; samples under way are lost. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for worker in self.processes:
+                worker.process.stdin.close()  # all at once: each takes a moment to end
+            for worker in self.processes:
+                worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
+        for worker in self.processes:
+            worker.connection.close()
+
+    def _spawn(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool was closed")
+            worker = _Worker(self._functions, self._config)
+            self.processes.append(worker)
+            return worker
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        with self._lock:
+            worker.kill()
+        another = self._spawn()  # where it cannot be started, the old one stays, for the next try
+        with self._lock:
+            if not self._closed:
+                self.processes.remove(worker)
+                worker.connection.close()
+        return another
+
+    def _run(self, prompt: Prompt, response: str) -> list[Outcome]:
+        """As `submit`."""
+        worker = self._idle.get_nowait()  # there are as many workers as threads
+        try:
+            if worker.process.poll() is not None:
+                worker = self._replace(worker)
+            worker.wait_ready(time.monotonic() + START_TIMEOUT)
+            outcomes, usable = worker.run(prompt, response, self._config.deadline)
+            if not usable:
+                # Replaced before the next sample comes, so that it need not wait for the imports.
+                worker = self._replace(worker)
+        except (ValueError, OSError) as error:  # a worker cannot be started any more
+            text = on_one_line(str(error), SHOWN)
+            outcomes = [Outcome(name, "crashed", text=text) for name in self._functions]
+        finally:
+            self._idle.put(worker)
+        return outcomes
+
+
+class _Worker:
+    def __init__(self, functions: list[str], config: RewardConfig) -> None:
+        self._functions = functions
+        self._ready = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = str(theirs.fileno())
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
+            self.process = subprocess.Popen(
+                [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send((functions, config))
+
+    def wait_ready(self, end: float) -> None:
+        """Waits until `end` (time.monotonic) for the worker's imports."""
+        if self._ready:
+            return
+        if not self.connection.poll(max(0.0, end - time.monotonic())):
+            raise TimeoutError(
+                f"waited {START_TIMEOUT:.0f} s for reward worker {self.process.pid} "
+                f"to import {', '.join(self._functions)}"
+            )
+        try:
+            status, *message = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise RewardError(f"a reward worker ended while it started: {self._how_it_ended()}") from None
+        if status == "failed":
+            raise InputError(message[0])
+        self._ready = True
+
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[Outcome], bool]:
+        """(an outcome for each function, but for those after one that took all of the `deadline` seconds or ended the
+        process; whether the worker can be used again)."""
+        end = time.monotonic() + deadline
+        outcomes: list[Outcome] = []
+        try:
+            self.connection.send((prompt, response))
+            for name in self._functions:
+                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                    text = f"no value within reward.deadline ({deadline:g} s)"
+                    return [*outcomes, Outcome(name, "timed_out", text=text)], False
+                outcomes.append(self.connection.recv())
+        except RecursionError:
+            text = "the problem is nested too deep to be sent to a worker"
+            return [Outcome(name, "crashed", text=text) for name in self._functions], True
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            name = self._functions[len(outcomes)]
+            return [*outcomes, Outcome(name, "crashed", text=f"its process ended: {self._how_it_ended()}")], False
+        return outcomes, True
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "what it has started has not ended for 5 s"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def kill(self) -> None:
+        """Ends the worker and all that it has started."""
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+        self.process.kill()  # where that took too long: the worker at least dies with it
