@@ -244,10 +244,11 @@ class RolloutBatch(Sequences):
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
         if trained := [b.trained for b in batches if b.trained is not None]:
-            if len(trained) < len(batches):
+            agents = [b.trained is not None for b in batches]
+            if any(len(b.tokens) for b, is_agents in zip(batches, agents, strict=True) if not is_agents):
                 raise InputError("rollouts of an agent and others are not trained together")
             fields["trained"] = concatenate(trained)
-            own = [b.segment_starts + start for b, start in zip(batches, starts, strict=False)]
+            own = [b.segment_starts + start for b, start in zip(batches, starts, strict=False) if b.trained is not None]
             fields["segment_starts"] = np.concatenate(own)
         return cls(**fields)
 

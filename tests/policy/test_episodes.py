@@ -130,6 +130,9 @@ def test_batches_are_joined_and_taken_apart():
         expected = getattr(whole, name)
         if name != "engine_logprobs":
             np.testing.assert_array_equal(getattr(joined, name), expected)
+    none = RolloutBatch.from_rollouts([])  # a round of which no rollout is trained
+    for with_none in ([none, *parts], [parts[0], none, parts[1]]):
+        np.testing.assert_array_equal(RolloutBatch.join(with_none).segment_starts, whole.segment_starts)
     for members in ([0, 2], [1, 3], [2]):
         taken = whole.take(np.array(members))
         alone = batch_of([EPISODES[i] for i in members])

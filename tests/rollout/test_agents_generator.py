@@ -35,6 +35,11 @@ async def agent(prompt, session):
     if kind == "ends" and not os.path.exists(prompt.meta["file"]):
         open(prompt.meta["file"], "w").close()
         os._exit(1)
+    if kind == "huge":
+        await session.chat(messages)
+        return 1e300
+    if kind == "half":
+        messages = [{"role": "user", "content": "2+2", "name": "\\ud800"}]
     if kind == "edits":
         await session.chat(messages)
         await session.chat([{"role": "user", "content": "else"}])
@@ -92,6 +97,17 @@ def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
     assert [m["role"] for m in first.episode.messages] == ["user", "assistant", "user", "assistant"]
     assert first.response_tokens == [7, 7, END] * 2 and first.reward_parts == {"generator_rewards:slow": 1.0}
     assert stored["000001-0001-000"].reward_parts == {"agent": 0.25}
+
+
+def test_a_reward_and_a_text_that_no_file_holds(episodes, tmp_path):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("huge"), prompt("half")], [1, 1], 0)
+
+    result = episodes(work, Server(says(3)))
+    assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "completed"]
+    assert any("it returned 1e+300, of more than 1e+18 in size" in note for note in result.notes)
+    stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert stored["half"].episode.messages[0]["name"] == "?"
 
 
 def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, monkeypatch):

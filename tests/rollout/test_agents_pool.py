@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,25 @@ def test_one_that_does_not_end_takes_its_process_with_it(pool, what, monkeypatch
     (other, own), next_one = pool(work)
     assert own[0] is TimeoutError and next_one == 0.5
     assert other[0] is AgentLost and "did not end within 0.5 s" in other[1]
+
+
+def test_a_process_that_several_episodes_wait_for_is_replaced_once(pool, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.REACT_WITHIN", 0.5)
+
+    def children() -> int:
+        return sum(len(file.read_text().split()) for file in Path("/proc/self/task").glob("*/children"))
+
+    async def work(ask):
+        before = children()
+        await outcomes(ask("block", 0.5), *(ask("hang", 0.5) for _ in range(4)))
+        assert await ask("right") == 0.5
+        end = time.monotonic() + 10
+        while children() > before and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        return before, children()
+
+    before, after = pool(work)
+    assert after == before
 
 
 def test_a_process_that_ends_is_replaced(pool):

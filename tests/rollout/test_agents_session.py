@@ -239,6 +239,32 @@ def test_parallel_requests_never_get_more_tokens_than_there_are():
     assert all(isinstance(a, dict | ChatError) for a in answers)
 
 
+def test_tokens_of_an_answer_whose_tool_calls_are_read_are_spent():
+    async def work(client, own, scripted):
+        async def slowly(text, tools):
+            await asyncio.sleep(0.1)
+            return text, []
+
+        scripted.session.parse_tools = slowly
+        await asyncio.gather(*(own.chat(QUESTION, tools=TOOLS) for _ in range(3)), return_exceptions=True)
+        return scripted.session
+
+    session = run(work, *["the answer to the question"] * 3, tokens=6)
+    assert sum(len(turn.response.tokens) for turn in session.episode.turns) == 6
+
+
+def test_what_waits_for_tokens_asks_for_nothing_once_the_episode_has_ended():
+    async def work(client, own, scripted):
+        scripted.delay = 0.2
+        waiting = asyncio.gather(own.chat(QUESTION), own.chat(QUESTION), return_exceptions=True)
+        await asyncio.sleep(0.1)
+        scripted.session.ended = True
+        return scripted, await waiting
+
+    scripted, answers = run(work, "seven", "nine")
+    assert len(scripted.asked) == 1 and any("the episode has ended" in str(answer) for answer in answers)
+
+
 def test_an_answer_that_nobody_waits_for_ends_and_is_not_trained():
     async def work(client, own, scripted):
         scripted.delay = 30.0

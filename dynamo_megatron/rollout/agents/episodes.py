@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -72,13 +73,17 @@ class Agents:
             )
 
     async def parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
-        """Raises BadRequest where no server does."""
+        """No calls where the parser fails on this text alone: it is a sample. Raises BadRequest where no server parses
+        any."""
         error = "no rollout server is up to parse tool calls"
         for client in self.fleet.clients():
             try:
                 return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
             except RolloutError as failed:
                 error = str(failed)
+            with contextlib.suppress(RolloutError):
+                await client.parse_tool_calls("", tools, self.config.rollout.tool_parser)
+                return text, []
         raise BadRequest(error)
 
 
@@ -201,6 +206,7 @@ class _Attempt:
             error, finish = self._too_late(), "abort"
         finally:
             service.close(key)
+            session.ended = True
             self._episodes.end(name)
             self._agents.note(list(session.ignored))
         if session.failure and finish != "abort":
@@ -232,7 +238,8 @@ class _Attempt:
 
     @property
     def _messages(self) -> list[Message] | None:
-        return next((turn.messages for turn in reversed(self._session.episode.turns) if turn.messages), None)
+        turns = reversed(self._session.episode.turns)
+        return plain_data(next((turn.messages for turn in turns if turn.messages), None))  # any text may be in them
 
     def _given(self) -> dict:
         prompt = self._prompt

@@ -16,6 +16,7 @@ from typing import Any
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.user_code import SPEC
+from dynamo_megatron.types import LARGEST_REWARD
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
@@ -59,12 +60,15 @@ class AgentPool:
             async with asyncio.timeout(until - time.monotonic()):
                 answer = await asyncio.shield(ended)
         except (TimeoutError, asyncio.CancelledError):
-            if not await worker.end(name):
+            if not await worker.end(name) and worker in self._workers:  # else another episode has had it replaced
                 self._replace(worker, f"the agent of {name} did not end within {REACT_WITHIN:g} s")
             raise
         if "error" in answer:
             raise AgentFailed(on_one_line(str(answer["error"]), 1000))
-        return answer["reward"]
+        reward = answer["reward"]
+        if reward is not None and abs(reward) > LARGEST_REWARD:
+            raise AgentFailed(f"it returned {reward:g}, of more than {LARGEST_REWARD:g} in size")
+        return reward
 
     async def close(self) -> None:
         """Ends all of them now."""
@@ -78,8 +82,7 @@ class AgentPool:
 
     def _replace(self, worker: _Worker, why: str) -> _Worker:
         another = _Worker(self._function, self._python)
-        if worker in self._workers:
-            self._workers[self._workers.index(worker)] = another
+        self._workers[self._workers.index(worker)] = another
         worker.closing = asyncio.create_task(worker.close(why))
         return another
 

@@ -54,6 +54,8 @@ class Session:
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
     texts: list[str] = field(default_factory=list)  # of the answers
     _reserved: int = 0  # tokens that requests under way may still be given
+    ended: bool = False  # requests that come, or that have waited for tokens, are refused
+    _sampled: int = 0  # tokens, those of answers that are not recorded yet included
     _begun: int = 0  # turns
     _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set, and made anew, as a turn ends
 
@@ -127,6 +129,8 @@ class Session:
             raise BadRequest("max_tokens: a number of tokens, at least 1")
         while self._left <= 0 < self._reserved:  # what requests under way leave of the limit is known when they end
             await self._ended.wait()
+        if self.ended:
+            raise BadRequest("the episode has ended")
         if self.failure:
             raise BadRequest(self.failure)
         if self._begun >= self.limits.turns:
@@ -144,6 +148,7 @@ class Session:
         self._reserved += most
         try:
             response = await self.sample(place.ids, most, stop, number)
+            self._sampled += len(response.tokens)
         finally:
             self._reserved -= most
             self._ended.set()
@@ -158,7 +163,7 @@ class Session:
     @property
     def _left(self) -> int:
         """Tokens that a request may be given."""
-        return self.limits.tokens - self._reserved - sum(len(turn.response.tokens) for turn in self.episode.turns)
+        return self.limits.tokens - self._reserved - self._sampled
 
     def _limit(self, name: str, why: str) -> None:
         self.reached.add(name)
