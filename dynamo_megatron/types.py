@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 from pydantic_core import from_json, to_json
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.sequences import Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,12 +63,28 @@ def plain_data(value: Any) -> Any:
 
 
 @dataclass
+class EpisodeRecord:
+    """What a rollout of an agent has besides others (docs/agents.md).
+
+    `starts`: where its segments begin in the rollout's `tokens`; a segment is one sequence in training. `counts`:
+    turns, segments, why segments began, limits that were reached. `messages`: the conversation with the last answer,
+    in OpenAI's format, for people; None where the agent sent no messages.
+    """
+
+    starts: list[int]
+    counts: dict[str, int]
+    messages: list[dict[str, Any]] | None = None
+
+
+@dataclass
 class Rollout:
-    """One response to one prompt.
+    """One response to one prompt, or, with an agent, one episode: its response is what was sampled in all of its turns.
 
     `group_id` names the dispatch: a prompt drawn twice in one batch is two groups. `tokens` is prompt + response,
     `response_mask` is 1 on the response; `engine_logprobs` has one natural-log entry a response token.
-    `weight_versions` are (version, start, end) spans over the response tokens; a version never falls.
+    `weight_versions` are (version, start, end) spans over the response tokens; within a segment a version never falls.
+    `episode`: None without an agent. With one, `tokens` are the segments one after another, and what was not sampled
+    may stand anywhere in them.
     `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
     the engine) or "error" (the server refused it).
     `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
@@ -100,6 +118,11 @@ class Rollout:
     answer: Any = None
     step_rewards: list[tuple[int, int, float]] = field(default_factory=list)
     reward_failures: dict[str, str] = field(default_factory=dict)
+    episode: EpisodeRecord | None = None
+
+    @property
+    def response_tokens(self) -> list[int]:
+        return list(itertools.compress(self.tokens, self.response_mask))
 
     def to_json(self) -> str:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
@@ -112,6 +135,8 @@ class Rollout:
             rollout = cls(**fields)
             rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
             rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
+            if (episode := fields.get("episode")) is not None:
+                rollout.episode = EpisodeRecord(**episode)
         except (TypeError, ValueError) as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout
@@ -174,51 +199,6 @@ class TokenStats(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """S sequences of a prompt and its response, T tokens in all, R of them in responses.
-
-    Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`, of which the first `prompt_lengths[s]` are the prompt. The
-    "slot" of a response token is its index in [0, R), through all responses in order.
-    """
-
-    prompt_ids: list[str]
-    tokens: np.ndarray  # int64 [T]
-    offsets: np.ndarray  # int64 [S + 1]
-    prompt_lengths: np.ndarray  # int64 [S]
-
-    @property
-    def response_lengths(self) -> np.ndarray:
-        """int64 [S], tokens."""
-        return np.diff(self.offsets) - self.prompt_lengths
-
-    @property
-    def response_offsets(self) -> np.ndarray:
-        """int64 [S + 1]: sequence s owns the slots [offsets[s], offsets[s + 1])."""
-        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
-
-    def name(self, sequence: int) -> str:
-        """For messages."""
-        return f"prompt {self.prompt_ids[sequence]!r}"
-
-    def check_tokens(self, vocab_size: int) -> None:
-        """Raises ValueError naming the first token that is not in [0, vocab_size)."""
-        if len(self.tokens) == 0 or (self.tokens.min() >= 0 and self.tokens.max() < vocab_size):
-            return
-        wrong = int(np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))[0])
-        sequence = int(np.searchsorted(self.offsets, wrong, side="right")) - 1
-        place = wrong - int(self.offsets[sequence])
-        where = "prompt" if place < self.prompt_lengths[sequence] else "response"
-        raise InputError(
-            f"{self.name(sequence)}: token id {self.tokens[wrong]} at position {place}, in the {where}, is not in the "
-            f"model's vocabulary (0 to {vocab_size - 1}); it comes from another tokenizer, or the record is damaged"
-        )
-
-    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
-        """[R] from one value a sequence."""
-        return np.repeat(per_sequence, self.response_lengths)
-
-
-@dataclass(frozen=True)
 class RolloutBatch(Sequences):
     """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index)."""
 
@@ -236,8 +216,8 @@ class RolloutBatch(Sequences):
     @property
     def nbytes(self) -> int:
         """Bytes of what there is one of for each token, which is nearly all."""
-        steps = 0 if self.step_rewards is None else self.step_rewards.nbytes
-        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes + steps
+        some = sum(array.nbytes for array in (self.step_rewards, self.trained) if array is not None)
+        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes + some
 
     def name(self, sequence: int) -> str:
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
@@ -263,6 +243,13 @@ class RolloutBatch(Sequences):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
+        if trained := [b.trained for b in batches if b.trained is not None]:
+            agents = [b.trained is not None for b in batches]
+            if any(len(b.tokens) for b, is_agents in zip(batches, agents, strict=True) if not is_agents):
+                raise InputError("rollouts of an agent and others are not trained together")
+            fields["trained"] = concatenate(trained)
+            own = [b.segment_starts + start for b, start in zip(batches, starts, strict=False) if b.trained is not None]
+            fields["segment_starts"] = np.concatenate(own)
         return cls(**fields)
 
     def take(self, members: np.ndarray) -> RolloutBatch:
@@ -272,11 +259,15 @@ class RolloutBatch(Sequences):
         kept = np.zeros(len(self.prompt_ids), bool)
         kept[members] = True
         lengths = np.diff(self.offsets)
+        tokens, of_segments = np.repeat(kept, lengths), {}
+        if self.trained is not None and self.segment_starts is not None:
+            starts = self.segment_starts[tokens[self.segment_starts]]
+            of_segments = {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
         return RolloutBatch(
             prompt_ids=[self.prompt_ids[s] for s in members],
             rollout_ids=[self.rollout_ids[s] for s in members],
             group_ids=[self.group_ids[s] for s in members],
-            tokens=self.tokens[np.repeat(kept, lengths)],
+            tokens=self.tokens[tokens],
             offsets=np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64),
             prompt_lengths=self.prompt_lengths[members],
             engine_logprobs=self.engine_logprobs[self.per_token(kept)],
@@ -286,6 +277,7 @@ class RolloutBatch(Sequences):
             finish_reasons=[self.finish_reasons[s] for s in members],
             servers=[self.servers[s] for s in members],
             step_rewards=None if self.step_rewards is None else self.step_rewards[self.per_token(kept)],
+            **of_segments,
         )
 
     @classmethod
@@ -296,18 +288,19 @@ class RolloutBatch(Sequences):
             response = sum(r.response_mask)
             if len(r.response_mask) != len(r.tokens) or len(r.engine_logprobs) != response:
                 raise InputError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
-            if any(r.response_mask[: len(r.tokens) - response]):
+            if r.episode is None and any(r.response_mask[: len(r.tokens) - response]):
                 raise InputError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
             prompt_lengths.append(len(r.tokens) - response)
             versions.append(np.full(response, -1, np.int32))
             for version, start, end in r.weight_versions:
                 versions[-1][start:end] = min(version, LARGEST_VERSION)
+        offsets = np.concatenate([[0], np.cumsum([len(r.tokens) for r in rollouts])]).astype(np.int64)
         return cls(
             rollout_ids=[r.rollout_id for r in rollouts],
             group_ids=[r.group_id for r in rollouts],
             prompt_ids=[r.prompt_id for r in rollouts],
             tokens=np.concatenate([np.asarray(r.tokens, np.int64) for r in rollouts] or [np.zeros(0, np.int64)]),
-            offsets=np.concatenate([[0], np.cumsum([len(r.tokens) for r in rollouts])]).astype(np.int64),
+            offsets=offsets,
             prompt_lengths=np.asarray(prompt_lengths, np.int64),
             engine_logprobs=np.asarray([lp for r in rollouts for lp in r.engine_logprobs], np.float32),
             rewards=np.asarray([r.reward for r in rollouts], np.float64),
@@ -316,7 +309,19 @@ class RolloutBatch(Sequences):
             finish_reasons=[r.finish_reason for r in rollouts],
             servers=[r.server for r in rollouts],
             step_rewards=_at_their_ends(rollouts),
+            **_of_episodes(rollouts, offsets),
         )
+
+
+def _of_episodes(rollouts: Sequence[Rollout], offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """`RolloutBatch.trained` and `segment_starts`, where the rollouts are an agent's."""
+    if all(r.episode is None for r in rollouts):
+        return {}
+    starts = [[0] if r.episode is None else r.episode.starts for r in rollouts]
+    return {
+        "trained": np.concatenate([np.asarray(r.response_mask, bool) for r in rollouts]),
+        "segment_starts": np.concatenate([np.asarray(s) + o for s, o in zip(starts, offsets, strict=False)]),
+    }
 
 
 def _at_their_ends(rollouts: Sequence[Rollout]) -> np.ndarray | None:

@@ -9,7 +9,13 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
-from dynamo_megatron.config.contradictions import FEWEST_PROMPTS, sequential_faults, shape_faults, staleness_faults
+from dynamo_megatron.config.contradictions import (
+    FEWEST_PROMPTS,
+    agent_faults,
+    sequential_faults,
+    shape_faults,
+    staleness_faults,
+)
 from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -291,6 +297,7 @@ class Config(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
+        yield from agent_faults(self)
         yield from shape_faults(self)
         yield from staleness_faults(self)
         prompts = self.batch_prompts

@@ -74,6 +74,16 @@ def staleness_faults(config: Config) -> Iterator[str]:
         )
 
 
+def agent_faults(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.agent is None:
+        if rollout.agent_python is not None:
+            yield "rollout.agent_python: is the interpreter of rollout.agent; set that too"
+        return
+    if config.data.template != "chat":
+        yield "rollout.agent: talks in messages, so that a problem has to be a chat; set data.template to chat"
+
+
 def shape_faults(config: Config) -> Iterator[str]:
     algorithm, shape = config.algorithm, config.data.shape
     if shape.every is not None or config.chooses_shape:

@@ -365,6 +365,7 @@ _IDENTITY = (
     "reward.reward_model.path",
     "reward.reward_model.range",
     "algorithm",
+    "rollout.agent",
     "rollout.temperature",
     "rollout.max_new_tokens",
     "rollout.max_staleness",

@@ -62,6 +62,14 @@ class RolloutConfig(Section):
     # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all, until they use
     # half of the space on output_dir's disk, then the newest
     keep_last: Positive | None = None
+    # module:function, which has an episode of several turns for each rollout (docs/agents.md); max_new_tokens and
+    # timeout are then an episode's
+    agent: str | None = None
+    agent_python: str | None = None  # the interpreter of its processes; None: this one
+    agent_workers: Positive = 2  # processes, each of which runs many episodes at once
+    agent_turns: Positive = 32  # of an episode
+    agent_episodes: Positive = 64  # under way at once
+    tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()

@@ -110,16 +110,21 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     return tokens
 
 
+def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]:
+    """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own."""
+    messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+    if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
 def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
     if tokenizer.chat_template is None:
         otherwise = "" if prompt.text is None else ", or data.template to a text with {prompt} in it"
         raise InputError(
             f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; set {WAYS}{otherwise}"
         )
-    system_prompt = config.system_prompt
-    messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
-    if system_prompt is not None and (not messages or messages[0]["role"] != "system"):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    messages = chat_messages(prompt, config.system_prompt)
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except (TemplateError, ValueError, TypeError, KeyError) as error:

@@ -62,9 +62,9 @@ class PeriodicEvaluation:
     ) -> dict[str, float]:
         """Evaluates the weights that the server has, those of `step`; writes eval/step-NNNNNN.jsonl. With `eval.cache`
         the responses of step 0, those of `model.path`, are kept for other runs, or come from one; not those of
-        somebody else's servers, whose engine is not known."""
-        start = time.monotonic()
-        kept = step == 0 and self._config.eval.cache and self._config.rollout.placement != "external"
+        somebody else's servers, whose engine is not known, nor those of an agent, which is not known either."""
+        start, rollout = time.monotonic(), self._config.rollout
+        kept = step == 0 and self._config.eval.cache and rollout.placement != "external" and rollout.agent is None
 
         def sample() -> list[ProblemResult]:
             return self._rollout.evaluate(self._prompts, on_poll, on_count)

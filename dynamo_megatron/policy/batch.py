@@ -171,8 +171,8 @@ def context_positions(length: int, cp_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's part of packed segments, one a sequence: inputs are tokens[:-1], the labels of the response rows the
-    tokens after them, whichever context-parallel rank holds those.
+    """One rank's part of packed segments, one a sequence, or with an agent one or more: inputs are tokens[:-1], the
+    labels of the response rows the tokens after them, whichever context-parallel rank holds those.
 
     T packed positions in all, t = T / cp_size here, r response rows among them. Padding (never a label) makes a
     segment's length a multiple of 2 cp_size; a last segment of it makes t a multiple of `multiple`.
@@ -207,20 +207,23 @@ class MicroBatch:
     ) -> MicroBatch:
         segment_multiple = 2 * cp_size if cp_size > 1 else 1
         chosen = np.asarray(sequences, np.int64)
-        lengths = source.offsets[chosen + 1] - source.offsets[chosen] - 1  # of the inputs
+        of_sequence, starts, ends = source.segments(chosen)
+        lengths = ends - starts - 1  # of the inputs
         padded = -(-np.maximum(lengths, 1) // segment_multiple) * segment_multiple
         held = [context_positions(int(n), cp_size)[cp_rank] for n in padded]
-        # Of every position here: its sequence (an index into `sequences`) and its place there.
-        owner = np.repeat(np.arange(len(chosen)), padded // cp_size)
+        # Of every position here: its segment, and its place there.
+        segment = np.repeat(np.arange(len(starts)), padded // cp_size)
         place = np.concatenate([*held, np.zeros(0, np.int64)])
-        first, prompt = source.offsets[chosen][owner], source.prompt_lengths[chosen][owner]
-        inside = place < lengths[owner]
-        trained = np.flatnonzero(inside & (place >= prompt - 1))
+        inside = np.flatnonzero(place < lengths[segment])
+        here = (starts[segment] + place)[inside]  # in the tokens of `source`
+        owner = of_sequence[segment[inside]]  # an index into `sequences`
+        predicts = np.flatnonzero(source.in_response(here + 1, chosen[owner]))
         tokens = np.zeros(len(place), np.int64)
-        tokens[inside] = source.tokens[(first + place)[inside]]
-        labels = source.tokens[(first + place + 1)[trained]]
-        slots = (source.response_offsets[chosen][owner] + place - (prompt - 1))[trained]
-        response_bounds = np.append(0, np.cumsum(np.bincount(owner[trained], minlength=len(chosen))))
+        tokens[inside] = source.tokens[here]
+        trained, owner, label = inside[predicts], owner[predicts], here[predicts] + 1
+        labels = source.tokens[label]
+        slots = source.slots(label, chosen[owner])
+        response_bounds = np.append(0, np.cumsum(np.bincount(owner, minlength=len(chosen))))
         bounds = np.append(0, np.cumsum(padded))
         whole = math.lcm(segment_multiple, multiple * cp_size)
         if padding := int(-bounds[-1] % whole or (whole if not sequences else 0)):

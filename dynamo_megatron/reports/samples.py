@@ -152,7 +152,23 @@ def _as_json(rollout: Rollout) -> str:
     keys = ("step", "rollout_id", "prompt_id", "reward", "success", "reward_parts", "reward_failures", "status")
     fields = {key: getattr(rollout, key) for key in (*keys, "finish_reason")}
     fields |= {"length": sum(rollout.response_mask), "prompt": rollout.prompt}
+    if rollout.episode is not None:
+        fields |= {"messages": rollout.episode.messages, "counts": rollout.episode.counts}
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
+
+
+def _said(rollout: Rollout) -> Iterator[str]:
+    """Prompt and response, or the conversation of an episode."""
+    messages = None if rollout.episode is None else rollout.episode.messages
+    if messages is None:
+        yield from ("prompt:", indented(rollout.prompt or ""), "response:", indented(rollout.response or ""))
+        return
+    counts = ", ".join(f"{escaped_line(name)} {count}" for name, count in rollout.episode.counts.items())
+    yield f"episode: {counts}; its last conversation:"
+    for message in messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        yield f"{escaped_line(message['role'])}:"
+        yield indented("\n".join([*([message["content"]] if message["content"] else []), *calls]))
 
 
 def _as_text(rollout: Rollout) -> str:
@@ -165,10 +181,7 @@ def _as_text(rollout: Rollout) -> str:
         f"reward {rollout.reward:g} ({'success' if rollout.success else 'no success'}{status})"
         + (f" from {parts}" if parts else ""),
         f"finish: {rollout.finish_reason}, {sum(rollout.response_mask)} tokens",
-        "prompt:",
-        indented(rollout.prompt or ""),
-        "response:",
-        indented(rollout.response or ""),
+        *_said(rollout),
     ]
     if rollout.answer is not None:
         lines += ["answer:", indented(_plain(rollout.answer))]

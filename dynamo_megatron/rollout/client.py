@@ -144,12 +144,13 @@ class SGLangClient:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         seed: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Response:
         """One response. What goes wrong with this request alone is in the Response.
 
         temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. `seed`: of the sampling,
-        in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/how-it-works.md). Raises ServerLost
-        where the server is the reason.
+        in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/how-it-works.md). `stop`: texts that
+        end it besides the config's. Raises ServerLost where the server is the reason.
         """
         sampling = dict(self._sampling)
         if temperature is not None:
@@ -158,6 +159,8 @@ class SGLangClient:
             sampling["max_new_tokens"] = max_new_tokens
         if seed is not None:
             sampling["sampling_seed"] = seed
+        if stop:
+            sampling["stop"] = [*sampling["stop"], *stop]
         request = Request(request_id, prompt_tokens, sampling)
         limit = self._config.timeout_of(max_new_tokens)
         try:
@@ -183,6 +186,15 @@ class SGLangClient:
             what = str(error) if isinstance(error, ValueError) else repr(error)
             why = f"answers with nonsense: {own_words(what)}; does it serve model.path?"
             raise ServerLost(f"the rollout server {self.url} {why}") from error
+
+    async def parse_tool_calls(self, text: str, tools: Sequence[Any], parser: str) -> Any:
+        """{"normal_text", "calls": [{"name", "parameters"}]} of an answer, by a parser of SGLang. Raises
+        RolloutError."""
+        payload = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        status, reply = await self._control("POST", "/parse_function_call", CONTROL_TIMEOUT, payload)
+        if status != 200 or not isinstance(reply, dict) or not isinstance(reply.get("calls"), list):
+            raise RolloutError(f"the rollout server {self.url} parses no tool calls: {status} {own_words(reply)}")
+        return reply
 
     async def classify(self, tokens: Sequence[int], timeout: float) -> Any:
         """What a server of a classifier says of one input, within `timeout` seconds. Raises RolloutError."""
@@ -245,7 +257,7 @@ class SGLangClient:
             if not self._config.max_staleness or not meta.get("output_token_logprobs"):
                 return aborted
             return self._until_aborted(request, self._sampled(request, meta, "length"), aborted.error)
-        if isinstance(matched, str) and matched not in self._config.stop:
+        if isinstance(matched, str) and matched not in request.sampling["stop"]:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
             return Response(error=f"{request.name}: the engine stopped it: {own_words(matched)}")
         response = self._sampled(request, meta, finish["type"])

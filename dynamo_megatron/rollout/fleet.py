@@ -137,6 +137,10 @@ class Fleet:
         version = 0 if self.version is None else self.version
         return {name: m for name, m in sorted(self._members.items()) if m.version == version}
 
+    def clients(self) -> list[SGLangClient]:
+        """Of the servers that are up, whatever their weights."""
+        return [member.client for _, member in sorted(self._members.items())]
+
     async def wait_started(self) -> None:
         """Until one server is up, and each other one, too, or has failed to start, or start_timeout is over. Raises
         RolloutError where none is up by then."""

@@ -20,7 +20,10 @@ import numpy as np
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.models import load_model_config
+from dynamo_megatron.reward import RewardError, RewardPool
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.dispatched import Dispatched
@@ -39,12 +42,12 @@ from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.reward_servers import RewardServers
 from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.scoring import Scoring
 from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
-from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.seeds import derived_seed
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,6 +72,7 @@ class Generator:
         self._ready: list[Rollout] = []  # to be written by the next one that holds `_writing`
         self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
+        self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
         self._unscored_steps = 0  # in a row, up to the last one
@@ -94,12 +98,24 @@ class Generator:
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
         self._fleet_run = asyncio.create_task(self._run_servers(session))
         self._stack.push_async_callback(self._end_fleet)
-        self._stack.push_async_callback(self._end_dispatched)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        self._scoring = Scoring(config.reward, self._pool, self._tokenizer, self._in_thread)
+        if config.rollout.agent is not None:
+            self._agents = await self._open_agents()
+        self._stack.push_async_callback(self._end_dispatched)
         await self._watched(self._fleet.wait_started())
         if self._reward_servers is not None:
             await self._watched(self._reward_servers.wait_started())
+
+    async def _open_agents(self) -> Agents:
+        config = self._config
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
+        length = config.model.max_length or load_model_config(config.model.path).max_positions
+        chat = ChatTokens(tokenizer, self._eos_token_ids)
+        agents = Agents(config, self._fleet, chat, length, self._vocab_size)
+        await agents.open(self._stack)
+        return agents
 
     async def _run_servers(self, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as group:
@@ -158,7 +174,8 @@ class Generator:
 
     def _partial(self, step: int, wanted: Mapping[str, Prompt], begun: Mapping[str, Response]) -> list[Rollout]:
         """Lines of the step's file."""
-        lines = [self._unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
+        unscored = self._scoring.unscored
+        lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
         return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_push(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
@@ -183,7 +200,7 @@ class Generator:
         if requests and (removed := await self._in_thread(self._store.remove_after, step)):
             anew = f"{len(requests)} rollouts sampled anew"
             session.notes.append(f"step {step}: {anew}; removed those of {removed} later steps")
-        sampling = Sampling(self._fleet, rollout, requests, functools.partial(self._take, session), deadline)
+        sampling = self._sampling_of(session, deadline=deadline)
         try:
             await sampling.run()
         except PushNeeded:
@@ -201,10 +218,22 @@ class Generator:
         self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, 0)
         older = [dispatched.sampling for dispatched in self._dispatched.values()]
+        sampling = self._sampling_of(session, after=older)
+        self._dispatched[step] = Dispatched(session, sampling)
+
+    def _sampling_of(self, session: StepSession, **options: Any) -> Sampling | Episodes:
         requests = session.requests(self._lengths, self._config.seed)
         take = functools.partial(self._take, session)
-        sampling = Sampling(self._fleet, self._config.rollout, requests, take, after=older)
-        self._dispatched[step] = Dispatched(session, sampling)
+        return self._sampling(requests, lambda request: session.wanted[request.name], take, **options)
+
+    def _sampling(
+        self, requests: Sequence[Request], prompt_of: Callable[[Request], Prompt], take: Callable, **options: Any
+    ) -> Sampling | Episodes:
+        """`options`: as Sampling takes them."""
+        if self._agents is None:
+            return Sampling(self._fleet, self._config.rollout, requests, take, **options)
+        options.pop("after", None)  # episodes begin in the order of their steps
+        return Episodes(self._agents, requests, prompt_of, take, **options)
 
     async def _end_dispatched(self) -> None:
         for dispatched in self._dispatched.values():
@@ -260,7 +289,7 @@ class Generator:
         if not response.error:
             self._lengths.observe(request.prompt_id, len(response.tokens))
         prompt = session.wanted[request.name]
-        rollout, failure = await self._score(session.step, request.name, prompt, response, server)
+        rollout, failure = await self._scoring.rollout(session.step, request.name, prompt, response, server)
         await self._keep(rollout)
         session.keep(rollout, failure)
         if session is self._counted:
@@ -302,10 +331,7 @@ class Generator:
         by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
 
         async def take(request: Request, response: Response, server: str) -> None:
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            score = Score(0.0, False, status="failed")
-            if not response.error:
-                score = await self._pool.score(by_group[request.group], text)
+            text, score = await self._scoring.score(by_group[request.group], response)
             outcomes[request.name] = Evaluated(response, score, text)
             if not beside:
                 self._finished(response)
@@ -324,7 +350,7 @@ class Generator:
             for group, prompt in by_group.items()
             for k in range(samples)
         ]
-        await Sampling(self._fleet, self._config.rollout, requests, take, urgent=beside).run()
+        await self._sampling(requests, lambda request: by_group[request.group], take, urgent=beside).run()
         check_evaluation(outcomes)
         by_prompt = ((p, [outcomes[f"{group}-{k}"] for k in range(samples)]) for group, p in by_group.items())
         return [problem_result(prompt, evaluated, self._tokenizer) for prompt, evaluated in by_prompt]
@@ -349,43 +375,6 @@ class Generator:
     def _finished(self, response: Response) -> None:
         self.done += 1
         self.tokens += len(response.tokens)
-
-    async def _score(
-        self, step: int, name: str, prompt: Prompt, response: Response, server: str
-    ) -> tuple[Rollout, str]:
-        """The rollout, and how its reward failed where it did."""
-        failure, rollout = "", self._unscored(step, name, prompt, response, server)
-        if not response.error:
-            rollout.response = text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            score = await self._pool.score(prompt, text)
-            rollout.reward, rollout.success = score.reward, score.success
-            rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
-            rollout.status, failure = score.status, score.failure
-            if score.steps:
-                located = (score.steps, response.tokens, text, self._tokenizer)
-                rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token
-        return rollout, failure
-
-    def _unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
-        return Rollout(
-            rollout_id=name,
-            group_id=name.rpartition("-")[0],
-            prompt_id=prompt.prompt_id,
-            step=step,
-            tokens=prompt.tokens + response.tokens,
-            response_mask=[0] * len(prompt.tokens) + [1] * len(response.tokens),
-            engine_logprobs=response.logprobs,
-            weight_versions=response.weight_versions,
-            finish_reason=response.finish_reason,
-            reward=0.0,
-            success=False,
-            reward_parts={},
-            status="failed",
-            server=server,
-            prompt=self._tokenizer.decode(prompt.tokens, skip_special_tokens=False),
-            response="",
-            answer=plain_data(prompt.answer),
-        )
 
     def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> Reuse:
         """What an interrupted run left of these positions of the step. The file keeps nothing else of them."""

@@ -128,7 +128,8 @@ class RecordedRollouts:
             for index, rollout in enumerate(group[:n]):
                 if fault := self._fault(rollout):
                     raise InputError(f"{path}: {rollout.rollout_id}: {fault}")
-                if rollout.tokens[: rollout.response_mask.count(0)] != prompt.tokens:
+                own = rollout.tokens[: rollout.response_mask.count(0)]
+                if rollout.episode is None and own != prompt.tokens:  # an agent makes requests of its own
                     raise InputError(
                         f"{path}: rollout {rollout.rollout_id} was recorded for other tokens of prompt "
                         f"{prompt.prompt_id!r}; tokenizer, template or data have changed"

@@ -79,13 +79,15 @@ class Accounted:
     status: str
     batch: RolloutBatch | None
     scores: Mapping[str, float | str] = field(default_factory=dict)
+    episode: Mapping[str, int] = field(default_factory=dict)  # as EpisodeRecord.counts
 
     @classmethod
     def of(cls, rollout: Rollout) -> Accounted:
         kind = "rejected" if rollout.status == "rejected" else OUTCOMES[rollout.finish_reason]
         batch = None if rollout.status in NOT_TRAINED else RolloutBatch.from_rollouts([rollout])
         scores = {**rollout.reward_parts, **rollout.reward_failures}
-        return cls(Outcome(kind, rollout.server), rollout.status, batch, scores)
+        episode = {} if rollout.episode is None else rollout.episode.counts
+        return cls(Outcome(kind, rollout.server), rollout.status, batch, scores, episode)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class RolloutResult:
     rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `rejected_tokens` are
     those of responses that `without` has rejected; `discarded` are those of an interrupted run that were not reused.
     `rewards`: by reward function. `times`: seconds. `uses`: by server. `notes`: for the user, one line each.
+    `episodes`: sums of `EpisodeRecord.counts`; nothing without an agent.
     """
 
     batch: RolloutBatch
@@ -120,6 +123,7 @@ class RolloutResult:
     uses: dict[str, ServerUse] = field(default_factory=dict)
     ahead: Ahead | None = None  # None: nothing is generated ahead
     rewards: dict[str, FunctionScores] = field(default_factory=dict)
+    episodes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(
@@ -147,6 +151,7 @@ class RolloutResult:
             statuses["reward_error"],
             uses=uses or {},
             rewards=_by_function(r.scores for r in rollouts.values()),
+            episodes=_total(r.episode for r in rollouts.values()),
         )
 
     @classmethod
@@ -176,6 +181,7 @@ class RolloutResult:
             sum(r.rejected_tokens for r in results),
             uses,
             rewards=rewards,
+            episodes=_total(r.episodes for r in results),
         )
 
     def without(self, rejected: Collection[int], notes: Sequence[str]) -> RolloutResult:
@@ -235,6 +241,13 @@ def _by_function(scores: Iterable[Mapping[str, float | str]]) -> dict[str, Funct
             own.states[score if isinstance(score, str) else "scored"] += 1
             own.total += 0.0 if isinstance(score, str) else score
     return found
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for of_one in counts:
+        total.update(of_one)
+    return total
 
 
 def group_id(step: int, position: int) -> str:

@@ -69,7 +69,8 @@ def reusable(
         reuse.discarded.pop(name, None)
         if why == "rejected":  # what its server began is not the policy's either
             reuse.begun.pop(name, None)
-        if why in ("", OTHER_VERSION) and continues and (why or rollout.status == "partial"):
+        goes_on = continues and rollout.episode is None  # an episode starts again
+        if why in ("", OTHER_VERSION) and goes_on and (why or rollout.status == "partial"):
             begun = _begun(rollout, versions)
             if name not in reuse.begun or len(begun.tokens) > len(reuse.begun[name].tokens):
                 reuse.begun[name] = begun
@@ -107,7 +108,8 @@ def _unwanted(rollout: Rollout, wanted: Mapping[str, Prompt]) -> str:
 
 def _of_others(rollout: Rollout, prompt: Prompt, versions: range) -> str:
     tokens = rollout.tokens[: rollout.response_mask.count(0)]
-    if rollout.prompt_id != prompt.prompt_id or tokens != prompt.tokens:
+    same = rollout.episode is not None or tokens == prompt.tokens  # an agent makes requests of its own
+    if rollout.prompt_id != prompt.prompt_id or not same:
         return "of another prompt"
     if any(v not in versions for v, _, _ in rollout.weight_versions):
         return OTHER_VERSION

@@ -22,7 +22,8 @@ ATTEMPTS = 4  # servers that a request may be lost with
 @dataclass(eq=False)
 class Request:
     """`expected`: tokens. `seed`: as `SGLangClient.generate`, the same whichever server is asked and how often.
-    temperature and max_new_tokens: None for the config's. The rest is what has become of it."""
+    temperature and max_new_tokens: None for the config's; `stop`: besides the config's. The rest is what has become of
+    it."""
 
     name: str
     group: str
@@ -32,11 +33,13 @@ class Request:
     seed: int | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
+    stop: Sequence[str] = ()
     lost: list[str] = field(default_factory=list)  # servers that it was lost with
     refused: list[str] = field(default_factory=list)  # servers that refused it
     limit: float | None = None  # monotonic seconds: the rollout has taken too long; from its first dispatch on
     begun: Response | None = None  # what older weights have sampled of it
     pushes: int = 0  # that interrupted it
+    task: asyncio.Task | None = None  # that a server is asked in
 
 
 class Sampling:
@@ -55,13 +58,15 @@ class Sampling:
         deadline: float | None = None,
         after: Sequence[Sampling] = (),
         urgent: bool = False,
+        stays_open: bool = False,
     ):
         """`take(request, response, server)` is called once for each request as its response arrives. Requests without
         an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still
-        has requests to send. `urgent`: sends its requests before all others when a server can take one.
+        has requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`:
+        `run` goes on until `close`, since others are added meanwhile.
         """
         self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
-        self._after, self._urgent = after, urgent
+        self._after, self._urgent, self._open = after, urgent, stays_open
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
         self._pending = deque(requests[i] for i in order)
         self._group_tokens: dict[str, float] = defaultdict(float)
@@ -81,7 +86,11 @@ class Sampling:
         none comes up, and what `take` raises at once."""
         self._fleet.listeners.insert(0 if self._urgent else len(self._fleet.listeners), self._wake.set)
         try:
-            while self._pending:
+            while self._pending or self._open:
+                if not self._pending:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
                 await self._fleet.wait_serving()
                 async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
                     await self._ask_all(tasks)
@@ -90,6 +99,23 @@ class Sampling:
         finally:
             self._fleet.listeners.remove(self._wake.set)
             self._after = ()  # else each step would hold the one before it, and its rollouts
+
+    def add(self, request: Request) -> None:
+        """While it is open. Requests of one group are asked of the server that has its prefix, where that is free."""
+        self._group_tokens[request.group] += request.expected
+        self._pending.append(request)
+        self._wake.set()
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for its response any more; it is not taken."""
+        if request in self._pending:
+            self._pending.remove(request)
+        elif request.task is not None:
+            request.task.cancel()
+
+    def close(self) -> None:
+        self._open = False
+        self._wake.set()
 
     @property
     def begun(self) -> dict[str, Response]:
@@ -108,7 +134,7 @@ class Sampling:
             while self._pending and self._first and (member := self._choose(self._pending[0], servers)) is not None:
                 request = self._pending.popleft()
                 self._enter(request, member)
-                tasks.create_task(self._one(request, member))
+                request.task = tasks.create_task(self._one(request, member))
             if waiting and not self._pending:
                 fleet.wake()  # those after this one
             if not self._under_way and not (self._pending and (servers or fleet.pushing)):
@@ -200,6 +226,7 @@ class Sampling:
                 temperature=request.temperature,
                 max_new_tokens=most,
                 seed=request.seed,
+                stop=request.stop,
             )
         )
         try:

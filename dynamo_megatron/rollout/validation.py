@@ -82,6 +82,15 @@ def type_fault(rollout: Rollout) -> str:
         wrong.append("reward_parts")
     if not all(len(step) == 3 and _integers(step[:2]) and _number(step[2]) for step in rollout.step_rewards):
         wrong.append("step_rewards")
+    episode = rollout.episode
+    if episode is not None and not (
+        isinstance(episode.starts, list)
+        and all(map(_small, episode.starts))
+        and isinstance(episode.counts, dict)
+        and all(map(_small, episode.counts.values()))
+        and (episode.messages is None or (isinstance(episode.messages, list) and all(map(_message, episode.messages))))
+    ):
+        wrong.append("episode")
     failures = rollout.reward_failures
     if not isinstance(failures, dict) or not all(isinstance(state, str) for state in failures.values()):
         wrong.append("reward_failures")
@@ -90,6 +99,14 @@ def type_fault(rollout: Rollout) -> str:
 
 def _number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= LARGEST_REWARD)
+
+
+def _message(value: Any) -> bool:
+    """One as `agents.messages.normalised` makes them."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("role", "content")):
+        return False
+    calls = value.get("tool_calls", [])
+    return isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
 
 
 def _small(value: Any) -> bool:
@@ -111,7 +128,10 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
     if not isinstance(tokens, list) or not isinstance(mask, list) or len(mask) != len(tokens):
         return "tokens and response_mask are no lists of one length"
     prompt = mask.count(0)
-    if mask != [0] * prompt + [1] * (len(mask) - prompt):
+    if rollout.episode is not None:
+        if fault := _episode_fault(rollout, vocab_size):
+            return fault
+    elif mask != [0] * prompt + [1] * (len(mask) - prompt):
         return "the response_mask is not 0 on the prompt and then 1"
     if not isinstance(rollout.server, str):
         return f"server {_shown(rollout.server)}"
@@ -121,13 +141,25 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
     if fault := _steps_fault(rollout.step_rewards, len(tokens) - prompt):
         return fault
     return response_fault(
-        tokens[prompt:],
+        rollout.response_tokens,
         rollout.engine_logprobs,
         rollout.weight_versions,
         rollout.finish_reason,
         vocab_size=vocab_size,
         max_new_tokens=max_new_tokens,
     )
+
+
+def _episode_fault(rollout: Rollout, vocab_size: int) -> str:
+    tokens, mask, starts = rollout.tokens, rollout.response_mask, rollout.episode.starts
+    if not set(map(type, mask)) <= {int} or not set(mask) <= {0, 1}:
+        return "the response_mask is not of 0 and 1"
+    if not _integers(tokens) or min(tokens) < 0 or max(tokens) >= vocab_size:
+        return "a token id that is not in the vocabulary"
+    ascending = isinstance(starts, list) and _integers(starts) and starts == sorted(set(starts))
+    if not ascending or starts[0] != 0 or starts[-1] >= len(tokens) or any(mask[start] for start in starts):
+        return f"segments that begin at {_shown(starts)}"
+    return ""
 
 
 def _steps_fault(steps: Sequence[Any], length: int) -> str:

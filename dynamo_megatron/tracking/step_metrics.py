@@ -37,6 +37,11 @@ SHARES = {
     "boosted": "boosted",
 }  # of an update's counts
 
+OF_EPISODES = (
+    *("turns", "segments", "branched", "history", "template", "tools"),
+    *("limit_turns", "limit_tokens", "limit_context", "abandoned"),
+)
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -89,6 +94,9 @@ def step_metrics(
     `rollout/missing_groups` (of the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of
     the rollouts asked for).
     `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
+    `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
+    `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached
+    a limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
     `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
     updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
     measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
@@ -152,6 +160,7 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
             f"rollout/{name}": counts[name] / requested
             for name in ("truncated", "aborted", "failed", "rejected", "reused")
         },
+        **({f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES} if result.episodes else {}),
     }
 
 
@@ -249,12 +258,12 @@ def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
         return {}
     versions, lengths = result.batch.weight_versions, result.batch.response_lengths
     staleness, counts = record.step - 1 - versions, result.counts
-    ends = np.cumsum(lengths)[lengths > 0]
-    mixed = versions[ends - 1] != versions[ends - lengths[lengths > 0]]
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    lowest, highest = (f.reduceat(versions, starts) if len(starts) else starts for f in (np.minimum, np.maximum))
     return {
         "rollout/staleness_mean": _mean(staleness),
         "rollout/staleness_max": int(staleness.max(initial=0)),
-        "rollout/mixed_versions": _mean(mixed),
+        "rollout/mixed_versions": _mean(lowest != highest),
         "rollout/dropped": counts["requested"] - sum(counts[kind] for kind in KINDS),
         "rollout/groups_ready": result.ahead.ready,
         "rollout/groups_under_way": result.ahead.under_way,

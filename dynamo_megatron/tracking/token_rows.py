@@ -66,9 +66,8 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
             if shaped is not None and shaped.ranges is not None:
                 found["modulation"] = _factor(found["advantage"], own, shaped.ranges, config.algorithm)
             lists = {name: [float(f"{v:.6g}") for v in values.tolist()] for name, values in found.items()}
-            end = int(rollouts.offsets[s + 1])
-            ids = rollouts.tokens[end - (here.stop - here.start) : end].tolist()
-            yield {"rollout_id": rollouts.rollout_ids[s], "response": response_hash(ids), **lists}
+            response = response_hash(rollouts.response(s).tolist())
+            yield {"rollout_id": rollouts.rollout_ids[s], "response": response, **lists}
 
 
 def _factor(

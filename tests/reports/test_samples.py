@@ -12,7 +12,7 @@ from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reports.samples import Choice, read_samples
 from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.store import RolloutStore, step_file
-from dynamo_megatron.types import Prompt, Rollout, plain_data
+from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout, plain_data
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\r\u009b31m\u202egnp.exe\u2028\b"
 
@@ -204,3 +204,25 @@ def test_answers_become_plain_data():
     plain = plain_data(answers)
     assert plain["a"] == ["x", 1.5, None] and plain["b"] == "half ? a pair" and plain["c"] == "{3}"
     Rollout.from_json(dataclasses.replace(TWO_STEPS[0], answer=plain).to_json())
+
+
+def test_an_episode_is_shown_as_a_conversation(make_run):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?" + ATTACK},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is\n2."},
+    ]
+    episode = EpisodeRecord([0], {"turns": 2, "segments": 1}, messages)
+    folder = make_run(rollout(1, 0, 0, 1.0, episode=episode))
+    text = "\n".join(read_samples(folder, Choice()))
+    for part in (
+        "episode: turns 2, segments 1; its last conversation:",
+        'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2',
+        "assistant:\n  It is\n  2.",
+    ):
+        assert part in text, part
+    assert "\x1b" not in text and "response:" not in text
+    (line,) = read_samples(folder, Choice(), as_json=True)
+    assert json.loads(line)["messages"] == messages and json.loads(line)["counts"]["turns"] == 2

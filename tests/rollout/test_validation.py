@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from dynamo_megatron.rollout.validation import response_fault, rollout_fault
-from dynamo_megatron.types import Rollout
+from dynamo_megatron.rollout.validation import response_fault, rollout_fault, type_fault
+from dynamo_megatron.types import EpisodeRecord, Rollout
 
 SOUND = {
     "tokens": [7, 0, 99],
@@ -120,3 +120,56 @@ ROLLOUT = Rollout(
 def test_a_rollout_of_a_file_is_held_to_the_same(changes):
     assert rollout_fault(ROLLOUT, vocab_size=100, max_new_tokens=4) == ""
     assert rollout_fault(dataclasses.replace(ROLLOUT, **changes), vocab_size=100, max_new_tokens=4)
+
+
+EPISODE = dataclasses.replace(
+    ROLLOUT,
+    tokens=[5, 6, 7, 8, 5, 9, 8],
+    response_mask=[0, 1, 0, 1, 0, 0, 1],
+    engine_logprobs=[-1.0] * 3,
+    weight_versions=[(1, 0, 2), (0, 2, 3)],
+    episode=EpisodeRecord([0, 4], {"turns": 3}),
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_mask": [1, 1, 0, 1, 0, 0, 1]},
+        {"response_mask": [0, 1, 0, 1, 0, 0, 2]},
+        {"response_mask": [0, 1, 0, 1, 0, 0, 0]},
+        {"response_mask": [0, 1, 0, 1, 0, 0]},
+        {"tokens": [5, 6, 100, 8, 5, 9, 8]},
+        {"tokens": [5, 6, None, 8, 5, 9, 8]},
+        {"episode": EpisodeRecord([], {})},
+        {"episode": EpisodeRecord([1, 4], {})},
+        {"episode": EpisodeRecord([0, 7], {})},
+        {"episode": EpisodeRecord([0, 3], {})},
+        {"episode": EpisodeRecord([0, 4, 4], {})},
+        {"episode": EpisodeRecord([0, True], {})},
+        {"episode": EpisodeRecord(None, {})},
+        {"engine_logprobs": [-1.0] * 4},
+    ],
+    ids=str,
+)
+def test_an_episode_of_a_file_is_held_to_the_same(changes):
+    assert rollout_fault(EPISODE, vocab_size=100, max_new_tokens=4) == ""
+    assert rollout_fault(dataclasses.replace(EPISODE, **changes), vocab_size=100, max_new_tokens=4)
+    assert rollout_fault(EPISODE, vocab_size=100, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        EpisodeRecord("0", {}),
+        EpisodeRecord([0], {"turns": "3"}),
+        EpisodeRecord([0], {}, "hello"),
+        EpisodeRecord([0], {}, ["hello"]),
+        EpisodeRecord([0], {}, [{"role": "user", "content": None}]),
+        EpisodeRecord([0], {}, [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]),
+    ],
+    ids=str,
+)
+def test_what_an_episode_has_is_of_its_types(record):
+    assert type_fault(EPISODE) == ""
+    assert type_fault(dataclasses.replace(EPISODE, episode=record)).startswith("episode ")

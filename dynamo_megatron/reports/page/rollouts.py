@@ -79,7 +79,7 @@ def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict
     """rollout_id -> the lists of its row; none where the row is of another response."""
     found = {}
     for r in (r for r in rollouts if r.rollout_id in rows):
-        row, ids = rows[r.rollout_id], r.tokens[r.response_mask.count(0) :]
+        row, ids = rows[r.rollout_id], r.response_tokens
         if row.response == response_hash(ids):
             found[r.rollout_id] = {name: values for name, values in row.lists.items() if len(values) == len(ids)}
     return found
@@ -161,7 +161,7 @@ def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
     advantages and the modulation's factor. `texts`: a piece of text a token, or None without a tokenizer."""
     r = shown.rollout
     prompt = r.response_mask.count(0)
-    ids = r.tokens[prompt:][:MOST_TOKENS]
+    ids = r.response_tokens[:MOST_TOKENS]
     versions = np.full(len(ids), -1, np.int64)
     for version, start, end in r.weight_versions:
         versions[start:end] = min(version, 2**31)

@@ -1,0 +1,1 @@
+"""Agents: a user's function that talks with the policy in several turns makes one rollout (docs/agents.md)."""

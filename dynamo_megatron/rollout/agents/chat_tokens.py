@@ -1,0 +1,78 @@
+"""A conversation's token ids by the chat template: of the whole, or of what comes after a sampled answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from dynamo_megatron.rollout.agents.messages import BadRequest, Message
+from dynamo_megatron.runtime.plain_text import error_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER = "An-answer-that-no-template-changes"  # stands for one, to see what a template puts after it
+
+
+class ChatTokens:
+    """`end_token_ids`: those that end a sampled answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]):
+        self._tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
+
+    def whole(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
+        """As `data.templates` renders a prompt: up to where the assistant begins. Raises BadRequest."""
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
+        return list(encoded["input_ids"])
+
+    def added(
+        self, held: list[Message], new: list[Message], tools: list[Message] | None, last_token: int
+    ) -> list[int] | None:
+        """What follows the ids of `held`, whose last message was sampled up to `last_token`: the end of that turn, as
+        far as it was not sampled, the messages `new`, and the beginning of the assistant's next one.
+
+        None where the template renders `held` in another way once `new` follows: then the ids of `held` are not those
+        of this conversation. Raises BadRequest.
+        """
+        before = self._text(held, tools, False)
+        whole = self._text(held + new, tools, True)
+        end = self._turn_end
+        if end is None or not whole.startswith(before):
+            return None
+        sampled = last_token in self._ends and end[:1] == [last_token]
+        return end[sampled:] + self._encode(whole[len(before) :])
+
+    def text_of(self, tokens: Sequence[int], specials: bool) -> str:
+        """Of a sampled answer, without the token that ended it. `specials`: with the other special tokens."""
+        shown = tokens[:-1] if tokens[-1] in self._ends else tokens
+        return self._tokenizer.decode(shown, skip_special_tokens=not specials)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Of a text that is no chat, with what the tokenizer begins one with."""
+        return self._tokenizer.encode(text)
+
+    @cached_property
+    def _turn_end(self) -> list[int] | None:
+        """What the template puts after an assistant's text; None where it changes that text."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+        _, found, end = self._text(messages, None, False).rpartition(ANSWER)
+        return self._encode(end) if found else None
+
+    def _text(self, messages: list[Message], tools: list[Message] | None, begins_answer: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=begins_answer, tokenize=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,135 @@
+"""The turns of one episode as the token ids that were sampled: which request continues which, and what is trained.
+
+Turns form a tree. A turn's ids are those of the turn that it continues, its context (what the agent added), and the
+tokens that were sampled for it. A chain of turns is a segment, one sequence in training; a turn whose ids do not go on
+where a segment ends begins a new one. Each turn is in one segment as what was sampled there, whatever other segments
+have its ids as their context. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.messages import Message
+from dynamo_megatron.rollout.client import Response
+
+# Why a turn begins a segment. branched: another turn has continued the same one already (parallel requests, an answer
+# asked for again). history: the messages do not begin with those of any turn (edited, dropped, compacted, or of another
+# conversation). template: they do, and the chat template renders them differently now. tools: other tools are offered.
+REASONS = ("branched", "history", "template", "tools")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where an answer goes: after `parent` (None: after nothing) and `context`. `reason`: why after nothing."""
+
+    parent: Turn | None
+    context: list[int]
+    messages: list[Message] | None = None  # of the request; None: one of token ids or text
+    tools: list[Message] | None = None
+    reason: str = "history"
+
+    @property
+    def ids(self) -> list[int]:
+        """What the model is given."""
+        return (self.parent.ids if self.parent is not None else []) + self.context
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """`messages`: the conversation with the answer, as the agent got it; None: of a request without messages."""
+
+    place: Place
+    response: Response
+    messages: list[Message] | None
+
+    @property
+    def ids(self) -> list[int]:
+        """From the beginning to the end of what was sampled."""
+        chain: list[Turn] = [self]
+        while (parent := chain[-1].place.parent) is not None:
+            chain.append(parent)
+        return [token for turn in reversed(chain) for token in turn.place.context + turn.response.tokens]
+
+
+@dataclass
+class Episode:
+    """`turns`: in the order in which their answers came. `segments`: the turns of each."""
+
+    chat: ChatTokens
+    turns: list[Turn] = field(default_factory=list)
+    segments: list[list[Turn]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)  # of segments besides the first
+
+    def place_chat(self, messages: list[Message], tools: list[Message] | None) -> Place:
+        """Of a request with messages in the form of `normalised`. Raises BadRequest."""
+        held = [(turn, turn.messages) for turn in self.turns if turn.messages is not None]
+        same = [(turn, h) for turn, h in held if len(h) < len(messages) and messages[: len(h)] == h]
+        usable = [(turn, h) for turn, h in same if turn.place.tools == tools]
+        for turn, h in sorted(usable, key=lambda pair: (len(pair[1]), self._is_last(pair[0])), reverse=True):
+            context = self.chat.added(h, messages[len(h) :], tools, turn.response.tokens[-1])
+            if context is not None:
+                return Place(turn, context, messages, tools)
+        reason = "template" if usable else "tools" if same else "history"
+        return Place(None, self.chat.whole(messages, tools), messages, tools, reason)
+
+    def place_tokens(self, tokens: list[int]) -> Place:
+        """Of a request with token ids."""
+        starts = [(turn, ids) for turn in self.turns if tokens[: len(ids := turn.ids)] == ids]
+        if not starts:
+            return Place(None, tokens)
+        turn, ids = max(starts, key=lambda start: len(start[1]))
+        return Place(turn, tokens[len(ids) :])
+
+    def record(self, place: Place, response: Response, messages: list[Message] | None) -> Turn:
+        """An answer came. `messages`: as Turn's."""
+        turn = Turn(place, response, messages)
+        if place.parent is not None and self._is_last(place.parent):
+            next(s for s in self.segments if s[-1] is place.parent).append(turn)
+        else:
+            if self.segments:
+                roots = [t.place.context for t in self.turns if t.place.parent is None]
+                again = place.parent is not None or place.context in roots
+                self.reasons["branched" if again else place.reason] += 1
+            self.segments.append([turn])
+        self.turns.append(turn)
+        return turn
+
+    def _is_last(self, turn: Turn) -> bool:
+        """Of its segment."""
+        return any(segment[-1] is turn for segment in self.segments)
+
+    @property
+    def trained(self) -> Trained:
+        """What the episode is in training."""
+        trained = Trained()
+        for segment in self.segments:
+            trained.starts.append(len(trained.tokens))
+            parent = segment[0].place.parent
+            trained.add_context([] if parent is None else parent.ids)
+            for turn in segment:
+                trained.add_context(turn.place.context)
+                trained.add_sampled(turn.response)
+        return trained
+
+
+@dataclass
+class Trained:
+    """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
+    `starts`: of the segments, in `tokens`."""
+
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    sampled: Response = field(default_factory=Response)
+
+    def add_context(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.mask += [0] * len(tokens)
+
+    def add_sampled(self, response: Response) -> None:
+        self.tokens += response.tokens
+        self.mask += [1] * len(response.tokens)
+        self.sampled = self.sampled.continued(response)

@@ -1,0 +1,281 @@
+"""Many episodes: each request for a rollout becomes an agent's conversation, and gets exactly one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.data.templates import chat_messages
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.episode import Episode
+from dynamo_megatron.rollout.agents.messages import BadRequest, Message
+from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
+from dynamo_megatron.rollout.agents.service import SessionService
+from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
+from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.fleet import Fleet
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.types import EpisodeRecord, Prompt, plain_data
+
+ATTEMPTS = 2  # at an episode whose agent's process is lost
+
+
+@dataclass(frozen=True)
+class Finished(Response):
+    """An episode as a response to its prompt: what was sampled in all of its turns. `sequence` and `mask`: as a
+    Rollout's tokens and response_mask. `text`: of the last answer. `reward`: the agent's; None: it gives none."""
+
+    sequence: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    record: EpisodeRecord = field(default_factory=lambda: EpisodeRecord([0], {}))
+    text: str = ""
+    reward: float | None = None
+
+
+class Agents:
+    """What the episodes of a rollout process share: the agents' processes, the endpoint, how many run at once."""
+
+    def __init__(self, config: Config, fleet: Fleet, chat: ChatTokens, length: int, vocab_size: int):
+        """`length`: tokens that the model can read; `vocab_size`: rows of its embedding."""
+        rollout = config.rollout
+        self.config, self.fleet, self.chat = config, fleet, chat
+        self.pool = AgentPool(rollout.agent, rollout.agent_python, rollout.agent_workers)
+        self.service = SessionService()
+        self.free = asyncio.Semaphore(rollout.agent_episodes)
+        stops = rollout.max_staleness == 0 or rollout.at_push == "drain"
+        self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, stops)
+        self._told: set[str] = set()  # fields of requests that a note has named
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Raises InputError where the agent cannot be loaded. `stack` ends it all."""
+        stack.push_async_callback(self.pool.close)
+        stack.push_async_callback(self.service.stop)
+        await self.service.start()
+        await self.pool.start()
+
+    def limits(self, max_new_tokens: int | None) -> Limits:
+        return self._limits if max_new_tokens is None else replace(self._limits, tokens=max_new_tokens)
+
+    def note(self, ignored: Sequence[str]) -> None:
+        """`ignored`: fields of an agent's requests."""
+        if new := sorted(set(ignored) - self._told):
+            self._told.update(new)
+            self.fleet.notes.append(
+                f"the agent's requests set {', '.join(new)}, which is ignored: every answer is sampled as rollouts are"
+            )
+
+    async def parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
+        """No calls where the parser fails on this text alone: it is a sample. Raises BadRequest where no server parses
+        any."""
+        error = "no rollout server is up to parse tool calls"
+        for client in self.fleet.clients():
+            try:
+                return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
+            except RolloutError as failed:
+                error = str(failed)
+            with contextlib.suppress(RolloutError):
+                await client.parse_tool_calls("", tools, self.config.rollout.tool_parser)
+                return text, []
+        raise BadRequest(error)
+
+
+class Episodes:
+    """Runs an agent for each of `requests`. The same interface as Sampling, whose `take` gets `Finished` responses."""
+
+    def __init__(
+        self,
+        agents: Agents,
+        requests: Sequence[Request],
+        prompt_of: Callable[[Request], Prompt],
+        take: Callable[[Request, Response, str], Awaitable[None]],
+        deadline: float | None = None,
+        urgent: bool = False,
+    ):
+        self.agents, self.prompt_of, self.deadline = agents, prompt_of, deadline
+        self._pending, self._take, self._urgent = list(requests), take, urgent
+        self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
+        self._sampling: Sampling
+        self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
+        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
+        self.finished: list[float] = []
+        self.late = 0
+
+    async def run(self) -> None:
+        """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
+        call."""
+        agents = self.agents
+        self._sampling = Sampling(
+            agents.fleet, agents.config.rollout, [], self._answered, urgent=self._urgent, stays_open=True
+        )
+        serving = asyncio.create_task(self._sampling.run())
+        running = {asyncio.create_task(self._episode(request)): request for request in self._pending}
+        takes: set[asyncio.Task] = set()
+        try:
+            while running or takes:
+                done, _ = await asyncio.wait({serving, *running, *takes}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done & running.keys():
+                    request = running.pop(task)
+                    takes.add(asyncio.create_task(self._done(request, *task.result())))
+                for task in done & takes:
+                    takes.remove(task)
+                    task.result()
+                if serving in done:
+                    serving.result()
+            self._sampling.close()
+            await serving
+        except PushNeeded:
+            await asyncio.gather(*takes)  # what came is final
+            raise
+        finally:
+            left = [serving, *running, *takes]
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+            for server, use in self._sampling.uses.items():
+                self.uses[server].add(use)
+
+    async def _done(self, request: Request, finished: Finished, server: str) -> None:
+        self._pending.remove(request)
+        self.finished.append(time.monotonic())
+        await self._take(request, finished, server)
+
+    async def _episode(self, request: Request) -> tuple[Finished, str]:
+        """The outcome, and the server that gave the last answer."""
+        async with self.agents.free:
+            now = time.monotonic()
+            limit = now + self.agents.config.rollout.timeout_of(request.max_new_tokens)
+            until = min(limit, self.deadline or limit)
+            for attempt in range(ATTEMPTS):
+                last = _Attempt(self, request, attempt, until)
+                try:
+                    return await last.run()
+                except AgentLost as lost:
+                    why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
+            return last.failed("error", why), last.server
+
+    async def ask(self, turn: Request) -> tuple[Response, str]:
+        """The answer to one turn, and who gave it. Cancelled, it ends the request."""
+        answer = self._waiting[turn] = asyncio.get_running_loop().create_future()
+        self._sampling.add(turn)
+        try:
+            return await answer
+        finally:
+            del self._waiting[turn]
+            self._sampling.withdraw(turn)
+
+    async def _answered(self, turn: Request, response: Response, server: str) -> None:
+        if (answer := self._waiting.get(turn)) is not None and not answer.done():
+            answer.set_result((response, server))
+
+    def end(self, group: str) -> None:
+        """Ends the turns of an episode that has ended without waiting for them."""
+        for turn, answer in self._waiting.items():
+            if turn.group == group and not answer.done():
+                answer.set_exception(BadRequest("the episode has ended"))
+
+
+class _Attempt:
+    """One run of the agent for a request."""
+
+    def __init__(self, episodes: Episodes, request: Request, number: int, until: float):
+        self._episodes, self._request, self._number, self._until = episodes, request, number, until
+        self._agents, self._prompt = episodes.agents, episodes.prompt_of(request)
+        self.server = ""
+        limits = self._agents.limits(request.max_new_tokens)
+        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._agents.parse_tools)
+
+    async def run(self) -> tuple[Finished, str]:
+        """Raises AgentLost."""
+        session, service, name = self._session, self._agents.service, self._request.name
+        key, url = service.open(session)
+        error, finish, reward = "", "error", None
+        try:
+            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until)
+        except AgentFailed as failed:
+            if not (session.reached and session.episode.turns):  # else it met a limit: what it has is scored
+                error = f"{name}: the agent failed: {failed}"
+        except TimeoutError:
+            error, finish = self._too_late(), "abort"
+        finally:
+            service.close(key)
+            session.ended = True
+            self._episodes.end(name)
+            self._agents.note(list(session.ignored))
+        if session.failure and finish != "abort":
+            error = session.failure
+            finish = "abort" if time.monotonic() >= self._until else "error"
+        elif not session.episode.turns and not error:
+            error = f"{name}: the agent asked for no answer"
+        return (self.failed(finish, error) if error else self._finished(reward)), self.server
+
+    def failed(self, finish: str, error: str) -> Finished:
+        tokens = list(self._prompt.tokens)
+        record = EpisodeRecord([0], self._session.counts, self._messages)
+        return Finished(finish_reason=finish, error=error, sequence=tokens, mask=[0] * len(tokens), record=record)
+
+    def _finished(self, reward: float | None) -> Finished:
+        session, trained = self._session, self._session.episode.trained
+        sampled = trained.sampled
+        return Finished(
+            sampled.tokens,
+            sampled.logprobs,
+            sampled.weight_versions,
+            "length" if session.reached else "stop",
+            sequence=trained.tokens,
+            mask=trained.mask,
+            record=EpisodeRecord(trained.starts, session.counts, self._messages),
+            text=session.texts[-1],
+            reward=reward,
+        )
+
+    @property
+    def _messages(self) -> list[Message] | None:
+        turns = reversed(self._session.episode.turns)
+        return plain_data(next((turn.messages for turn in turns if turn.messages), None))  # any text may be in them
+
+    def _given(self) -> dict:
+        prompt = self._prompt
+        return plain_data(
+            {
+                "prompt_id": prompt.prompt_id,
+                "messages": chat_messages(prompt, self._agents.config.data.system_prompt),
+                "text": prompt.text,
+                "answer": prompt.answer,
+                "source": prompt.source,
+                "meta": prompt.meta,
+            }
+        )
+
+    def _too_late(self) -> str:
+        rollout, name = self._agents.config.rollout, self._request.name
+        if self._until == self._episodes.deadline:
+            self._episodes.late += 1
+            return f"{name}: no end of the episode at rollout.step_deadline ({rollout.step_deadline:g} s)"
+        limit = rollout.timeout_of(self._request.max_new_tokens)
+        return f"{name}: no end of the episode within rollout.timeout ({limit:g} s)"
+
+    async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int) -> Response:
+        request = self._request
+        turn = Request(
+            f"{request.name}.{self._number}.{number}",
+            request.name,
+            request.prompt_id,
+            ids,
+            min(request.expected, most),
+            # The first turn is sampled as a rollout without an agent is.
+            request.seed if number == 0 else derived_seed(request.seed, "turn", str(number)),
+            request.temperature,
+            most,
+            stop,
+            limit=self._until,
+        )
+        response, self.server = await self._episodes.ask(turn)
+        return response

@@ -1,0 +1,179 @@
+"""The processes that run agents. They can be ended at any time, with all that they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.user_code import SPEC
+from dynamo_megatron.types import LARGEST_REWARD
+
+WORKER = Path(__file__).with_name("worker.py")
+START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+REACT_WITHIN = 5.0  # seconds for an agent to end once it is told to
+LINE_LIMIT = 1 << 28  # bytes
+
+
+class AgentFailed(Exception):
+    """The agent raised, or returned what is no reward. One line."""
+
+
+class AgentLost(Exception):
+    """The agent's process ended, or was ended for the sake of another agent. One line."""
+
+
+class AgentPool:
+    """`workers` processes of the interpreter `python` (None: this one), each of which runs many episodes of the agent
+    `function` ("module:function") at a time. One whose agent does not end when it is told to is ended, and replaced."""
+
+    def __init__(self, function: str, python: str | None, workers: int):
+        if not SPEC.fullmatch(function):
+            raise InputError(f"rollout.agent: {function!r} is not of the form module:function")
+        self._function, self._python, self._count = function, shutil.which(python or sys.executable), workers
+        if self._python is None:
+            raise InputError(f"rollout.agent_python: there is no program {python!r}; name an interpreter")
+        self._workers: list[_Worker] = []
+
+    async def start(self) -> None:
+        """Until all are ready. Raises InputError where the function cannot be loaded, or the interpreter started."""
+        self._workers = [_Worker(self._function, self._python) for _ in range(self._count)]
+        await asyncio.gather(*(worker.ready for worker in self._workers))
+
+    async def run(self, name: str, prompt: dict[str, Any], url: str, until: float) -> float | None:
+        """The reward that the agent returns. `name`: of no other episode that is under way. `until`: monotonic seconds.
+
+        Raises AgentFailed, AgentLost, and TimeoutError at `until`. Cancelled, it ends the agent first.
+        """
+        worker = self._least()
+        ended = worker.begin(name, prompt, url)
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                answer = await asyncio.shield(ended)
+        except (TimeoutError, asyncio.CancelledError):
+            if not await worker.end(name) and worker in self._workers:  # else another episode has had it replaced
+                self._replace(worker, f"the agent of {name} did not end within {REACT_WITHIN:g} s")
+            raise
+        if "error" in answer:
+            raise AgentFailed(on_one_line(str(answer["error"]), 1000))
+        reward = answer["reward"]
+        if reward is not None and abs(reward) > LARGEST_REWARD:
+            raise AgentFailed(f"it returned {reward:g}, of more than {LARGEST_REWARD:g} in size")
+        return reward
+
+    async def close(self) -> None:
+        """Ends all of them now."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.close("the pool was closed") for worker in workers))
+
+    def _least(self) -> _Worker:
+        """The worker with the fewest agents; one that has ended is replaced."""
+        worker = min(self._workers, key=lambda w: len(w.running))
+        return self._replace(worker, "") if worker.has_ended else worker
+
+    def _replace(self, worker: _Worker, why: str) -> _Worker:
+        another = _Worker(self._function, self._python)
+        self._workers[self._workers.index(worker)] = another
+        worker.closing = asyncio.create_task(worker.close(why))
+        return another
+
+
+class _Worker:
+    def __init__(self, function: str, python: str):
+        self._function = function
+        self.running: dict[str, asyncio.Future] = {}  # by the episode's name
+        self.has_ended = False
+        self.closing: asyncio.Task | None = None
+        self._why = ""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = str(theirs.fileno())
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
+            self._process = subprocess.Popen(
+                [*guard, python, str(WORKER), descriptor],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's
+            )
+        self._socket, self._writer = ours, None
+        self.ready = asyncio.create_task(self._open())
+        self._listening: asyncio.Task | None = None
+
+    async def _open(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LINE_LIMIT)
+        self._send(function=self._function)
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                answer = json.loads(await reader.readline() or "null")
+        except TimeoutError:
+            raise InputError(
+                f"rollout.agent: waited {START_TIMEOUT:g} s for a process to import {self._function}"
+            ) from None
+        if answer is None or "failed" in answer:
+            why = "its process ended" if answer is None else on_one_line(str(answer["failed"]), 1000)
+            raise InputError(f"rollout.agent: cannot load {self._function}: {why}")
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                answer = json.loads(line)
+                if (ended := self.running.pop(answer["ended"], None)) is not None and not ended.done():
+                    ended.set_result(answer)
+        self._lose(self._why or "its process ended")
+
+    def _lose(self, why: str) -> None:
+        self.has_ended = True
+        for ended in self.running.values():
+            if not ended.done():
+                ended.set_exception(AgentLost(why))
+        self.running.clear()
+
+    def begin(self, name: str, prompt: dict[str, Any], url: str) -> asyncio.Future:
+        """Of the answer. Raises AgentLost through it."""
+        ended = self.running[name] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # may be nobody's any more
+
+        def send(ready: asyncio.Task) -> None:
+            if ready.cancelled() or ready.exception() is not None:
+                self._lose("its process did not start again")
+            elif not ended.done():
+                self._send(run=name, url=url, prompt=prompt)
+
+        self.ready.add_done_callback(send)
+        return ended
+
+    async def end(self, name: str) -> bool:
+        """Whether the agent ended within REACT_WITHIN seconds."""
+        if (ended := self.running.get(name)) is None:
+            return True
+        self._send(cancel=name)
+        await asyncio.wait([ended], timeout=REACT_WITHIN)
+        return ended.done()
+
+    def _send(self, **fields: Any) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(fields).encode() + b"\n")
+
+    async def close(self, why: str) -> None:
+        """Ends the process and all that it has started."""
+        self._why = why
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, 5)
+        self._process.kill()  # where that took too long: the worker at least dies with it
+        self._lose(why)
+        for task in (self.ready, self._listening):
+            if task is not None:
+                task.cancel()
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,85 @@
+"""The HTTP endpoint of sessions, on the loopback interface of the rollout process. A secret in the path names one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from dynamo_megatron.rollout.agents.messages import BadRequest
+from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
+
+LARGEST = 1 << 28  # bytes of a request
+STATUS = 400  # of what is refused: clients do not send it again
+
+
+class SessionService:
+    """Use `start`, then `open` and `close` for each session, and `stop`."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._base = ""
+        app = web.Application(client_max_size=LARGEST)
+        app.router.add_post("/{key}/v1/chat/completions", self._chat)
+        app.router.add_post("/{key}/v1/completions", self._complete)
+        app.router.add_get("/{key}/v1/models", self._models)
+        # An agent that goes away, or closes its connection, does not want the answer any more.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._base = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    def open(self, session: Session) -> tuple[str, str]:
+        """Its key, and its URL."""
+        key = secrets.token_urlsafe(16)
+        self._sessions[key] = session
+        return key, f"{self._base}/{key}/v1"
+
+    def close(self, key: str) -> None:
+        del self._sessions[key]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, "chat")
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, "complete")
+
+    async def _answer(self, request: web.Request, kind: str) -> web.StreamResponse:
+        session = self._sessions.get(request.match_info["key"])
+        if session is None:
+            return _error("the episode has ended", 404)
+        try:
+            asked = await request.json()
+            if not isinstance(asked, dict):
+                raise BadRequest("the request is no object")
+            completion = await getattr(session, kind)(asked)
+        except ValueError as error:  # JSON's, and BadRequest
+            return _error(str(error), STATUS)
+        if not asked.get("stream"):
+            return web.json_response(completion)
+        options = asked.get("stream_options")
+        return await _stream(request, completion, isinstance(options, dict) and bool(options.get("include_usage")))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+
+
+async def _stream(request: web.Request, completion: Mapping[str, Any], with_usage: bool) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    for event in chunks(completion, with_usage):
+        await stream.write(as_event(event))
+    await stream.write(b"data: [DONE]\n\n")
+    return stream
+
+
+def _error(message: str, status: int) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,241 @@
+"""One episode's requests: what an agent asks for, in OpenAI's form, becomes turns of the episode, within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_megatron.rollout.agents.episode import Episode, Place
+from dynamo_megatron.rollout.agents.messages import BadRequest, Message, checked_tools, normalised
+from dynamo_megatron.rollout.client import Response
+
+# What an answer is made of; other fields of a request are ignored, and named in a note of the step.
+USED = {"model", "messages", "prompt", "tools", "tool_choice", "stop", "stream", "stream_options", "n"} | {
+    "max_tokens",
+    "max_completion_tokens",
+}
+# With these the answer would not be a sample of the policy, or not of the form asked for.
+REFUSED = ("response_format", "logit_bias", "logprobs", "top_logprobs", "functions", "function_call", "audio")
+
+Sample = Callable[[list[int], int, tuple[str, ...], int], Awaitable[Response]]
+ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of an episode: turns, and sampled tokens. `length`: tokens that the model can read. `vocab_size`: rows of its
+    embedding. `stops`: whether requests may have stop texts."""
+
+    turns: int
+    tokens: int
+    length: int
+    vocab_size: int
+    stops: bool = True
+
+
+@dataclass
+class Session:
+    """`sample(token ids, most new tokens, stop texts, number of the turn)` asks a server; `parse_tools(text, tools)`
+    gives the text without tool calls, and these in OpenAI's form."""
+
+    episode: Episode
+    limits: Limits
+    sample: Sample
+    parse_tools: ParseTools
+    failure: str = ""  # why a turn got no answer: the episode cannot go on
+    reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context
+    ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
+    texts: list[str] = field(default_factory=list)  # of the answers
+    _reserved: int = 0  # tokens that requests under way may still be given
+    ended: bool = False  # requests that come, or that have waited for tokens, are refused
+    _sampled: int = 0  # tokens, those of answers that are not recorded yet included
+    _begun: int = 0  # turns
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set, and made anew, as a turn ends
+
+    async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat completion. Raises BadRequest."""
+        self._check(request)
+        messages, tools = normalised(request.get("messages")), checked_tools(request.get("tools"))
+        if messages[-1]["role"] == "assistant":
+            raise BadRequest("messages: the last one is the assistant's; an answer cannot be begun by the agent")
+        if request.get("tool_choice") not in (None, "auto", "none"):
+            raise BadRequest("tool_choice: auto or none; what is forced on the policy is no sample of it")
+        stop = _stop_texts(request)
+        place, response = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
+        text = self._shown(response, stop, tools is not None)
+        message: Message = {"role": "assistant", "content": text}
+        if tools and request.get("tool_choice") != "none":
+            text, calls = await self.parse_tools(text, tools)
+            if calls:
+                message = {"role": "assistant", "content": text or None, "tool_calls": calls}
+        self._record(place, response, [*messages, *normalised([message])], message["content"] or "")
+        finish = "tool_calls" if "tool_calls" in message else response.finish_reason
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        return _completion("chat.completion", request, choice, place, response)
+
+    async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A completion of a text or of token ids, with the ids of the answer as `token_ids`. Raises BadRequest."""
+        self._check(request)
+        tokens = self._tokens(request.get("prompt"))
+        stop = _stop_texts(request)
+        place, response = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
+        text = self._shown(response, stop, False)
+        self._record(place, response, None, text)
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
+        return _completion("text_completion", request, choice | {"token_ids": response.tokens}, place, response)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As EpisodeRecord's."""
+        episode = self.episode
+        limits = {f"limit_{name}": 1 for name in sorted(self.reached)}
+        made = {"turns": len(episode.turns), "segments": len(episode.segments), **episode.reasons, **limits}
+        abandoned = self._begun - len(episode.turns)  # the agent did not wait, or nothing came
+        return made | ({"abandoned": abandoned} if abandoned else {})
+
+    def _check(self, request: Mapping[str, Any]) -> None:
+        for name in REFUSED:
+            if request.get(name) not in (None, False, {}, [], {"type": "text"}):
+                raise BadRequest(f"{name}: not supported, since every answer is a sample of the policy")
+        if request.get("n") not in (None, 1):
+            raise BadRequest("n: ask for each answer with a request of its own")
+        self.ignored.update(name for name, value in request.items() if name not in (*USED, *REFUSED) and value)
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+            prompt = prompt[0]
+        if isinstance(prompt, str) and prompt:
+            return self.episode.chat.encode_text(prompt)
+        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+            raise BadRequest("prompt: give a text or a list of token ids")
+        if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
+            raise BadRequest(f"prompt: a token id that is not in the vocabulary (0 to {self.limits.vocab_size - 1})")
+        return prompt
+
+    async def _turn(
+        self, placed: Callable[[], Place], request: Mapping[str, Any], stop: tuple[str, ...]
+    ) -> tuple[Place, Response]:
+        if stop and not self.limits.stops:
+            raise BadRequest("stop: with rollout.at_push partial a server does not detect it; set it to drain")
+        asked = request.get("max_completion_tokens") or request.get("max_tokens")
+        if asked is not None and (type(asked) is not int or asked < 1):
+            raise BadRequest("max_tokens: a number of tokens, at least 1")
+        while self._left <= 0 < self._reserved:  # what requests under way leave of the limit is known when they end
+            await self._ended.wait()
+        if self.ended:
+            raise BadRequest("the episode has ended")
+        if self.failure:
+            raise BadRequest(self.failure)
+        if self._begun >= self.limits.turns:
+            self._limit("turns", f"rollout.agent_turns: the episode has had its {self.limits.turns} turns")
+        if self._left <= 0:
+            self._limit("tokens", f"rollout.max_new_tokens: the episode has its {self.limits.tokens} tokens")
+        place = placed()
+        room = self.limits.length - len(place.ids)
+        if room <= 0:
+            self._limit(
+                "context", f"the conversation has {len(place.ids)} tokens, the model reads {self.limits.length}"
+            )
+        most = min(room, self._left, asked or room)
+        number, self._begun = self._begun, self._begun + 1
+        self._reserved += most
+        try:
+            response = await self.sample(place.ids, most, stop, number)
+            self._sampled += len(response.tokens)
+        finally:
+            self._reserved -= most
+            self._ended.set()
+            self._ended = asyncio.Event()
+        if response.error:
+            self.failure = self.failure or response.error
+            raise BadRequest(response.error)
+        if response.finish_reason == "length" and len(response.tokens) == most != asked:
+            self.reached.add("context" if most == room else "tokens")
+        return place, response
+
+    @property
+    def _left(self) -> int:
+        """Tokens that a request may be given."""
+        return self.limits.tokens - self._reserved - self._sampled
+
+    def _limit(self, name: str, why: str) -> None:
+        self.reached.add(name)
+        raise BadRequest(why)
+
+    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> str:
+        text = self.episode.chat.text_of(response.tokens, specials)
+        found = [place for place in (text.find(s) for s in stop) if place >= 0]
+        return text[: min(found)] if found and response.finish_reason == "stop" else text
+
+    def _record(self, place: Place, response: Response, messages: list[Message] | None, text: str) -> None:
+        self.episode.record(place, response, messages)
+        self.texts.append(text)
+
+
+def _stop_texts(request: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = request.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+        raise BadRequest("stop: a text, or a list of texts")
+    return tuple(stop)
+
+
+def _completion(
+    kind: str, request: Mapping[str, Any], choice: dict[str, Any], place: Place, response: Response
+) -> dict[str, Any]:
+    used = {"prompt_tokens": len(place.ids), "completion_tokens": len(response.tokens)}
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": str(request.get("model") or "policy"),
+        "choices": [choice],
+        "usage": {**used, "total_tokens": sum(used.values())},
+    }
+
+
+def tool_calls(parsed: Mapping[str, Any]) -> tuple[str, list[Message]]:
+    """SGLang's parsed answer as text and tool calls in OpenAI's form."""
+    calls = [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["parameters"] or "{}"},
+        }
+        for call in parsed["calls"]
+    ]
+    return parsed["normal_text"] or "", calls
+
+
+def chunks(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
+    """A finished completion as the events of a stream: an answer is in as few of them as its parts."""
+    (choice,) = completion["choices"]
+    head = {name: completion[name] for name in ("id", "created", "model")}
+    head["object"] = completion["object"] + (".chunk" if "message" in choice else "")
+
+    def event(finish: str | None = None, **parts: Any) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "logprobs": None, "finish_reason": finish, **parts}]}
+
+    finish = choice["finish_reason"]
+    if "message" in choice:
+        message = choice["message"]
+        events = [event(delta={"role": "assistant", "content": message["content"] or ""})]
+        numbered = zip(itertools.count(), message.get("tool_calls", ()), strict=False)
+        events += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
+        events.append(event(finish, delta={}))
+    else:
+        events = [event(finish, text=choice["text"], token_ids=choice["token_ids"])]
+    if with_usage:
+        events.append({**head, "choices": [], "usage": completion["usage"]})
+    return events
+
+
+def as_event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

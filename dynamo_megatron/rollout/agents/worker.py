@@ -1,0 +1,141 @@
+"""A process that runs agents: `PYTHON worker.py FD`, started by the pool.
+
+It may run under another interpreter than the trainer's, so that it imports the standard library alone. Over the socket
+FD it gets a line of JSON with the function's name and answers {"ready": true} or {"failed": why}. Then each
+{"run": id, "url": ..., "prompt": {...}} is answered, in any order, with {"ended": id, "reward": number or null} or
+{"ended": id, "error": why}; {"cancel": id} ends one. It ends with the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import numbers
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+LINE_LIMIT = 1 << 28  # bytes
+SHOWN = 500  # characters of an error
+
+
+class ChatError(RuntimeError):
+    """The session refused a request: the message says why."""
+
+
+@dataclass
+class Prompt:
+    """One problem of the data, as the trainer's Prompt. `messages` are ready to be sent."""
+
+    prompt_id: str
+    messages: list[dict[str, Any]]
+    text: str | None = None
+    answer: Any = None
+    source: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """One episode. `base_url`: of an OpenAI-compatible endpoint, for clients; they need no key, or any."""
+
+    def __init__(self, base_url: str):
+        self.base_url = base_url
+
+    async def chat(self, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> dict[str, Any]:
+        """The assistant's message, which can be appended to `messages`. `options`: other fields of a request, such as
+        stop and max_tokens. Raises ChatError."""
+        request = {"messages": messages, **({"tools": tools} if tools else {}), **options}
+        status, reply = await _post(f"{self.base_url}/chat/completions", request)
+        if status != 200:
+            raise ChatError(reply["error"]["message"])
+        return reply["choices"][0]["message"]
+
+
+async def _post(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
+    parts, body = urlsplit(url), json.dumps(payload).encode()
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=LINE_LIMIT)
+    try:
+        head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+        return status, json.loads(await reader.read())
+    finally:
+        writer.close()
+
+
+def load(spec: str) -> Any:
+    """The function "module:function". Raises whatever the user's module does."""
+    module, _, name = spec.partition(":")
+    sys.path.append(os.getcwd())  # last: a folder next to the module must not replace an installed package
+    return getattr(importlib.import_module(module), name)
+
+
+async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
+    """What is answered of one episode."""
+    try:
+        reward = await agent(prompt, session)
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        text = " ".join(str(error).split())[:SHOWN]
+        return {"error": f"{type(error).__name__}: {text}{where}"}
+    if reward is None:
+        return {"reward": None}
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        return {"error": f"it returned {reward!r:.80}, neither None nor a finite number"}
+    return {"reward": float(reward)}
+
+
+async def serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
+
+    def answer(**fields: Any) -> None:
+        writer.write(json.dumps(fields).encode() + b"\n")
+
+    try:
+        agent = load(json.loads(await reader.readline())["function"])
+    except Exception as error:
+        answer(failed=" ".join(f"{type(error).__name__}: {error}".split())[:SHOWN])
+        await writer.drain()
+        return
+    answer(ready=True)
+    running: dict[str, asyncio.Task] = {}
+
+    async def episode(name: str, prompt: Prompt, session: Session) -> None:
+        found: dict[str, Any] = {"error": "it was told to end"}
+        try:
+            found = await run(agent, prompt, session)
+        finally:
+            del running[name]
+            answer(ended=name, **found)
+
+    while line := await reader.readline():
+        asked = json.loads(line)
+        if "cancel" in asked and asked["cancel"] in running:
+            running[asked["cancel"]].cancel()
+        elif "run" in asked:
+            work = episode(asked["run"], Prompt(**asked["prompt"]), Session(asked["url"]))
+            running[asked["run"]] = asyncio.create_task(work)
+
+
+def main(descriptor: int) -> None:
+    del sys.path[0]  # the folder of this file, whose modules are none of the user's
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the trainer's ranks
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    os.set_inheritable(descriptor, False)  # what an agent starts must not keep the socket open
+    asyncio.run(serve(socket.socket(fileno=descriptor)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""Runs with an agent: real ranks, a real SGLang server, and a client that knows nothing of either."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.checkpoint.exports import every_export
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+pytestmark = pytest.mark.full
+AGENT = """
+import asyncio
+from openai import AsyncOpenAI
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+async def agent(prompt, session):
+    async with AsyncOpenAI(base_url=session.base_url, api_key="any") as client:
+        async def ask(messages, **options):
+            reply = await client.chat.completions.create(model="policy", messages=messages, **options)
+            if options.get("stream"):
+                return [event async for event in reply]
+            return reply.choices[0].message
+
+        messages = list(prompt.messages)
+        messages += [await ask(messages, tools=TOOLS, max_tokens=8), {"role": "tool", "content": prompt.answer}]
+        messages += [await ask(messages, tools=TOOLS, max_tokens=8), {"role": "user", "content": "Sure?"}]
+        await asyncio.gather(*(ask(messages, max_tokens=6, stream=True) for _ in range(2)))
+        messages[1] = {"role": "assistant", "content": "edited"}
+        last = await ask(messages, max_tokens=6)
+        await client.completions.create(model="policy", prompt=[20, 21, 22], max_tokens=4)
+    return None if len(prompt.answer) > 3 else float(len(last.content) % 2)
+"""
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["synchronous", "ahead"])
+def ran(request, workspace, command_line, step_lines, tiny_model):
+    """(staleness, rollouts of all steps, metrics, the model of each version)."""
+    staleness = request.param
+    (workspace / "live_agents.py").write_text(AGENT)
+    output = workspace / f"agents-{staleness}"
+    settings = [
+        "rollout.agent=live_agents:agent",
+        "rollout.max_new_tokens=64",
+        "model.max_length=512",
+        "data.template=chat",
+        "trainer.micro_batch_tokens=1024",
+        f"trainer.steps={STEPS}",
+        f"rollout.max_staleness={staleness}",
+        "checkpoint.every=1",
+        "checkpoint.export_hf=every",
+        f"output_dir={output}",
+        *(["algorithm.rollout_correction.kind=truncate"] if staleness else []),
+    ]
+    code, said = command_line(workspace, "train", workspace / "config.yaml", *settings)
+    assert code == 0, said[-4000:]
+    rollouts = [r for step in range(1, STEPS + 1) for r in read_rollouts(step_file(output, step))]
+    models = {step: AutoModelForCausalLM.from_pretrained(every_export(output, step)) for step in range(1, STEPS)}
+    models[0] = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return staleness, rollouts, step_lines(output), models
+
+
+def gap(rollout, models) -> float:
+    """Nats: between the engine's logprobs and those of the weights that each token names, in its segment."""
+    versions = [v for v, start, end in rollout.weight_versions for _ in range(start, end)]
+    bounds, k, gaps = [*rollout.episode.starts, len(rollout.tokens)], 0, []
+    for start, end in itertools.pairwise(bounds):
+        tokens = torch.tensor([rollout.tokens[start:end]])
+        with torch.no_grad():
+            tables = {v: model(tokens).logits[0].float().log_softmax(-1) for v, model in models.items()}
+        for p in range(start, end):
+            if rollout.response_mask[p]:
+                logprob = tables[versions[k]][p - start - 1, rollout.tokens[p]].item()
+                gaps.append(abs(logprob - rollout.engine_logprobs[k]))
+                k += 1
+    assert k == len(rollout.engine_logprobs)
+    return max(gaps)
+
+
+def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
+    _, rollouts, rows, models = ran
+    assert len(rollouts) == 24 * STEPS and {r.status for r in rollouts} == {"ok"}
+    gaps = [gap(rollout, models) for rollout in rollouts]
+    print(f"{len(rollouts)} episodes, largest gap {max(gaps):.2g}")
+    assert max(gaps) <= 1e-4
+    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4  # the policy's own pass, over packed segments
+
+
+def test_an_episode_counts_once(ran):
+    _, rollouts, rows, _ = ran
+    for row in rows:
+        assert row["rollout/requested"] == 24 and row["agent/turns"] == 6 and row["agent/segments"] >= 4
+        assert row["rollout/failed"] == row["rollout/rejected"] == row.get("rollout/dropped", 0) == 0
+        own = [r for r in rollouts if r.step == row["step"]]
+        assert row["rollout/response_tokens"] == sum(len(r.response_tokens) for r in own)
+        assert row["reward/mean"] == pytest.approx(sum(r.reward for r in own) / 24)
+    assert any(row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_versions_hold_the_bound(ran):
+    staleness, rollouts, _, _ = ran
+    for rollout in rollouts:
+        assert all(rollout.step - 1 - staleness <= v <= rollout.step - 1 for v, _, _ in rollout.weight_versions)

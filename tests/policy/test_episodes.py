@@ -1,0 +1,210 @@
+"""Episodes in training: each counts as one rollout, whatever its number of turns and segments."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
+from dynamo_megatron.types import EpisodeRecord, Rollout, RolloutBatch
+
+METHODS = Path(__file__).parents[2] / "configs" / "methods"
+HISTORY = ("history", "spo", "reinforce_ada")  # their baseline is not of the batch
+METHODS_OF_THE_BATCH = sorted(p.stem for p in METHODS.glob("*.yaml") if p.stem not in HISTORY)
+# (context, sampled) of each turn, of each segment
+Segments = list[list[tuple[list[int], list[int]]]]
+EPISODES: list[tuple[str, float, Segments]] = [
+    ("a", 1.0, [[([5, 6, 7], [8, 9]), ([10], [11, 12, 13])], [([5, 6, 20, 21], [22])]]),
+    ("a", 0.0, [[([5, 6, 7], [30])]]),
+    ("b", 1.0, [[([40, 41], [42, 43, 44])], [([40], [45]), ([46, 47], [48, 49])], [([1, 2, 3], [4])]]),
+    ("b", 0.0, [[([40, 41], [50, 51])]]),
+]
+
+
+def episode(index: int, group: str, reward: float, segments: Segments, plain: bool = False) -> Rollout:
+    tokens, mask, starts = [], [], []
+    for segment in segments:
+        starts.append(len(tokens))
+        for context, sampled in segment:
+            tokens += [*context, *sampled]
+            mask += [0] * len(context) + [1] * len(sampled)
+    n = sum(mask)
+    logprobs = [-4.0 - 0.01 * t for t in range(n)]
+    record = None if plain else EpisodeRecord(starts, {"turns": sum(map(len, segments)), "segments": len(segments)})
+    identity = (f"{group}-{index}", group, group, 1)
+    return Rollout(*identity, tokens, mask, logprobs, [(0, 0, n)], "stop", reward, reward > 0, {}, episode=record)
+
+
+def batch_of(episodes=EPISODES, **options) -> RolloutBatch:
+    return RolloutBatch.from_rollouts([episode(i, *e, **options) for i, e in enumerate(episodes)])
+
+
+def turns(episodes=EPISODES) -> list[tuple[int, list[int], list[int]]]:
+    """(episode, everything before, sampled) of each turn: the sequences that somebody would write by hand."""
+    found = []
+    for i, (_, _, segments) in enumerate(episodes):
+        for segment in segments:
+            before: list[int] = []
+            for context, sampled in segment:
+                before = [*before, *context]
+                found.append((i, before, sampled))
+                before = [*before, *sampled]
+    return found
+
+
+def arrays(record) -> dict:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def same(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)
+
+
+def packed(batch: RolloutBatch, sequences=None, **options) -> MicroBatch:
+    chosen = list(range(len(batch.prompt_ids))) if sequences is None else sequences
+    return MicroBatch.pack(batch, chosen, multiple=1, device=torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("method", METHODS_OF_THE_BATCH)
+def test_episodes_of_one_turn_are_todays_rollouts_bit_for_bit(method):
+    single = [e for e in EPISODES if len(e[2]) == len(e[2][0]) == 1] + [("a", 1.0, [[([1, 2], [3, 4])]])]
+    episodes, plain = batch_of(single), batch_of(single, plain=True)
+    for cp in (1, 2):
+        of_each = [arrays(packed(b, cp_size=cp)) for b in (episodes, plain)]
+        assert all(same(of_each[0][name], of_each[1][name]) for name in of_each[0])
+    fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=8"]
+    config = compose([str(METHODS / f"{method}.yaml")], fixed)[0]
+    built = [TrainBatch.build(b, config) for b in (episodes, plain)]
+    for name in ("advantages", "weights", "mini_batch"):
+        np.testing.assert_array_equal(getattr(built[0], name), getattr(built[1], name))
+
+
+def test_an_episode_weighs_and_counts_as_one_rollout():
+    fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=16"]
+    grpo = [str(METHODS / "rloo.yaml")]
+    batch = batch_of()
+    assert batch.response_lengths.tolist() == [6, 1, 7, 2] and batch.response(0).tolist() == [8, 9, 11, 12, 13, 22]
+    for mode, expected in {
+        "sequence_mean": [1 / 4 / 6, 1 / 4, 1 / 4 / 7, 1 / 4 / 2],
+        "prompt_mean": [1 / (2 * 2 * 16)] * 4,
+        "token_mean": [1 / 16] * 4,
+    }.items():
+        config = compose(grpo, [*fixed, f"algorithm.loss.aggregation={mode}"])[0]
+        built = TrainBatch.build(batch, config)
+        np.testing.assert_allclose(built.weights, expected)
+        np.testing.assert_array_equal(built.advantages, [1, -1, 1, -1])
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_packing_is_that_of_the_segments_written_by_hand(cp_size):
+    batch, found = batch_of(), {}
+    for rank in range(cp_size):
+        micro = packed(batch, cp_rank=rank, cp_size=cp_size)
+        assert micro.response_bounds[-1] == len(micro.rows) and len(micro.response_bounds) == 5
+        whole = [packed(batch, cp_rank=r, cp_size=cp_size) for r in range(cp_size)]
+        tokens = {}  # (segment, position) -> token
+        bounds = micro.cu_seqlens.tolist()
+        for part in whole:
+            segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds) // cp_size)
+            tokens |= dict(
+                zip(zip(segment, part.positions[0].tolist(), strict=True), part.tokens[0].tolist(), strict=True)
+            )
+        segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds) // cp_size)
+        for row, label, slot in zip(micro.rows.tolist(), micro.labels.tolist(), micro.slots.tolist(), strict=True):
+            place = int(micro.positions[0, row])
+            found[slot] = ([tokens[segment[row], p] for p in range(place + 1)], label)
+    expected = [([*before, *sampled[:k]], sampled[k]) for _, before, sampled in turns() for k in range(len(sampled))]
+    assert [found[slot] for slot in range(len(expected))] == expected
+
+
+def test_batches_are_joined_and_taken_apart():
+    whole, parts = batch_of(), [batch_of(EPISODES[:1]), batch_of(EPISODES[1:])]
+    joined = RolloutBatch.join(parts)
+    for name in ("tokens", "trained", "segment_starts", "prompt_lengths", "offsets", "engine_logprobs"):
+        expected = getattr(whole, name)
+        if name != "engine_logprobs":
+            np.testing.assert_array_equal(getattr(joined, name), expected)
+    none = RolloutBatch.from_rollouts([])  # a round of which no rollout is trained
+    for with_none in ([none, *parts], [parts[0], none, parts[1]]):
+        np.testing.assert_array_equal(RolloutBatch.join(with_none).segment_starts, whole.segment_starts)
+    for members in ([0, 2], [1, 3], [2]):
+        taken = whole.take(np.array(members))
+        alone = batch_of([EPISODES[i] for i in members])
+        for name in ("tokens", "trained", "segment_starts", "prompt_lengths", "offsets"):
+            np.testing.assert_array_equal(getattr(taken, name), getattr(alone, name))
+        assert same(packed(whole, members).tokens, packed(taken).tokens)
+
+
+def test_episodes_and_other_rollouts_are_not_trained_together():
+    with pytest.raises(ValueError, match="of an agent and others"):
+        RolloutBatch.join([batch_of(EPISODES[:1]), batch_of(EPISODES[1:2], plain=True)])
+
+
+def test_a_line_of_a_file_keeps_the_episode():
+    rollout = episode(0, *EPISODES[0])
+    rollout.episode.messages = [{"role": "user", "content": "größer?"}]
+    assert Rollout.from_json(rollout.to_json()) == rollout
+    assert '"episode":null' in episode(1, *EPISODES[1], plain=True).to_json()
+
+
+@pytest.fixture(scope="module")
+def updates(tiny_model, tmp_path_factory):
+    """layout -> what an update on the episodes gives; "by hand": on their turns as rollouts of one turn."""
+    folder, advantages = tmp_path_factory.mktemp("episodes"), [0.7, -0.4, 1.3, -0.9]
+    weights = [0.05, 0.08, 0.02, 0.03]
+    layouts = {"by hand": {}, "episodes": {}, "CP2": {"cp": 2}, "DP2": {}, "TP2": {"tp": 2, "sequence_parallel": True}}
+    cases = []
+    for name, parallel in layouts.items():
+        out = folder / name
+        out.mkdir()
+        config = {
+            "model": {"path": str(tiny_model), "dtype": "float32"},
+            "data": {"source": "none"},
+            "output_dir": "none",
+            "parallel": parallel,
+            "optimizer": {"warmup_steps": 0},
+            "trainer": {"micro_batch_tokens": 24},
+        }
+        case = {"config": config, "out": str(out), "ranks": 1 if name in ("by hand", "episodes") else 2}
+        made = [episode(i, *e) for i, e in enumerate(EPISODES)]
+        owners = list(range(len(EPISODES)))
+        if name == "by hand":
+            owners = [i for i, _, _ in turns()]
+            made, k = [], 0
+            for i, before, sampled in turns():
+                rollout = episode(len(made), EPISODES[i][0], EPISODES[i][1], [[(before, sampled)]], plain=True)
+                first = k - sum(len(s) for j, _, s in turns() if j < i)
+                rollout.engine_logprobs = [-4.0 - 0.01 * t for t in range(first, first + len(sampled))]
+                k += len(sampled)
+                made.append(rollout)
+        case["rollouts"] = [dataclasses.asdict(r) for r in made]
+        case |= {"advantages": [advantages[i] for i in owners], "weights": [weights[i] for i in owners]}
+        cases.append(case)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-P", str(Path(__file__).with_name("episode_runs.py")), str(folder / "cases.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return {name: json.loads((folder / name / "result.json").read_text()) for name in layouts}
+
+
+def test_the_gradient_is_that_of_sequences_written_by_hand(updates):
+    episodes, by_hand = updates["episodes"], updates["by hand"]
+    gradient = np.array(by_hand["gradient"])
+    assert np.abs(gradient).max() > 1e-4
+    np.testing.assert_allclose(episodes["gradient"], gradient, atol=1e-5 * np.abs(gradient).max())
+    np.testing.assert_allclose(episodes["before"], by_hand["before"], atol=1e-5)
+    np.testing.assert_allclose(episodes["after"], by_hand["after"], atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["CP2", "DP2", "TP2"])
+def test_no_layout_changes_it(updates, layout):
+    one, other = updates["episodes"], updates[layout]
+    np.testing.assert_allclose(other["norm"], one["norm"], rtol=1e-4)
+    np.testing.assert_allclose(other["before"], one["before"], atol=1e-5)
+    np.testing.assert_allclose(other["after"], one["after"], atol=1e-4)

@@ -1,0 +1,269 @@
+"""Episodes through the rollout process: what becomes of them, whatever becomes of their agents and servers."""
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+from aiohttp import web
+from stand_ins import Server, reply
+
+from dynamo_megatron.rollout.client import open_session
+from dynamo_megatron.rollout.reuse import reusable
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
+
+AGENTS = """
+import asyncio, os, time
+
+async def agent(prompt, session):
+    kind, messages = prompt.prompt_id, list(prompt.messages)
+    if kind == "raises":
+        await session.chat(messages)
+        raise RuntimeError("no way out")
+    if kind == "silent":
+        return 1.0
+    if kind == "hangs":
+        await session.chat(messages)
+        await asyncio.sleep(3600)
+    if kind == "once":
+        await session.chat(messages)
+        return 1.0
+    if kind == "endless":
+        while True:
+            messages += [await session.chat(messages), {"role": "user", "content": "on"}]
+    if kind == "ends" and not os.path.exists(prompt.meta["file"]):
+        open(prompt.meta["file"], "w").close()
+        os._exit(1)
+    if kind == "huge":
+        await session.chat(messages)
+        return 1e300
+    if kind == "half":
+        messages = [{"role": "user", "content": "2+2", "name": "\\ud800"}]
+    if kind == "edits":
+        await session.chat(messages)
+        await session.chat([{"role": "user", "content": "else"}])
+    if kind == "leaves":
+        open(prompt.meta["url"], "w").write(session.base_url + "/chat/completions")
+        asyncio.create_task(session.chat(messages))
+        await asyncio.sleep(0.2)
+    messages += [await session.chat(messages), {"role": "user", "content": prompt.answer}]
+    messages += [await session.chat(messages)]
+    return None if kind == "scored" else 0.25
+"""
+END = 1  # a token id of tools/tiny_model.py that ends an answer
+
+
+def prompt(kind, tokens=(20, 21), **meta):
+    return Prompt(kind, text="2+2", answer="more", tokens=list(tokens), meta=meta)
+
+
+def says(tokens):
+    """A behaviour: each answer is so long, and ends with END."""
+
+    def behaviour(name, number):
+        made = reply(f"{name};", tokens, {"type": "stop", "matched": END})
+        made["meta_info"]["output_token_logprobs"][-1] = [-1.0, END, None]
+        return web.json_response(made)
+
+    return behaviour
+
+
+@pytest.fixture
+def episodes(with_generator, tmp_path):
+    """run(work, *servers, **rollout): as `with_generator`, with these agents."""
+    (tmp_path / "generator_agents.py").write_text(AGENTS)
+
+    def run(work, *servers, **rollout):
+        options = {"agent": "generator_agents:agent", "agent_workers": 1, "max_new_tokens": 40, **rollout}
+        return with_generator(work, *servers, end=(END,), **options)
+
+    return run
+
+
+def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("scored"), prompt("rewarded"), prompt("edits")], [2, 1, 1], 0)
+
+    result = episodes(work, Server(says(3)))
+    batch = result.batch
+    assert batch.rewards.tolist() == [1.0, 1.0, 0.25, 0.25] and batch.response_lengths.tolist() == [6, 6, 6, 12]
+    assert batch.successes.tolist() == [True, True, False, False]
+    assert batch.segment_starts.tolist()[:3] == batch.offsets.tolist()[:3] and len(batch.segment_starts) == 6
+    assert result.episodes == {"turns": 10, "segments": 6, "history": 1, "branched": 1} and not result.notes
+    stored = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert len(stored) == 4
+    first = stored["000001-0000-000"]
+    assert [m["role"] for m in first.episode.messages] == ["user", "assistant", "user", "assistant"]
+    assert first.response_tokens == [7, 7, END] * 2 and first.reward_parts == {"generator_rewards:slow": 1.0}
+    assert stored["000001-0001-000"].reward_parts == {"agent": 0.25}
+
+
+def test_a_reward_and_a_text_that_no_file_holds(episodes, tmp_path):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("huge"), prompt("half")], [1, 1], 0)
+
+    result = episodes(work, Server(says(3)))
+    assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "completed"]
+    assert any("it returned 1e+300, of more than 1e+18 in size" in note for note in result.notes)
+    stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert stored["half"].episode.messages[0]["name"] == "?"
+
+
+def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.REACT_WITHIN", 0.5)
+    kinds = ["raises", "silent", "hangs", "endless", "rewarded", "ends", "leaves"]
+    prompts = [prompt(kind, file=str(tmp_path / "ended"), url=str(tmp_path / "url")) for kind in kinds]
+
+    async def work(generator, push):
+        result = await generator.generate(1, prompts, [1] * len(prompts), 0)
+        async with open_session() as http, http.post((tmp_path / "url").read_text(), json={}) as reply:
+            return result, reply.status
+
+    result, status = episodes(work, Server(says(3)), timeout=6.0, agent_turns=5)
+    outcome = {kind: result.outcomes[f"000001-{i:04d}-000"].kind for i, kind in enumerate(kinds)}
+    assert outcome == {
+        "raises": "failed",
+        "silent": "failed",
+        "hangs": "aborted",
+        "endless": "truncated",  # it is scored with what it has
+        "rewarded": "completed",
+        "ends": "completed",  # once its process was replaced
+        "leaves": "completed",
+    }
+    assert status == 404 and result.episodes["limit_turns"] == 1
+    (note,) = [n for n in result.notes if "rollouts failed" in n]
+    assert "3 of 7 rollouts failed" in note
+    stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent", "hangs"}
+    assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
+
+
+def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, tmp_path):
+    async def work(generator, push):
+        return await generator.generate(1, [dataclasses.replace(prompt("scored"), text="2+2" * 1000)], [1], 0)
+
+    result = episodes(work, Server(says(3)))
+    assert result.counts["failed"] == 1 and "the model reads 2048" in result.notes[0]
+    assert result.episodes["limit_context"] == 1
+
+
+def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_generator, tmp_path, tiny_model):
+    from dynamo_megatron.data.templates import load_tokenizer
+
+    tokenizer = load_tokenizer(str(tiny_model))
+    message = [{"role": "user", "content": "2+2"}]
+    tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    found = []
+    for run in (episodes, with_generator):
+        server = Server(says(3))
+
+        async def work(generator, push):
+            return await generator.generate(1, [prompt("once", tokens)], [2], 0)
+
+        options = {} if run is episodes else {"end": (END,)}
+        batch = run(work, server, **options).batch
+        found.append((batch, sorted(server.seeds.values())))
+        step_file(tmp_path, 1).unlink()
+    (episode, seeds), (plain, plain_seeds) = found
+    assert seeds == plain_seeds
+    for name in ("tokens", "offsets", "prompt_lengths", "engine_logprobs", "weight_versions", "rewards"):
+        assert getattr(episode, name).tolist() == getattr(plain, name).tolist(), name
+    assert episode.finish_reasons == plain.finish_reasons
+
+
+def test_two_hundred_episodes_at_once_share_one_process(episodes):
+    server = Server(says(3))
+
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("rewarded")] * 4, [50] * 4, 0)
+
+    result = episodes(work, server, agent_episodes=200)
+    assert result.counts["completed"] == 200 and result.episodes["turns"] == 400
+    assert server.most > 20
+
+
+def test_no_more_episodes_run_than_are_allowed(episodes):
+    server = Server(says(3))
+
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("rewarded")], [12], 0)
+
+    assert episodes(work, server, agent_episodes=2).counts["completed"] == 12 and server.most <= 2
+
+
+def test_a_lost_server_takes_no_episode_with_it(episodes):
+    def dies(name, number):
+        if number > 3:
+            raise ConnectionResetError
+        return says(3)(name, number)
+
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("rewarded")], [8], 0)
+
+    broken, sound = Server(dies), Server(says(3))
+    result = episodes(work, broken, sound)
+    assert result.counts["completed"] == 8 and result.batch.response_lengths.tolist() == [6] * 8
+
+
+def test_episodes_under_way_at_a_push_go_on_with_the_new_weights(episodes, tmp_path):
+    pushed = asyncio.Event()
+
+    def behaviour(name, number):
+        async def answer():
+            if not pushed.is_set():
+                await asyncio.sleep(30)
+            made = reply(f"{name};", 3, {"type": "stop", "matched": END})
+            made["meta_info"]["output_token_logprobs"][-1] = [-1.0, END, None]
+            made["meta_info"]["weight_versions"] = [{"version": "1", "start": 0, "end": 3}]
+            return web.json_response(made)
+
+        return answer()
+
+    async def work(generator, push):
+        await generator.dispatch(1, [prompt("rewarded")], [2])
+        await asyncio.sleep(2)
+        begun = time.monotonic()
+        pushed.set()
+        await push(1)
+        return await generator.collect(1), time.monotonic() - begun
+
+    result, seconds = episodes(work, Server(behaviour), max_staleness=1)
+    assert result.counts["completed"] == 2 and seconds < 20
+    # The first turn had one token of the old weights, and went on.
+    assert result.batch.weight_versions.tolist() == [0, 1, 1, 1, 1, 1, 1] * 2
+
+
+def test_evaluation_runs_the_agent_too(episodes):
+    async def work(generator, push):
+        return await generator.evaluate([prompt("scored"), prompt("rewarded"), prompt("raises")])
+
+    scored, rewarded, failed = episodes(work, Server(says(3)))
+    assert scored.successes == [True] and rewarded.rewards == [0.25] and rewarded.lengths == [6]
+    assert failed.statuses == ["failed"] and failed.rewards == [0.0]
+
+
+def test_what_an_interrupted_run_left_is_used_again(episodes, tmp_path):
+    asked = []
+
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("edits")], [3], 0)
+
+    first = episodes(work, Server(says(3)))
+    again = Server(lambda name, number: asked.append(name))
+    second = episodes(work, again)
+    assert second.reused == 3 and not asked
+    assert second.batch.tokens.tolist() == first.batch.tokens.tolist()
+    assert second.batch.trained.tolist() == first.batch.trained.tolist() and second.episodes == first.episodes
+
+
+def test_an_episode_that_newer_weights_have_sampled_starts_again():
+    tokens, mask = [5, 6, 7, 8], [0, 1, 0, 1]
+    record = EpisodeRecord([0], {"turns": 2})
+    identity = ("000003-0000-000", "000003-0000", "p", 3)
+    spans = [(1, 0, 1), (2, 1, 2)]
+    kept = Rollout(*identity, tokens, mask, [-1.0, -1.0], spans, "stop", 1.0, True, {}, episode=record)
+    wanted = {kept.rollout_id: prompt("p", [9])}
+    found = reusable([kept], wanted, range(1), range(1, 2), 100, 9, continues=True)
+    assert not found.kept and not found.begun and list(found.discarded.values()) == ["of another weight version"]
+    assert list(reusable([kept], wanted, range(1), range(1, 3), 100, 9, continues=True).kept) == [kept.rollout_id]

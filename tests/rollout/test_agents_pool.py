@@ -1,0 +1,207 @@
+"""Agents in processes of their own: what becomes of those that fail, hang, block, end their process or leave others."""
+
+import asyncio
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
+
+AGENTS = """
+import asyncio, os, subprocess, time
+
+async def agent(prompt, session):
+    what = prompt.meta["what"]
+    if what == "raise":
+        raise KeyError("no answer\\nin sight")
+    if what == "nonsense":
+        return "very good"
+    if what == "hang":
+        await asyncio.sleep(3600)
+    if what == "block":
+        time.sleep(3600)
+    if what == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+    if what == "end":
+        os._exit(3)
+    if what == "fork":
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        open(prompt.meta["file"], "w").write(str(child.pid))
+    if what == "wait":
+        await asyncio.sleep(prompt.meta["wait"])
+    assert prompt.messages[0]["content"] == "2+2" and session.base_url == "http://x/v1"
+    return None if what == "none" else 0.5
+
+def plain(prompt, session):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    """run(work, workers=1): `work(ask)` with a pool; `ask(what, seconds)` runs an agent that does it."""
+    (tmp_path / "pool_agents.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+
+    async def go(work, options):
+        pool, count = AgentPool(options.pop("function", "pool_agents:agent"), options.pop("python", None), **options), 0
+
+        def ask(what, seconds=20.0, **meta):
+            nonlocal count
+            count += 1
+            prompt = {
+                "prompt_id": "p",
+                "messages": [{"role": "user", "content": "2+2"}],
+                "meta": {"what": what, **meta},
+            }
+            return pool.run(f"e{count}", prompt, "http://x/v1", time.monotonic() + seconds)
+
+        try:
+            await pool.start()
+            return await work(ask)
+        finally:
+            await pool.close()
+
+    return lambda work, **options: asyncio.run(go(work, {"workers": 1, **options}))
+
+
+async def outcomes(*asked):
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    return [f if f is None or isinstance(f, float) else (type(f), str(f)) for f in found]
+
+
+def test_rewards_and_failures_of_many_at_once(pool, tmp_path):
+    async def work(ask):
+        return await outcomes(*(ask(what) for what in ["right", "none", "raise", "nonsense"] * 10))
+
+    found = pool(work, workers=2)
+    assert found[:2] == [0.5, None] and found[2:4] == found[-2:]
+    assert found[2][0] is AgentFailed and "KeyError: 'no answer\\nin sight'" in found[2][1]
+    assert f"{tmp_path / 'pool_agents.py'}, line 7" in found[2][1]
+    assert found[3] == (AgentFailed, "it returned 'very good', neither None nor a finite number")
+
+
+def test_one_that_hangs_ends_in_time_and_no_other_one_does(pool):
+    async def work(ask):
+        return await outcomes(ask("hang", 0.5), ask("right"), ask("wait", wait=1.0))
+
+    found = pool(work)
+    assert found[0][0] is TimeoutError and found[1:] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("what", ["block", "stubborn"])
+def test_one_that_does_not_end_takes_its_process_with_it(pool, what, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.REACT_WITHIN", 0.5)
+
+    async def work(ask):
+        first = asyncio.create_task(outcomes(ask("hang"), ask(what, 0.5)))
+        await asyncio.sleep(1)
+        return await first, await ask("right")
+
+    (other, own), next_one = pool(work)
+    assert own[0] is TimeoutError and next_one == 0.5
+    assert other[0] is AgentLost and "did not end within 0.5 s" in other[1]
+
+
+def test_a_process_that_several_episodes_wait_for_is_replaced_once(pool, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.REACT_WITHIN", 0.5)
+
+    def children() -> int:
+        return sum(len(file.read_text().split()) for file in Path("/proc/self/task").glob("*/children"))
+
+    async def work(ask):
+        before = children()
+        await outcomes(ask("block", 0.5), *(ask("hang", 0.5) for _ in range(4)))
+        assert await ask("right") == 0.5
+        end = time.monotonic() + 10
+        while children() > before and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        return before, children()
+
+    before, after = pool(work)
+    assert after == before
+
+
+def test_a_process_that_ends_is_replaced(pool):
+    async def work(ask):
+        return await outcomes(ask("hang"), ask("end")), await ask("right")
+
+    lost, next_one = pool(work)
+    assert [kind for kind, _ in lost] == [AgentLost, AgentLost] and next_one == 0.5
+
+
+def test_nothing_that_an_agent_started_is_left(pool, tmp_path):
+    file = tmp_path / "pid"
+
+    async def work(ask):
+        reward = await ask("fork", file=str(file))
+        return reward, os.path.exists(f"/proc/{file.read_text()}")
+
+    assert pool(work) == (0.5, True)
+    end = time.monotonic() + 5
+    while alive(int(file.read_text())) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(int(file.read_text()))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_cancelled_episode_ends_its_agent(pool):
+    async def work(ask):
+        task = asyncio.create_task(ask("hang"))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.wait([task], timeout=4)
+        return task.cancelled(), await ask("right")
+
+    assert pool(work) == (True, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("pool_agents", "not of the form module:function"),
+        ("no_such_module:agent", "No module named 'no_such_module'"),
+        ("pool_agents:no_such", "no_such"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_at_the_start(pool, function, why):
+    with pytest.raises(InputError, match=why):
+        pool(outcomes, function=function)
+
+
+def test_an_interpreter_that_is_not_there_is_refused(pool):
+    with pytest.raises(InputError, match="agent_python: there is no program '/no/python'"):
+        pool(outcomes, python="/no/python")
+
+
+def test_a_function_that_is_not_async_fails_with_a_reason(pool):
+    async def work(ask):
+        return await outcomes(ask("right"))
+
+    ((kind, text),) = pool(work, function="pool_agents:plain")
+    assert kind is AgentFailed and "float" in text
+
+
+def test_another_interpreter_needs_nothing_of_ours(pool):
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")
+    if python is None:
+        pytest.skip("there is no other interpreter")
+
+    async def work(ask):
+        return await ask("right")
+
+    assert pool(work, python=python) == 0.5

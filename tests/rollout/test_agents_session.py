@@ -1,0 +1,302 @@
+"""A session's endpoint: what agents' clients send, and what they get."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import openai
+import pytest
+from agents_chat import make_tokenizer
+
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.episode import Episode
+from dynamo_megatron.rollout.agents.service import SessionService
+from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
+from dynamo_megatron.rollout.agents.worker import ChatError
+from dynamo_megatron.rollout.agents.worker import Session as AgentSession
+from dynamo_megatron.rollout.client import Response
+
+TOKENIZER = make_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+LIMITS = {"turns": 8, "tokens": 400, "length": 2000, "vocab_size": len(TOKENIZER)}
+QUESTION = [{"role": "user", "content": "how much is 3 + 4?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+class Scripted:
+    """Answers with texts in turn, each cut to the tokens asked for."""
+
+    def __init__(self, *texts: str, **limits):
+        self.texts, self.asked = list(texts), []
+        chat = ChatTokens(TOKENIZER, [END])
+        self.session = Session(Episode(chat), Limits(**{**LIMITS, **limits}), self.sample, self.parse)
+        self.delay, self.cancelled = 0.0, 0
+
+    async def sample(self, ids, most, stop, number):
+        self.asked.append((ids, most, stop, number))
+        text = self.texts.pop(0)
+        try:
+            await asyncio.sleep(self.delay)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if text == "FAIL":
+            return Response(error="the server refused it")
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)
+        stopped = any(s in text for s in stop)
+        tokens = tokens if stopped else [*tokens, END]
+        finish = "stop" if len(tokens) <= most else "length"
+        tokens = tokens[:most]
+        return Response(tokens, [-1.0] * len(tokens), [(0, 0, len(tokens))], finish)
+
+    async def parse(self, text, tools):
+        if "<tool_call>" not in text:
+            return text, []
+        head = text.partition("<tool_call>")[0].strip()
+        return tool_calls({"normal_text": head, "calls": [{"name": "add", "parameters": '{"a": 3, "b": 4}'}]})
+
+
+@contextlib.asynccontextmanager
+async def served(scripted):
+    """An OpenAI client and the agent's own handle of the session."""
+    service = SessionService()
+    await service.start()
+    try:
+        key, url = service.open(scripted.session)
+        async with openai.AsyncOpenAI(base_url=url, api_key="any") as client:
+            yield client, AgentSession(url)
+        service.close(key)
+    finally:
+        await service.stop()
+
+
+def run(work, *texts, **limits):
+    async def go():
+        scripted = Scripted(*texts, **limits)
+        async with served(scripted) as (client, own):
+            return await work(client, own, scripted)
+
+    return asyncio.run(go())
+
+
+def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
+    async def work(client, own, scripted):
+        messages = list(QUESTION)
+        first = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, temperature=0.3)
+        (call,) = first.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 3, "b": 4}')
+        assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "use it"
+        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+        second = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        assert second.choices[0].message.content == "it is 7" and second.choices[0].finish_reason == "stop"
+        assert second.usage.completion_tokens == len(scripted.session.episode.turns[1].response.tokens)
+        assert (await client.models.list()).data[0].id == "policy"
+        return scripted
+
+    scripted = run(work, "use it " + CALL, "it is 7")
+    episode = scripted.session.episode
+    assert not episode.reasons and len(episode.segments) == 1
+    assert scripted.asked[1][0][: len(episode.turns[0].ids)] == episode.turns[0].ids
+    assert scripted.session.texts == ["use it", "it is 7"] and set(scripted.session.ignored) == {"temperature"}
+    assert scripted.session.counts == {"turns": 2, "segments": 1}
+
+
+def test_a_stream_has_the_same_answer_and_goes_on():
+    async def work(client, own, scripted):
+        messages = list(QUESTION)
+        stream = await client.chat.completions.create(
+            model="m", messages=messages, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        events = [event async for event in stream]
+        deltas = [event.choices[0].delta for event in events if event.choices]
+        text = "".join(delta.content or "" for delta in deltas)
+        (call,) = [c for delta in deltas for c in delta.tool_calls or []]
+        assert text == "use it" and call.function.name == "add" and call.index == 0
+        assert events[-1].usage.total_tokens > 0 and events[-2].choices[0].finish_reason == "tool_calls"
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        answer = {"role": "assistant", "content": text}
+        answer["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
+        messages += [answer, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+        stream = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
+        return scripted, "".join([e.choices[0].delta.content or "" async for e in stream])
+
+    scripted, text = run(work, "use it " + CALL, "größer 日本 😀")
+    assert text == "größer 日本 😀" and len(scripted.session.episode.segments) == 1
+
+
+def test_the_agents_own_handle_needs_no_client():
+    async def work(client, own, scripted):
+        messages = list(QUESTION)
+        messages.append(await own.chat(messages))
+        messages.append({"role": "user", "content": "sure?"})
+        messages.append(await own.chat(messages, stop=["###"], max_tokens=50))
+        with pytest.raises(ChatError, match="turns: the episode has had its 2 turns"):
+            await own.chat([*messages, *QUESTION])
+        return scripted, messages
+
+    scripted, messages = run(work, "seven", "yes### no", turns=2)
+    assert [m["content"] for m in messages] == [QUESTION[0]["content"], "seven", "sure?", "yes"]
+    assert not scripted.session.episode.reasons and scripted.session.counts["limit_turns"] == 1
+    assert scripted.asked[1][1:3] == (50, ("###",))
+
+
+def test_completions_take_and_give_token_ids():
+    async def work(client, own, scripted):
+        ids = TOKENIZER.encode("how much?")
+        first = await client.completions.create(model="m", prompt=ids)
+        more = [*ids, *first.choices[0].token_ids, *TOKENIZER.encode(" sure?")]
+        await client.completions.create(model="m", prompt=more)
+        text = await client.completions.create(model="m", prompt="how much?")
+        stream = await client.completions.create(model="m", prompt="x", stream=True)
+        return scripted, first.choices[0].text, text.choices[0].text, [e.choices[0].text async for e in stream]
+
+    scripted, first, third, streamed = run(work, "7", "yes", "8", "9")
+    assert (first, third, streamed) == ("7", "8", ["9"])
+    assert [len(s) for s in scripted.session.episode.segments] == [2, 1, 1]
+    assert scripted.session.counts["branched"] == 1  # the text is the ids of the first request
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"messages": []}, "at least one"),
+        ({"n": 2}, "a request of its own"),
+        ({"logprobs": True}, "not supported"),
+        ({"response_format": {"type": "json_object"}}, "not supported"),
+        ({"tool_choice": "required"}, "auto or none"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "begun by the agent"),
+        ({"max_tokens": 0.5}, "at least 1"),
+        ({"stop": [3]}, "stop"),
+        ({"tools": [{"type": "web"}]}, "only functions"),
+    ],
+)
+def test_what_would_be_no_sample_of_the_policy_is_refused_and_not_sent_again(fields, why):
+    async def work(client, own, scripted):
+        with pytest.raises(openai.BadRequestError, match=why):
+            await client.chat.completions.create(**{"model": "m", "messages": QUESTION, "extra_body": fields})
+        return scripted
+
+    assert not run(work).asked
+
+
+def test_stop_texts_are_refused_where_a_push_would_cut_them():
+    async def work(client, own, scripted):
+        with pytest.raises(ChatError, match="at_push"):
+            await own.chat(QUESTION, stop="x")
+
+    run(work, stops=False)
+
+
+def test_tokens_and_context_are_limits_of_the_episode():
+    async def tokens(client, own, scripted):
+        messages = [*QUESTION, await own.chat(QUESTION), *QUESTION]
+        cut = await own.chat(messages)
+        with pytest.raises(ChatError, match="has its 8 tokens"):
+            await own.chat([*messages, cut, *QUESTION])
+        return scripted.session
+
+    session = run(tokens, "seven", "a much longer answer than that", tokens=8)
+    assert sum(len(turn.response.tokens) for turn in session.episode.turns) == 8
+    assert session.counts["limit_tokens"] == 1 and session.episode.turns[1].response.finish_reason == "length"
+
+    async def context(client, own, scripted):
+        with pytest.raises(ChatError, match="the model reads 10"):
+            await own.chat(QUESTION)
+        return scripted.session
+
+    assert run(context, length=10).counts == {"turns": 0, "segments": 0, "limit_context": 1}
+
+
+def test_an_answer_ends_where_the_model_cannot_read_further():
+    prompt = ChatTokens(TOKENIZER, [END]).whole(QUESTION, None)
+
+    async def work(client, own, scripted):
+        await own.chat(QUESTION, max_tokens=100)
+        return scripted
+
+    scripted = run(work, "a much longer answer than that", length=len(prompt) + 5)
+    assert scripted.asked[0][1] == 5 and scripted.session.reached == {"context"}
+
+
+def test_an_agents_own_limit_is_no_limit_of_the_episode():
+    async def work(client, own, scripted):
+        await own.chat(QUESTION, max_tokens=2)
+        return scripted.session
+
+    assert run(work, "a long answer").reached == set()
+
+
+def test_parallel_requests_never_get_more_tokens_than_there_are():
+    async def work(client, own, scripted):
+        scripted.delay = 0.05
+        answers = await asyncio.gather(*(own.chat(QUESTION) for _ in range(4)), return_exceptions=True)
+        return scripted.session, answers
+
+    session, answers = run(work, "seven", "nine", "it is", "so", tokens=12)
+    sampled = sum(len(turn.response.tokens) for turn in session.episode.turns)
+    assert sampled <= 12 and len(session.episode.turns) > 1
+    assert all(isinstance(a, dict | ChatError) for a in answers)
+
+
+def test_tokens_of_an_answer_whose_tool_calls_are_read_are_spent():
+    async def work(client, own, scripted):
+        async def slowly(text, tools):
+            await asyncio.sleep(0.1)
+            return text, []
+
+        scripted.session.parse_tools = slowly
+        await asyncio.gather(*(own.chat(QUESTION, tools=TOOLS) for _ in range(3)), return_exceptions=True)
+        return scripted.session
+
+    session = run(work, *["the answer to the question"] * 3, tokens=6)
+    assert sum(len(turn.response.tokens) for turn in session.episode.turns) == 6
+
+
+def test_what_waits_for_tokens_asks_for_nothing_once_the_episode_has_ended():
+    async def work(client, own, scripted):
+        scripted.delay = 0.2
+        waiting = asyncio.gather(own.chat(QUESTION), own.chat(QUESTION), return_exceptions=True)
+        await asyncio.sleep(0.1)
+        scripted.session.ended = True
+        return scripted, await waiting
+
+    scripted, answers = run(work, "seven", "nine")
+    assert len(scripted.asked) == 1 and any("the episode has ended" in str(answer) for answer in answers)
+
+
+def test_an_answer_that_nobody_waits_for_ends_and_is_not_trained():
+    async def work(client, own, scripted):
+        scripted.delay = 30.0
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3, max_retries=0).chat.completions.create(model="m", messages=QUESTION)
+        await asyncio.sleep(0.3)
+        scripted.delay = 0.0
+        await own.chat(QUESTION)
+        return scripted
+
+    scripted = run(work, "lost", "seven")
+    assert scripted.cancelled == 1 and scripted.session.counts == {"turns": 1, "segments": 1, "abandoned": 1}
+
+
+def test_a_turn_that_fails_ends_the_episode():
+    async def work(client, own, scripted):
+        for _ in range(2):
+            with pytest.raises(ChatError, match="the server refused it"):
+                await own.chat(QUESTION)
+        return scripted
+
+    scripted = run(work, "FAIL")
+    assert scripted.session.failure == "the server refused it" and len(scripted.asked) == 1
+
+
+def test_nobody_else_reaches_a_session():
+    async def work(client, own, scripted):
+        base = own.base_url.rsplit("/", 2)[0]
+        async with aiohttp.ClientSession() as http:
+            for path in ("/v1/chat/completions", "/guessed/v1/chat/completions"):
+                async with http.post(base + path, json={"messages": QUESTION}) as reply:
+                    assert reply.status == 404
+        assert base.startswith("http://127.0.0.1:") and len(own.base_url.split("/")[3]) >= 20
+
+    run(work)

@@ -1,0 +1,130 @@
+"""Writes a small task for an agent: products of two numbers of two digits, which a small model cannot compute.
+
+    python -P tools/calculator_task.py OUT
+
+In the warm-up data a model either guesses an answer of the right length (a share GUESSED of the time) or calls the
+calculator, in Qwen's form of tool calls; given the tool's result, it answers with that. After the warm-up it does both,
+and rewards are what tells it which is better.
+
+OUT gets warmup.jsonl (prompt and completion), pool.jsonl (what RL trains on), held_out.jsonl (in neither of them), and
+model/ (random weights, with a chat template that has tool calls and their results, but not the list of the tools: the
+warm-up has taught it). A second call finds OUT and does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils.logging import disable_progress_bar
+
+GUESSED = 0.7
+POOL, HELD_OUT, WARMUP = 512, 256, 16384  # problems; examples
+CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a blank and a newline
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}{{ '>' + message.content }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{ '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}"
+    "{%- endfor -%}{{ '<end>\n' }}"
+    "{%- else -%}{{ message.role[0] + message.content + '\n' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '>' }}{%- endif -%}"
+)
+
+
+def problems(seed: int) -> dict[str, list[tuple[int, int]]]:
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    end = POOL + HELD_OUT
+    return {"pool": pairs[:POOL], "held_out": pairs[POOL:end], "warmup": pairs[end:]}
+
+
+def row(number: int, a: int, b: int) -> dict[str, str]:
+    return {"id": f"{a}*{b}/{number}", "problem": f"{a}*{b}", "answer": str(a * b)}
+
+
+def example(number: int, a: int, b: int, generator: random.Random) -> dict[str, str]:
+    """What comes first, or, every other time, what comes after the tool's result."""
+    asked, call = f"u{a}*{b}\n>", CALL % f"{a}*{b}"
+    prompt, answer = asked, call
+    if number % 2:
+        prompt, answer = f"{asked}{call}<end>\nt{a * b}\n>", str(a * b)
+    elif generator.random() < GUESSED:
+        answer = str(generator.randint(100, 9801))
+    return {"id": f"{a}*{b}/{number}", "problem": prompt, "answer": answer}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and one each for what all calls begin and end with."""
+    ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    made.add_tokens([AddedToken(part, normalized=False) for part in CALL.split("%s")])
+    made.chat_template = TEMPLATE
+    return made
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=len(tokenizer) + len(tokenizer) % 2,
+        hidden_size=96,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.out.exists():
+        print(f"{options.out}: already there")
+        return
+    aside = options.out.with_name(f".{options.out.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    disable_progress_bar()
+    generator, pairs = random.Random(options.seed), problems(options.seed)
+    rows = {part: [row(i, a, b) for i, (a, b) in enumerate(pairs[part])] for part in ("pool", "held_out")}
+    drawn = [generator.choice(pairs["warmup"]) for _ in range(WARMUP)]
+    rows["warmup"] = [example(i, a, b, generator) for i, (a, b) in enumerate(drawn)]
+    for part, written in rows.items():
+        lines = "".join(json.dumps(line) + "\n" for line in written)
+        (aside / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+    make_model(make_tokenizer(), aside / "model", options.seed)
+    aside.rename(options.out)
+    print(f"{options.out}: written")
+
+
+if __name__ == "__main__":
+    main()
