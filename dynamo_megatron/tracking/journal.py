@@ -55,7 +55,8 @@ class Journal:
         self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
         self._closing = False
-        self._tokens_lost = False
+        self._without_tokens: int | None = None  # the first step whose statistics of tokens could not be written
+        self._pending = ""  # the line that says so
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""
@@ -77,19 +78,24 @@ class Journal:
             tracker.write(metrics)
         if line is not None:
             self.say(line)
+        if self._pending and metrics["step"] != self._without_tokens:
+            self._say_pending()
         self.progress.step_done(metrics["step"], metrics.get("reward/mean"))
         self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on; one line says
-        so."""
+        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on. One line says
+        so, after the next step: a full disk ends the run before that, with a line of its own."""
         try:
             write_token_rows(tokens_file(self._folder, step), rows)
         except OSError as error:
-            if not self._tokens_lost:
-                where = self._folder / "tokens"
-                self.say(f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens")
-            self._tokens_lost = True
+            if self._without_tokens is None:
+                self._without_tokens, where = step, self._folder / "tokens"
+                self._pending = f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens"
+
+    def _say_pending(self) -> None:
+        self.say(self._pending)
+        self._pending = ""
 
     def evaluated(self, step: int) -> bool:
         return any(e["step"] == step for e in self._evaluations)
@@ -136,6 +142,8 @@ class Journal:
         self._closing = True
         close_trackers(self._trackers, LAST_ROWS_OF_A_FAILURE if self._last_line is None else LAST_ROWS)
         if self._last_line is not None:
+            if self._pending:
+                self._say_pending()
             self.say(self._last_line)
 
     def _say_of_tracker(self, line: str) -> None:

@@ -107,16 +107,39 @@ def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
     assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
 
 
-def test_statistics_that_cannot_be_written_end_no_run(tmp_path, capsys):
-    config = made(tmp_path, "never", "")
-    journal = Journal(config)
+@pytest.fixture
+def lost(tmp_path):
+    """A run whose first two steps have no statistics of tokens."""
+    journal = Journal(made(tmp_path, "never", ""))
     journal.open(0)
     (tmp_path / "run" / "tokens").touch()  # not a folder
-    journal.tokens(1, [ROW])
-    journal.tokens(2, [ROW])
-    (tmp_path / "run" / "tokens").unlink()
-    journal.tokens(3, [ROW])
-    journal.close()
+    for step in (1, 2):
+        journal.tokens(step, [ROW])
+        if step == 1:
+            journal.step({"step": 1}, None)
+    return journal
+
+
+def test_statistics_that_cannot_be_written_end_no_run(tmp_path, lost, capsys):
+    assert not capsys.readouterr().out  # a full disk may end the run before the next step, and says so itself
+    lost.step({"step": 2}, None)
     said = f"warning: {tmp_path / 'run' / 'tokens'}: File exists; step 1 has no statistics of tokens"
     assert capsys.readouterr().out.splitlines() == [said]
+    (tmp_path / "run" / "tokens").unlink()
+    lost.tokens(3, [ROW])
+    lost.step({"step": 3}, None)
+    lost.close()
+    assert not capsys.readouterr().out
     assert tokens_file(tmp_path / "run", 3).is_file() and list(step_files(tmp_path / "run", "tokens")) == [3]
+
+
+def test_a_run_that_fails_before_the_next_step_says_nothing_of_them(lost, capsys):
+    lost.close()
+    assert not capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_the_next_step_says_so(tmp_path, lost, capsys):
+    lost.ended(2)
+    lost.close()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("warning: ") and last.startswith("model: ")
