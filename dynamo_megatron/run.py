@@ -137,10 +137,12 @@ def run_rank(job: Job) -> int:
         job.show("joining ranks")
         store, folder = connect_store(config.trainer.timeout), Path(config.output_dir)
         secret = share_secret(store, folder, rank, config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
-        layout = join_ranks(config, store)
-        if rank == 0:
-            forget_secret(folder)  # they all have it
+        try:
+            coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
+            layout = join_ranks(config, store)
+        finally:
+            if rank == 0:
+                forget_secret(folder)  # they all have it, or the start has failed
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")
