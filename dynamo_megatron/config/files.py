@@ -373,7 +373,7 @@ _IDENTITY = (
 )
 
 
-_REWARDS_WITH_SETTINGS = {"format", "code", "prime", "judge", "reward_model"}  # in sections of their names
+_REWARDS_WITH_SETTINGS = ("format", "code", "prime", "judge", "reward_model")  # in sections of their names
 
 
 def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
@@ -393,9 +393,9 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         walk(node, tuple(key.split(".")))
-    if (functions := (plain.get("reward") or {}).get("functions")) is not None:
-        for name in sorted(_REWARDS_WITH_SETTINGS.difference(functions)):
-            found = {key: value for key, value in found.items() if not key.startswith(f"reward.{name}.")}
+    if isinstance(functions := found.get("reward.functions"), list):
+        unused = tuple(f"reward.{name}." for name in _REWARDS_WITH_SETTINGS if name not in functions)
+        found = {key: value for key, value in found.items() if not key.startswith(unused)}
     if "data.shuffle_seed" in found and found["data.shuffle_seed"] is None:
         found["data.shuffle_seed"] = plain.get("seed")
     return found

@@ -26,3 +26,8 @@ def test_settings_of_a_reward_count_where_the_run_has_it(name):
     used = f"reward.functions=[math,{name}]"
     before, after = identity_of(used), identity_of(used, SETTINGS[name])
     assert {k for k in before if before[k] != after[k]} == {key}
+
+
+def test_a_saved_config_of_another_shape_has_an_identity_too():
+    assert identity({"reward": 3, "seed": 1})["seed"] == 1
+    assert identity({"reward": {"functions": [{"math": 1}], "code": {"score": "all"}}})["reward.functions"]
