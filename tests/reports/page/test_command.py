@@ -175,7 +175,7 @@ def test_a_watch_of_a_run_that_was_killed_ends(make_run, new_rollout, no_charts,
     for folders in ([killed], [killed, alive]):
         names = ", ".join(map(str, folders))
         with pytest.raises(InputError, match=f"no process trains in {names}, and the last step is not made; call it"):
-            watch(folders, killed, 0.02, say=lambda line: None, stalled=60)
+            watch(folders, killed, 0.02, say=lambda line: None, stalled=20)
 
 
 def test_a_watch_of_a_run_that_stands_still_ends(two_steps, no_charts, monkeypatch, tmp_path):
