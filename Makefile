@@ -5,7 +5,8 @@
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
-# make test-shard one of SHARDS (8) parts of test-all, another one for every count of commits
+# make test-shard one of SHARDS (8) parts of test-all, another one for every count of commits, in a shallow clone for
+#                 every commit's hash
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, and mypy over the pure packages
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
@@ -34,7 +35,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers clean
 setup: $(INSTALLED)
 
-$(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt
+GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
+$(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(GPU),$(GPU_REQUIREMENTS))
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
 	@echo "setting up .venv with $(PYTHON) (once; some minutes)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
@@ -107,8 +109,10 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
 
 SHARDS ?= 8
-test-shard: # a clone without its history counts one commit, and so runs one part for ever
-	@$(MAKE) --no-print-directory test-all SHARD=$$(($$(git rev-list --count HEAD) % $(SHARDS) + 1))/$(SHARDS)
+test-shard: # a shallow clone has too few commits to count; there the commit's hash picks the part
+	@if [ "$$(git rev-parse --is-shallow-repository)" = true ]; then number=0x$$(git rev-parse HEAD | cut -c1-7); \
+		else number=$$(git rev-list --count HEAD); fi && \
+		$(MAKE) --no-print-directory test-all SHARD=$$((number % $(SHARDS) + 1))/$(SHARDS)
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

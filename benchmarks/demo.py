@@ -118,8 +118,8 @@ def readme_part(results: dict[str, Any]) -> str:
         (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
         ("gain, points", 1, lambda r: 100 * r["gain"][0]),
         (
-            "rollouts of a problem with 20 to 80 % of its earlier rollouts right, relative to those of a problem with "
-            "all of them right",
+            "mean number of rollouts of problems whose success rate so far is 20 to 80 %, divided by that of problems "
+            "solved every time so far",
             2,
             lambda r: r["sometimes to always"],
         ),

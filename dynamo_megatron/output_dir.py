@@ -18,7 +18,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import check_rollouts, step_files
-from dynamo_megatron.run_folder import NewFolder, has_results, refuse_foreign
+from dynamo_megatron.run_folder import LOCK_FILE, NewFolder, has_results, refuse_foreign
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
@@ -82,7 +82,7 @@ class OutputDir:
         unreadable rollouts after the last checkpoint."""
         try:
             folder = NewFolder(self.path)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(

@@ -130,27 +130,19 @@ def run_rank(job: Job) -> int:
             if rank == 0:
                 print(why, flush=True)
             return 0
-        spec = load_model_config(config.model.path, config.model.family)
-        if rank == 0:
-            job.check(int(os.environ["WORLD_SIZE"]))
-            job.prepare(spec)
-        elif os.environ.get("LOCAL_RANK") == "0":
-            job.prepare_node()
-        job.show("loading packages")
-        _set_up_backend(config.trainer.deterministic)
-        # Megatron may only be imported once the backend is set up.
-        from dynamo_megatron.policy.config_check import check_config
+        spec = _prepare(job, rank)
         from dynamo_megatron.policy.layout import join_ranks
         from dynamo_megatron.policy.policy import Policy
 
-        check_config(Path(config.model.path), spec)
         job.show("joining ranks")
         store, folder = connect_store(config.trainer.timeout), Path(config.output_dir)
         secret = share_secret(store, folder, rank, config.trainer.timeout)
-        coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
-        layout = join_ranks(config, store)
-        if rank == 0:
-            forget_secret(folder)  # they all have it
+        try:
+            coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
+            layout = join_ranks(config, store)
+        finally:
+            if rank == 0:
+                forget_secret(folder)  # they all have it, or the start has failed
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")
@@ -185,6 +177,24 @@ def run_rank(job: Job) -> int:
         if refusal is not None and job.output is not None:
             job.output.discard(refusal)
         stop.ignore()
+
+
+def _prepare(job: Job, rank: int) -> ModelSpec:
+    """What a rank does before it meets the others; Megatron can be imported afterwards."""
+    model = job.config.model
+    spec = load_model_config(model.path, model.family)
+    if rank == 0:
+        job.check(int(os.environ["WORLD_SIZE"]))
+        job.prepare(spec)
+    elif os.environ.get("LOCAL_RANK") == "0":
+        job.prepare_node()
+    job.show("loading packages")
+    _set_up_backend(job.config.trainer.deterministic)
+    # Megatron may only be imported once the backend is set up.
+    from dynamo_megatron.policy.config_check import check_config
+
+    check_config(Path(model.path), spec)
+    return spec
 
 
 def _set_up_backend(deterministic: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from fnmatch import fnmatch
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from dynamo_megatron.config.files import ConfigError
 
+LOCK_FILE = ".lock"  # flock'd by the process that trains in the folder, until it ends (output_dir.py)
 FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were computed from (failed_step.py)
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
@@ -17,7 +19,7 @@ _OF_A_RUN = (
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
     *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*", "swanlab", "swanlab-id", "trackio-id"),
 )
-_OF_A_START = {".lock", "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
+_OF_A_START = {LOCK_FILE, "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
 
 
 class NewFolder:
@@ -62,6 +64,24 @@ def model_file(folder: Path) -> str | None:
     """The name of a file that only a model's folder has; None for other folders."""
     patterns = ("config.json", "*.safetensors", "*.distcp")
     return next((file.name for pattern in patterns for file in sorted(folder.glob(pattern))), None)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains in the folder, as far as its lock tells: True also where that cannot be asked. A start
+    in the very moment of the question would be refused, so ask seldom."""
+    try:
+        lock = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
 
 
 def has_results(path: Path) -> bool:

@@ -13,6 +13,7 @@ from dynamo_megatron import run
 from dynamo_megatron.cli import main
 
 JOB = """
+import os
 import sys
 from dynamo_megatron.config import Config
 from dynamo_megatron.run import Job, run_rank
@@ -29,6 +30,14 @@ class Waits(Job):
         print(f"waited with {layout.world_size} rank", flush=True)
 
 
+if os.environ.get("NO_RANKS"):
+    from dynamo_megatron.policy import layout
+
+    def join_ranks(config, store):
+        assert os.listdir(config.output_dir) == [".ranks"]
+        raise RuntimeError("no NCCL here")
+
+    layout.join_ranks = join_ranks
 sys.exit(run_rank(Waits(Config.model_validate_json(sys.argv[1]))))
 """
 
@@ -81,20 +90,32 @@ def test_what_was_printed_stands_before_the_last_line(tiny_model, tmp_path):
 
 
 @pytest.mark.full
-def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path):
-    """SGLang takes a share of what is free while it starts. The policy of a folder without weights cannot be built."""
+def one_rank(tiny_model, tmp_path, **environment: str) -> subprocess.CompletedProcess:
+    """JOB on the only rank, with a model folder that has no weights."""
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    config = {"model": {"path": str(tmp_path), "dtype": "float32"}, "data": {"source": "none"}, "output_dir": "none"}
-    done = subprocess.run(
+    config = {"model": {"path": str(tmp_path), "dtype": "float32"}, "data": {"source": "none"}}
+    config["output_dir"] = str(tmp_path / "run")
+    return subprocess.run(
         [sys.executable, "-P", "-c", JOB, json.dumps(config)],
-        env={**os.environ, **rank},
+        env={**os.environ, **rank, **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path):
+    """SGLang takes a share of what is free while it starts. The policy of a folder without weights cannot be built."""
+    done = one_rank(tiny_model, tmp_path)
     assert done.returncode != 0 and "safetensors" in done.stderr, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "waited with 1 rank"
+
+
+def test_a_start_that_fails_while_ranks_join_leaves_no_secret(tiny_model, tmp_path):
+    done = one_rank(tiny_model, tmp_path, NO_RANKS="1")
+    assert done.returncode == 1 and "no NCCL here" in done.stderr, done.stderr[-2000:]
+    assert not any((tmp_path / "run").iterdir())

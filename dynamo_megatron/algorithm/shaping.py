@@ -20,7 +20,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_chang
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
 from dynamo_megatron.config import AlgorithmConfig
-from dynamo_megatron.config.method import EntropyShapingConfig
+from dynamo_megatron.config.method import AdvantageConfig, EntropyShapingConfig
 from dynamo_megatron.types import RolloutBatch, TokenStats
 
 
@@ -64,22 +64,13 @@ def shape_tokens(
     member[members] = True
     here = torch.from_numpy(np.flatnonzero(rollouts.per_token(member)))
     lengths = rollouts.response_lengths[members]
-    a = torch.from_numpy(rollouts.per_token(advantages))[here]
     w = torch.from_numpy(rollouts.per_token(weights))[here]
-    logprobs, entropy, expected_pi_lambda, collision = (statistic[here] for statistic in stats)
+    stats = TokenStats(*(statistic[here] for statistic in stats))
+    logprobs, entropy = stats.logprobs, stats.entropy
     selected, old_kl_coef = torch.zeros(len(here), dtype=torch.bool), None
 
-    if config.advantage.kind == "otb":
-        group = group_index([rollouts.group_ids[s] for s in members], len(members))[0]
-        energies = token_energies(logprobs.numpy(), collision.numpy())
-        of_tokens = token_baselines(advantages[members], group, energies, lengths, config.advantage.singleton)
-        a = a - torch.from_numpy(of_tokens)
-    if process is not None:
-        a = a + torch.from_numpy(process)[here]
-    if (shaping := config.advantage.entropy_shaping) is not None:
-        names = tuple(rollouts.rollout_ids[s] for s in members)
-        owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
-        a = _shape(TokenInputs(a, logprobs, entropy, expected_pi_lambda, collision, owner, names), shaping)
+    process = None if process is None else process[here.numpy()]
+    a = _token_advantages(rollouts, members, advantages[members], process, stats, config.advantage)
     if (ratio := config.loss.entropy_top_ratio) is not None:
         selected = top_entropy(entropy, ratio)
         w = torch.where(selected, w * (w.sum() / w[selected].sum()), 0.0)
@@ -105,8 +96,32 @@ def shape_tokens(
         over_the_step(w),
         None if old_kl_coef is None else over_the_step(old_kl_coef),
         over_the_step(selected, torch.bool),
-        _ranges(a.float(), logprobs, entropy, expected_pi_lambda, lengths, config),
+        _ranges(a.float(), logprobs, entropy, stats.expected_pi_lambda, lengths, config),
     )
+
+
+def _token_advantages(
+    rollouts: RolloutBatch,
+    members: np.ndarray,
+    advantages: np.ndarray,
+    process: np.ndarray | None,
+    stats: TokenStats,
+    config: AdvantageConfig,
+) -> torch.Tensor:
+    """float64 [n], before any token is selected. advantages: [members]; process, stats: [n]"""
+    lengths = rollouts.response_lengths[members]
+    a = torch.from_numpy(np.repeat(advantages, lengths))
+    if config.kind == "otb":
+        group = group_index([rollouts.group_ids[s] for s in members], len(members))[0]
+        energies = token_energies(stats.logprobs.numpy(), stats.collision.numpy())
+        a = a - torch.from_numpy(token_baselines(advantages, group, energies, lengths, config.singleton))
+    if process is not None:
+        a = a + torch.from_numpy(process)
+    if (shaping := config.entropy_shaping) is not None:
+        names = tuple(rollouts.rollout_ids[s] for s in members)
+        owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
+        a = _shape(TokenInputs(a, *stats, owner, names), shaping)
+    return a
 
 
 def _shape(inputs: TokenInputs, shaping: EntropyShapingConfig | str) -> torch.Tensor:

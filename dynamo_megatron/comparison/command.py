@@ -49,6 +49,7 @@ def compare(options: argparse.Namespace) -> int:
     outcomes = {run: _checked(read_outcome, run) for run in runs}
     if not options.table:
         stop = Stop()
+        _check_ports(runs, options.jobs)
         work = side_by_side(command, options.jobs, stop) if options.jobs > 1 else _carry_out(runs, part, output, stop)
         code = asyncio.run(_watched(work, stop))
         if stop.asked is not None:
@@ -59,6 +60,16 @@ def compare(options: argparse.Namespace) -> int:
     if part is not None:
         return 0  # the tables are of all parts
     return write_comparison(spec, outcomes, output)
+
+
+def _check_ports(runs: Sequence[Run], jobs: int) -> None:
+    """Raises ConfigError where runs side by side would listen at one port."""
+    ports = {run.config.tracking.openmetrics for run in runs} - {None}
+    if jobs > 1 and ports:
+        raise ConfigError(
+            f"tracking.openmetrics: {min(ports)}: with --jobs {jobs} several runs would listen there at once; set it "
+            "to null, or leave --jobs out"
+        )
 
 
 async def _watched(work, stop: Stop) -> int:

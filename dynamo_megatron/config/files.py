@@ -373,9 +373,12 @@ _IDENTITY = (
 )
 
 
+_REWARDS_WITH_SETTINGS = ("format", "code", "prime", "judge", "reward_model")  # in sections of their names
+
+
 def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
-    """dotted key -> value of all that `keys` names, by default what may not change when a run is resumed; `plain` as
-    from `to_plain`."""
+    """dotted key -> value of all that `keys` names, by default what may not change when a run is resumed, without
+    the settings of rewards that are none of `reward.functions`; `plain` as from `to_plain`."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, path: tuple[str, ...]) -> None:
@@ -390,6 +393,9 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         walk(node, tuple(key.split(".")))
+    if isinstance(functions := found.get("reward.functions"), list):
+        unused = tuple(f"reward.{name}." for name in _REWARDS_WITH_SETTINGS if name not in functions)
+        found = {key: value for key, value in found.items() if not key.startswith(unused)}
     if "data.shuffle_seed" in found and found["data.shuffle_seed"] is None:
         found["data.shuffle_seed"] = plain.get("seed")
     return found

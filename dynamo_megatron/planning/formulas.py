@@ -152,15 +152,19 @@ def stage_state(spec: ModelSpec, p: ParallelConfig, dtype: str, ranks: int, stag
     return StageState(sum(sum(c.dense) for c in chunks), sum(sum(c.experts) for c in chunks), static)
 
 
-def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_copies: int = 1) -> float:
+def layer_activations(
+    spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_copies: int = 1, fused_swiglu: bool = True
+) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
     [K] counts 34 h + 5 a s / h of a GELU layer; here, with w bytes an element, of Megatron's own modules as
-    policy/model.py configures them (no fused SwiGLU, float32 RMSNorm, attention by torch):
-    both norms' float32 input 2 (4 h) and output 2 (w h); q, k, v, their attention's output twice (w each); fc1's output
-    2 f, silu's and the product's operands and result 4 f - without fusions 5 f - in w each; RoPE's cosines and sines.
+    policy/model.py configures them (float32 RMSNorm, attention by torch):
+    both norms' float32 input 2 (4 h) and output 2 (w h); q, k, v, their attention's output twice (w each); SwiGLU's
+    input, fc1's output 2 f, and its result f, in w each; RoPE's cosines and sines.
     `norm_copies`: float32 tensors that a norm saves, 1 where torch's is fused (CUDA, by torch's source), 2 on a CPU.
-    TransformerEngine keeps its norms' input in w bytes, the attention's output once and its own k and v alone.
+    `fused_swiglu`: Megatron's fusion, on CUDA alone; without it silu's result and the gate's other factor, f each, are
+    saved as well. TransformerEngine keeps its norms' input in w bytes, the attention's output once and its own k and v
+    alone.
     """
     w, t = WIDTH[dtype], p.tp
     spread = t if p.sequence_parallel else 1
@@ -174,18 +178,19 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, norm_co
     if spec.qk_norm:
         attention += norm * (q + kv) + 4 * (q + kv) / d
     if not spec.num_experts:
-        return norms + attention + w * 5 * spec.ffn_hidden_size / t
-    return norms + attention + expert_activations(spec, p, dtype) + 5 * spec.num_experts / t
+        return norms + attention + w * (3 if fused_swiglu else 5) * spec.ffn_hidden_size / t
+    experts = expert_activations(spec, p, dtype, fused_swiglu=fused_swiglu)
+    return norms + attention + experts + 5 * spec.num_experts / t
 
 
-def expert_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
+def expert_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, *, fused_swiglu: bool = True) -> float:
     """Of `layer_activations` what the experts' rows make of it, if every rank gets as many rows as it sends; it grows
     with the rows: a rank whose experts get twice as many saves it twice. 0 without experts."""
     if not spec.num_experts:
         return 0.0
     w = WIDTH[dtype]
-    # The routed token; the parts of SwiGLU as in a dense layer, and the product with its probability; indices.
-    row = w * spec.hidden_size + w * 6 * spec.moe_ffn_hidden_size + 24
+    # The routed token; the parts of SwiGLU as in a dense layer, and unfused its product with the probability; indices.
+    row = w * spec.hidden_size + w * (3 if fused_swiglu else 6) * spec.moe_ffn_hidden_size + 24
     return spec.router_topk * row / p.tp
 
 
@@ -196,7 +201,15 @@ def attention_scores(spec: ModelSpec, p: ParallelConfig, dtype: str, length: flo
     return WIDTH[dtype] * spec.num_attention_heads / p.tp * length * length / p.cp
 
 
-def kept_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: str, *, norm_copies: int = 1) -> float:
+def kept_activations(
+    spec: ModelSpec,
+    p: ParallelConfig,
+    dtype: str,
+    recompute: str,
+    *,
+    norm_copies: int = 1,
+    fused_swiglu: bool = True,
+) -> float:
     """Saved bytes of one layer for each token of this context-parallel rank until its backward pass comes.
 
     full: the layer's input. selective: Megatron keeps q, k and the buffer that v lies in, and drops the attention's own
@@ -204,7 +217,7 @@ def kept_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: 
     """
     if recompute == "full":
         return WIDTH[dtype] * spec.hidden_size / (p.tp if p.sequence_parallel else 1)
-    layer = layer_activations(spec, p, dtype, norm_copies=norm_copies)
+    layer = layer_activations(spec, p, dtype, norm_copies=norm_copies, fused_swiglu=fused_swiglu)
     if recompute == "selective":
         kv = spec.num_query_groups * spec.kv_channels / p.tp
         layer += WIDTH[dtype] * kv * (3 - 2 * p.cp) - 4 * spec.num_attention_heads / p.tp - 8 - 16 * p.cp

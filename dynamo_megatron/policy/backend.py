@@ -227,8 +227,10 @@ class Fusions:
             return cls(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
         transformer_engine = _imported("transformer_engine.pytorch", "transformer-engine")
         apex = not transformer_engine and _imported("apex.optimizers", "apex")
-        # The output layer's, also beside TransformerEngine.
-        fused_wgrad = _imported("fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda")
+        # The output layer's, also beside TransformerEngine, which serves where this one is missing.
+        fused_wgrad = _imported(
+            "fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda", spare=transformer_engine
+        )
         fast_attention = transformer_engine and (_has_cudnn_attention() or _imported("flash_attn", "flash-attn"))
         layers = "transformer-engine" if transformer_engine else None
         return cls(
@@ -251,12 +253,15 @@ def _has_cudnn_attention() -> bool:
     return (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
 
 
-def _imported(module: str, package: str) -> bool:
-    """False where it is not installed. Raises InputError where it is and does not work."""
+def _imported(module: str, package: str, *, spare: bool = False) -> bool:
+    """False where it is not installed. Raises InputError where it is and does not work. `spare`: another package does
+    the same, and False also stands for an ImportError, which Megatron takes alike."""
     try:
         importlib.import_module(module)
     except Exception as error:  # of a build gone wrong: ImportError, OSError, AssertionError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            return False
+        if spare and isinstance(error, ImportError):
             return False
         raise InputError(
             f"{package} is installed and cannot be imported ({error_line(error)}); build it against torch "

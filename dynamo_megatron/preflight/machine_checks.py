@@ -74,9 +74,9 @@ def check_ports(config: Config) -> None:
 
 def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> dict[str, int]:
     """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, the
-    weights being pushed, and of the rollouts, whose lengths nobody knows, the steps that stay at their longest: one,
-    or `rollout.keep_last` and the one that is being made; all without checkpoints, since a resume begins with them.
-    `generates`: not for sft."""
+    weights being pushed, those of a step that ends in NaN or infinity, and of the rollouts, whose lengths nobody knows,
+    the steps that stay at their longest: one, or `rollout.keep_last` and the one that is being made; all without
+    checkpoints, since a resume begins with them. `generates`: not for sft."""
     weights = formulas.weight_bytes(spec, config.model.dtype)
     exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
     if config.checkpoint.export_hf == "every":
@@ -93,6 +93,7 @@ def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> d
         f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
         f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
         "the weights pushed": weights,
+        "the weights of a failed step": weights,
         f"the rollouts of {steps} step{'s' * (steps != 1)}": int(steps * step),
     }
 

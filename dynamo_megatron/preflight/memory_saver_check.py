@@ -37,10 +37,11 @@ def memory_saver(subject: Subject) -> Iterator[Finding]:
     environment = {**os.environ, "LD_PRELOAD": (hook := asked.stdout.strip().splitlines()[-1])}
     if (folders := library_path(python)) is not None:
         environment["LD_LIBRARY_PATH"] = folders
-    tried = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True)
-    if tried.returncode or tried.stderr:  # without the hook itself a process starts, and says so
+    tried = subprocess.run(["/bin/cat", "/proc/self/maps"], env=environment, capture_output=True, text=True)
+    if tried.returncode or os.path.realpath(hook) not in tried.stdout:  # a process also starts without the hook
+        why = tried.stderr.strip() or "the hook is not among the files that it maps"
         raise InputError(
-            f"memory saver: no process starts with {hook} preloaded ({tried.stderr.strip()}); SGLang's ranks would not "
+            f"memory saver: no process starts with {hook} preloaded ({why}); SGLang's ranks would not "
             "either: put the folder of the library that it lacks into LD_LIBRARY_PATH, or set rollout.offload: false"
         )
     yield ok(f"a process starts with {os.path.basename(hook)} preloaded")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -138,7 +138,7 @@ def _isolation(interpreter: str, file_size: int) -> list[str]:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"reward.code.python: {interpreter} does not start: {on_one_line(str(error), 200)}") from None
-    folders = [folder for folder in dict.fromkeys(asked.stdout.splitlines()) if not folder.startswith("/usr")]
+    folders = [folder for folder in dict.fromkeys(asked.stdout.splitlines()) if not Path(folder).is_relative_to("/usr")]
     return [
         *("--die-with-parent", "--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY),
         *(f"--unshare-{name}" for name in NAMESPACES),
@@ -179,13 +179,15 @@ def _result(process: subprocess.Popen, stream: IO[bytes] | None, longest: int, e
     """What it writes to `stream`, `longest` bytes at most, until `end` (time.monotonic)."""
     assert stream is not None
     output = bytearray()
-    while select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(stream.fileno(), 1 << 16)
-        if not part:
-            break
-        output += part
-        if len(output) > longest:
-            return Result(bytes(output[:longest]), False, False)
+    with selectors.DefaultSelector() as ready:  # select() refuses descriptors from 1024 on
+        ready.register(stream, selectors.EVENT_READ)
+        while ready.select(max(0.0, end - time.monotonic())):
+            part = os.read(stream.fileno(), 1 << 16)
+            if not part:
+                break
+            output += part
+            if len(output) > longest:
+                return Result(bytes(output[:longest]), False, False)
     code = _exit_code(process, end)
     return Result(bytes(output), code == 0, code in LATE)
 

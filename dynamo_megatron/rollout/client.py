@@ -21,7 +21,7 @@ from dynamo_megatron.rollout.batching import (
     body,
     complete,
 )
-from dynamo_megatron.rollout.endpoint import Endpoint, own_words
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.validation import response_fault
 
@@ -89,7 +89,7 @@ class SGLangClient:
         eos_token_ids: Sequence[int],
         vocab_size: int = ANY_TOKEN,
     ):
-        self.url = endpoint.url
+        self.url, self._own_words = endpoint.url, endpoint.own_words
         self._session, self._config, self._vocab_size = session, config, vocab_size
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._batches = Batches(self._post)
@@ -111,7 +111,9 @@ class SGLangClient:
         """What the server says of itself. Raises RolloutError where no SGLang server answers at `url`."""
         status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
         if status != 200 or not isinstance(reply, dict):
-            raise RolloutError(f"{self.url} is no SGLang server: /model_info says {status} {own_words(reply)!r:.80}")
+            raise RolloutError(
+                f"{self.url} is no SGLang server: /model_info says {status} {self._own_words(reply)!r:.80}"
+            )
         return reply
 
     async def healthy(self, timeout: float) -> bool:
@@ -132,7 +134,7 @@ class SGLangClient:
             return share
         except MALFORMED:
             raise RolloutError(
-                f"the rollout server {self.url} does not tell its load: {status} {own_words(reply)}"
+                f"the rollout server {self.url} does not tell its load: {status} {self._own_words(reply)}"
             ) from None
 
     async def generate(
@@ -167,9 +169,11 @@ class SGLangClient:
             async with asyncio.timeout(limit if timeout is None else timeout):
                 status, reply = await self._batches.generate(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
-            raise ConnectionLost(f"the rollout server {self.url} does not answer: {own_words(error)}") from error
+            raise ConnectionLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
         except ValueError as error:
-            raise ServerLost(f"the rollout server {self.url} answers with nonsense: {own_words(error)}") from error
+            raise ServerLost(
+                f"the rollout server {self.url} answers with nonsense: {self._own_words(error)}"
+            ) from error
         except TimeoutError:
             await self._abort(request.id)
             return Response(
@@ -177,14 +181,14 @@ class SGLangClient:
                 error=f"no response to {request_id} within rollout.timeout ({limit:g} s)",
             )
         if status in ITS_OWN_FAULT:
-            return Response(error=f"{request_id}: the server refused it: {own_words(reply)}")
+            return Response(error=f"{request_id}: the server refused it: {self._own_words(reply)}")
         if status != 200:
-            raise ServerLost(f"the rollout server {self.url} answers with {status}: {own_words(reply)}")
+            raise ServerLost(f"the rollout server {self.url} answers with {status}: {self._own_words(reply)}")
         try:
             return self._response(request, reply["meta_info"])
         except MALFORMED as error:
             what = str(error) if isinstance(error, ValueError) else repr(error)
-            why = f"answers with nonsense: {own_words(what)}; does it serve model.path?"
+            why = f"answers with nonsense: {self._own_words(what)}; does it serve model.path?"
             raise ServerLost(f"the rollout server {self.url} {why}") from error
 
     async def parse_tool_calls(self, text: str, tools: Sequence[Any], parser: str) -> Any:
@@ -193,14 +197,14 @@ class SGLangClient:
         payload = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         status, reply = await self._control("POST", "/parse_function_call", CONTROL_TIMEOUT, payload)
         if status != 200 or not isinstance(reply, dict) or not isinstance(reply.get("calls"), list):
-            raise RolloutError(f"the rollout server {self.url} parses no tool calls: {status} {own_words(reply)}")
+            raise RolloutError(f"the rollout server {self.url} parses no tool calls: {status} {self._own_words(reply)}")
         return reply
 
     async def classify(self, tokens: Sequence[int], timeout: float) -> Any:
         """What a server of a classifier says of one input, within `timeout` seconds. Raises RolloutError."""
         status, reply = await self._control("POST", "/classify", timeout, {"input_ids": [list(tokens)]})
         if status != 200:
-            raise RolloutError(f"the server {self.url} gives no scores: {status} {own_words(reply)}")
+            raise RolloutError(f"the server {self.url} gives no scores: {status} {self._own_words(reply)}")
         return reply
 
     async def freeze_gc(self) -> None:
@@ -220,7 +224,7 @@ class SGLangClient:
         await self.abort_all()
         status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
         if status != 200:
-            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {status} {own_words(reply)}")
+            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {status} {self._own_words(reply)}")
 
     async def _abort(self, rid: str) -> None:
         """Ends a request that nobody waits for any more."""
@@ -237,7 +241,9 @@ class SGLangClient:
             ):
                 return reply.status, await body(reply, SMALLEST_LIMIT)
         except (aiohttp.ClientError, ValueError) as error:
-            raise RolloutError(f"the rollout server {self.url} does not answer {path}: {own_words(error)}") from error
+            raise RolloutError(
+                f"the rollout server {self.url} does not answer {path}: {self._own_words(error)}"
+            ) from error
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
 
@@ -249,21 +255,22 @@ class SGLangClient:
         finish = meta["finish_reason"]
         matched = finish.get("matched")
         if meta["id"] != request.id:
-            raise MalformedReply(f"a response to {own_words(meta['id'])!r}, {request.id!r} was asked for")
+            raise MalformedReply(f"a response to {self._own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
             aborted = Response(
-                finish_reason="abort", error=f"{request.name}: the engine aborted it: {own_words(finish['message'])}"
+                finish_reason="abort",
+                error=f"{request.name}: the engine aborted it: {self._own_words(finish['message'])}",
             )
             if not self._config.max_staleness or not meta.get("output_token_logprobs"):
                 return aborted
             return self._until_aborted(request, self._sampled(request, meta, "length"), aborted.error)
         if isinstance(matched, str) and matched not in request.sampling["stop"]:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
-            return Response(error=f"{request.name}: the engine stopped it: {own_words(matched)}")
+            return Response(error=f"{request.name}: the engine stopped it: {self._own_words(matched)}")
         response = self._sampled(request, meta, finish["type"])
         end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
         if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
-            raise MalformedReply(f"stopped by {own_words(matched)}, which the last token is not")
+            raise MalformedReply(f"stopped by {self._own_words(matched)}, which the last token is not")
         return response
 
     def _until_aborted(self, request: Request, response: Response, why: str) -> Response:
@@ -278,7 +285,7 @@ class SGLangClient:
         """Raises as `_response`."""
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         if not complete(meta):
-            raise MalformedReply(f"{len(tokens)} tokens of a response of {own_words(meta['completion_tokens'])}")
+            raise MalformedReply(f"{len(tokens)} tokens of a response of {self._own_words(meta['completion_tokens'])}")
         spans = meta.get("weight_versions")
         if spans is None:  # an SGLang that does not say it of each token
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from dynamo_megatron.rollout.endpoint import Endpoint, own_words
+from dynamo_megatron.rollout.endpoint import Endpoint
 
 CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
@@ -28,7 +28,7 @@ def call(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeout:
     """POSTs `payload` (None: GETs), returns what the server says. Raises ServerError."""
     status, reply = request(endpoint, path, payload, timeout)
     if status != 200:
-        raise ServerError(f"{path} said {status}: {own_words(reply)}")
+        raise ServerError(f"{path} said {status}: {endpoint.own_words(reply)}")
     return reply
 
 
@@ -38,7 +38,7 @@ def call_for(
     """As `call`: what the server's reply has under `names`. Raises ServerError also where it has not."""
     reply = call(endpoint, path, payload, timeout)
     if not isinstance(reply, dict) or not reply.keys() >= set(names):
-        raise ServerError(f"{path} said nothing of {', '.join(names)}: {own_words(reply)}")
+        raise ServerError(f"{path} said nothing of {', '.join(names)}: {endpoint.own_words(reply)}")
     return tuple(reply[name] for name in names)
 
 
@@ -62,7 +62,7 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
     except (OSError, http.client.HTTPException) as error:
         if isinstance(getattr(error, "reason", None), TimeoutError):
             raise ServerError(f"{path} had no answer within {timeout:g} s") from None
-        raise ServerError(f"{path}: no answer ({own_words(error) or type(error).__name__})") from None
+        raise ServerError(f"{path}: no answer ({endpoint.own_words(error) or type(error).__name__})") from None
 
 
 def open_session(endpoint: Endpoint) -> bool:
@@ -76,10 +76,10 @@ def open_session(endpoint: Endpoint) -> bool:
             return True
         if status == 404:
             return False
-        if "already open" not in own_words(reply):
+        if "already open" not in endpoint.own_words(reply):
             break
         call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
-    raise ServerError(f"/begin_weight_update said {status}: {own_words(reply)}")
+    raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
 
 
 def close_session(endpoint: Endpoint) -> None:
@@ -109,7 +109,7 @@ def set_version(endpoint: Endpoint, version: int) -> None:
 def check_version(endpoint: Endpoint, version: int) -> None:
     (reported,) = call_for(endpoint, "/model_info", None, CONTROL_TIMEOUT, "weight_version")
     if reported != str(version):
-        raise ServerError(f"/model_info says weight version {own_words(reported)!r}, not {version}")
+        raise ServerError(f"/model_info says weight version {endpoint.own_words(reported)!r}, not {version}")
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):

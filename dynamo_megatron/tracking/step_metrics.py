@@ -1,4 +1,30 @@
-"""What one step reports: the keys of metrics.jsonl. Fractions unless the name says otherwise; times in seconds."""
+"""What one step reports: the keys of metrics.jsonl. Fractions unless the name says otherwise; times in seconds.
+
+`reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about what
+was trained on, the gap about its tokens of the newest weights. `allocation/n_min` and `n_max` are of a prompt in a
+round. `policy/grad_norm` and `policy/loss` are means over the updates that had a gradient, those that `optimizer.spike`
+skipped (`policy/gradient_spikes`) included. A step that measures it has `gradient_noise/`.
+
+Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested,
+`scored`, `wrong_format`, `timed_out` and `crashed`. With process rewards: `reward/steps` and `reward/prime`, of a
+rollout, the sum over its steps, or tokens.
+
+An option brings its own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`,
+`advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of the batch, for want of rounds),
+`sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
+
+`agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
+`branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached a
+limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
+
+With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
+sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always 0),
+`rollout/groups_ready` and `groups_under_way` (of later steps), `fleet/idle_share` (of the servers' time since the step
+before, without a request) and `time/wait_rollouts` (the same as `time/generate`).
+
+`time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds of
+the run's `Clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
+"""
 
 from __future__ import annotations
 
@@ -84,30 +110,7 @@ def step_metrics(
     clock: Clock,
     config: Config,
 ) -> dict[str, float]:
-    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against.
-
-    `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about
-    what was trained on, the gap about its tokens of the newest weights. Of each reward function:
-    `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested, `scored`,
-    `wrong_format`, `timed_out` and `crashed`. An option brings its own: `policy/selected_share`,
-    `reward/overlong_penalty`, `rollout_correction/truncated`, `advantage/score_ratio`, `rollout/refill_rounds` and
-    `rollout/missing_groups` (of the batch, for want of rounds), `sequential/rounds` and `sequential/trained_share` (of
-    the rollouts asked for).
-    `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
-    `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
-    `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached
-    a limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
-    `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
-    updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
-    measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a
-    token: steps between the weights that sampled it and those that it trains), `rollout/mixed_versions` (share of the
-    responses), `rollout/dropped` (always 0), `rollout/groups_ready` and `groups_under_way` (of later steps),
-    `fleet/idle_share` (of the servers' time since the step before, without a request) and `time/wait_rollouts` (the
-    same as `time/generate`).
-
-    `time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds
-    of `clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
-    """
+    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against."""
     rollouts, result, counts = batch.rollouts, record.result, record.counts
     sampled, algorithm = result.batch, config.algorithm
     differs = informative(sampled.rewards, sampled.group_ids)

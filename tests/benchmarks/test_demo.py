@@ -57,7 +57,7 @@ def test_a_figure_that_a_run_lacks_has_no_row():
     made = results(0.7, 0.8)
     made["runs"][1]["sometimes to always"] = None
     part = demo.readme_part(made)
-    assert "earlier rollouts right" not in part and "gain" in part
+    assert "success rate so far" not in part and "gain" in part
 
 
 def test_only_the_table_is_replaced(tmp_path):

@@ -128,6 +128,14 @@ def test_words_that_do_not_fit_are_one_line(capsys, words, says):
     assert says in err and err.count("\n") == 1
 
 
+def test_runs_side_by_side_cannot_listen_at_one_port(capsys, folder):
+    spec(base=[*SPEC["base"], "tracking.openmetrics=9400"])
+    assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tracking.openmetrics: 9400: with --jobs 2 several runs would listen there at once; set it")
+    assert err.count("\n") == 1 and not (folder / "out").exists()
+
+
 def test_a_run_on_disk_that_is_another_one_is_refused():
     runs = planned_runs(spec())
     saved = to_plain(runs[0].config)

@@ -116,7 +116,11 @@ def run(case: dict, number: int, store: dist.Store) -> None:
     )
     if config.parallel.pp == 1:
         recompute = config.trainer.recompute
-        kept = formulas.kept_activations(spec, config.parallel, config.model.dtype, recompute, norm_copies=2)
+        for module in policy.chunks[0].modules() if case["fused_swiglu"] else ():  # as on CUDA
+            if hasattr(module, "config"):
+                module.config.bias_activation_fusion = True
+        options = {"norm_copies": 2, "fused_swiglu": case["fused_swiglu"]}
+        kept = formulas.kept_activations(spec, config.parallel, config.model.dtype, recompute, **options)
         angles = 2 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
         row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))

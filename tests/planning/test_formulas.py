@@ -31,9 +31,9 @@ def test_72b_by_hand():
     static = formulas.static_memory(chunks[1], "bfloat16", 2, 2)
     assert (static.parameters, static.gradients) == (2 * 2_194_498_560, 4 * 2_194_498_560)
     assert static.optimizer == 12 * 2_194_498_560 // 2
-    # 16384 tokens; norms 8h in float32 and 4h; 8 heads and 1 key/value head of 128 a rank; 10 bytes of SwiGLU's width
-    a_token = (12 * 8192 + 8) / 8 + 2 * (3 * 1024 + 2 * 128) + 4 * 8 + 8 * 128 + 24 + 10 * 3696
-    assert a_token == 56_985
+    # 16384 tokens; norms 8h in float32 and 4h; 8 heads and 1 key/value head of 128 a rank; 6 bytes of SwiGLU's width
+    a_token = (12 * 8192 + 8) / 8 + 2 * (3 * 1024 + 2 * 128) + 4 * 8 + 8 * 128 + 24 + 6 * 3696
+    assert a_token == 42_201
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(a_token)
     full = formulas.saved_activations(spec, p, "bfloat16", "full", 16384, 4 * 20, 4)
     assert full == pytest.approx(16384 * (80 * 2 * 1024 + a_token + 4 * 2 * 1024))
@@ -65,9 +65,9 @@ def test_30b_a3b_by_hand():
     # 15 parameters of 64 elements each too few to matter: every size is a multiple of 64
     assert static.parameters == 2 * (1_541_093_376 + 3_623_878_656)
     assert static.optimizer == 12 * (1_541_093_376 // 8 + 3_623_878_656)  # an expert is on one rank alone
-    # 8 experts a token: its row, 6 widths in bf16; norms and q/k norms in float32
+    # 8 experts a token: its row, 3 widths in bf16; norms and q/k norms in float32
     attention_bytes = 12 * 2048 + 8 + 2 * (3 * 4096 + 2 * 512) + 4 * 32 + 8 * 128 + 24 + 4 * (4096 + 512) + 4 * 36
-    experts_bytes = 8 * (2 * 2048 + 12 * 768 + 24) + 5 * 128
+    experts_bytes = 8 * (2 * 2048 + 6 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
     assert formulas.server_elements(spec, 1) == 30_532_122_624

@@ -20,6 +20,8 @@ CASES = [  # name, family, dtype, parallel, tied, recompute
     ("EP2", "qwen3_moe", "bfloat16", {"ep": 2}, False, "none"),
     ("EP2-TP2", "qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
     ("experts-DP2", "qwen3_moe", "bfloat16", {}, False, "none"),
+    ("TP2-fused-swiglu", "qwen3", "bfloat16", {"tp": 2}, False, "none"),
+    ("experts-fused-swiglu", "qwen3_moe", "bfloat16", {}, False, "none"),
 ]
 SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "expert_ffn": 64, "vocab": 1000}
 
@@ -38,7 +40,8 @@ def ranks(make_tiny_model, run_script, tmp_path_factory) -> dict[str, dict]:
             "parallel": parallel,
             "trainer": {"micro_batch_tokens": 64, "recompute": recompute},
         }
-        cases.append({"name": name, "config": config, "out": str(folder)})
+        fused = name.endswith("fused-swiglu")
+        cases.append({"name": name, "config": config, "out": str(folder), "fused_swiglu": fused})
     run_script(Path(__file__).with_name("memory_job.py"), cases, folder, 500)
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*-[01].json")}
 

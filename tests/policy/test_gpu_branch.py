@@ -95,6 +95,19 @@ def test_a_package_that_is_half_there_is_refused_in_one_line(site, name):
     assert "\n" not in str(refused.value) and "uninstall it" in str(refused.value)
 
 
+def test_transformer_engine_serves_beside_an_apex_that_cannot_be_imported(site):
+    site("transformer_engine.pytorch", "")
+    site("fused_weight_gradient_mlp_cuda", "raise ImportError('undefined symbol: _ZN3c10')")
+    assert Fusions.detect().gradient_accumulation == "transformer-engine"
+
+
+def test_megatron_would_fail_on_an_apex_with_another_error_beside_transformer_engine(site):
+    site("transformer_engine.pytorch", "")
+    site("fused_weight_gradient_mlp_cuda", "raise OSError('libcudart.so.99: cannot open shared object file')")
+    with pytest.raises(InputError, match="fused_weight_gradient_mlp_cuda is installed and cannot be imported"):
+        Fusions.detect()
+
+
 def test_packages_that_are_not_there_are_done_without(site):
     assert Fusions.detect() == Fusions(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
 

@@ -1,4 +1,5 @@
-"""What each file of configs/methods makes of the same rollouts, token by token, against GRPO's and plain arithmetic."""
+"""What each file of configs/methods makes of the same rollouts, token by token, against GRPO's and plain arithmetic.
+DynaMO's own part is in test_method_modulation.py."""
 
 import math
 import re
@@ -8,145 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+from method_tokens import MAX_LENGTH, METHODS, SIZES, clipped, expect, ratio, run
 
-from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import random_keys
-from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.config.files import compose
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
-from dynamo_megatron.kernels.types import Statistics, Tokens
-from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import RolloutBatch, TokenStats
-
-METHODS = Path(__file__).parents[2] / "configs" / "methods"
-MAX_LENGTH = 40
-SIZES = {"a": 2, "b": 7, "c": 15, "d": 8, "e": 1, "f": 12}
-
-
-@pytest.fixture(scope="module")
-def rollouts() -> RolloutBatch:
-    """Groups of 1 to 15 rollouts of 1 to 40 tokens, rewards of 0 and 1, one group unsolved."""
-    rng = np.random.default_rng(0)
-    names = [(f"1/{group}/{i}", group) for group, size in SIZES.items() for i in range(size)]
-    lengths = rng.integers(1, MAX_LENGTH + 1, len(names))
-    lengths[::6] = MAX_LENGTH
-    rewards = np.array([float(rng.random() < 0.5 and group != "d") for _, group in names])
-    return RolloutBatch(
-        prompt_ids=[group for _, group in names],
-        tokens=np.zeros(int((lengths + 3).sum()), np.int64),
-        offsets=np.concatenate([[0], np.cumsum(lengths + 3)]),
-        prompt_lengths=np.full(len(names), 3),
-        rollout_ids=[name for name, _ in names],
-        group_ids=[group for _, group in names],
-        engine_logprobs=np.zeros(int(lengths.sum()), np.float32),
-        rewards=rewards,
-        successes=rewards > 0,
-        weight_versions=np.zeros(int(lengths.sum()), np.int32),
-        finish_reasons=["stop"] * len(names),
-        servers=[""] * len(names),
-    )
-
-
-@pytest.fixture(scope="module")
-def stats(rollouts) -> SimpleNamespace:
-    """Of the old policy and of one an update later, float32 [R]."""
-    rng, count = np.random.default_rng(1), len(rollouts.engine_logprobs)
-    old = -rng.exponential(1.5, count)
-    columns = {
-        "old": old,
-        "new": old + rng.normal(0, 0.2, count),
-        "entropy": rng.exponential(0.8, count),
-        "expected": rng.normal(0, 0.1, count),
-        "collision": np.exp(2 * old) + 0.3 * (1 - np.exp(old)) ** 2,
-    }
-    return SimpleNamespace(**{name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()})
-
-
-def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: str) -> SimpleNamespace:
-    """Per token, float64 numpy [R]: advantages and weights as they enter the head, the loss and its derivatives."""
-    fixed = ["model.path=m", "data.source=d", "output_dir=o", f"rollout.max_new_tokens={MAX_LENGTH}"]
-    if name == "dynamo_published":
-        fixed += ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
-    config = compose([str(METHODS / f"{name}.yaml")], [*fixed, *overrides])[0]
-    each = np.ones(len(rollouts.rewards))
-    batch = TrainBatch.build(rollouts, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
-    (members,) = batch.mini_batches
-    shaped = shape_tokens(
-        rollouts,
-        members,
-        batch.advantages,
-        batch.weights,
-        TokenStats(stats.old, stats.entropy, stats.expected, stats.collision),
-        config.algorithm,
-        seed=config.seed,
-    )
-    nothing = torch.zeros_like(stats.new)
-    log_ratios = None
-    if (kind := config.algorithm.loss.ratio) != "token":
-        log_ratios = response_log_ratios(stats.new - stats.old, torch.from_numpy(rollouts.response_lengths), kind)
-    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef, log_ratios)
-    terms = loss_terms(
-        config.policy_loss(),
-        Statistics(nothing, nothing, stats.new, stats.entropy, stats.expected, nothing),
-        tokens,
-        stats.expected,
-        shaped.ranges,
-    )
-    loss = summed_loss(config.policy_loss(), stats.new, stats.entropy, tokens, stats.expected, shaped.ranges).loss
-    fields = {
-        "advantages": shaped.advantages,
-        "weights": shaped.weights,
-        "modulated": terms.advantages,
-        "loss": loss,
-        "grad_logprobs": terms.grad_logprobs,
-        "grad_entropy": terms.grad_entropy,
-    }
-    return SimpleNamespace(
-        **{key: value.double().numpy() for key, value in fields.items()},
-        selected=shaped.selected.numpy(),
-        ranges=shaped.ranges,
-    )
-
-
-def ratio(stats):
-    return np.exp((stats.new - stats.old).double().numpy())
-
-
-def clipped(advantages, ratio, low=0.2, high=0.2, c=math.inf):
-    """PPO's loss with the dual clip and its derivative by the logprob, by cases."""
-    loss, slope = [], []
-    for a, r in zip(advantages, ratio, strict=True):
-        stopped = (a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > c))
-        bound = 1 + high if a > 0 else min(max(r, 1 - low), c)
-        loss.append(-a * (bound if stopped else r))
-        slope.append(0.0 if stopped else -a * r)
-    return np.array(loss), np.array(slope)
-
-
-def expect(got, advantages, weights, loss, slope, grad_entropy=0.0):
-    np.testing.assert_allclose(got.advantages, advantages, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(got.weights, weights, rtol=1e-5, atol=1e-12)
-    np.testing.assert_allclose(got.loss, loss, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(got.grad_logprobs, weights * slope, rtol=2e-5, atol=1e-9)
-    np.testing.assert_allclose(got.grad_entropy, grad_entropy * np.asarray(weights), rtol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def grpo(rollouts, stats) -> SimpleNamespace:
-    got = run("grpo", rollouts, stats)
-    per_rollout = np.zeros(len(rollouts.rewards))
-    for group, size in SIZES.items():
-        mine = np.array([g == group for g in rollouts.group_ids])
-        rewards = rollouts.rewards[mine]
-        if size > 1:
-            per_rollout[mine] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    advantages, tokens = rollouts.per_token(per_rollout), len(rollouts.engine_logprobs)
-    loss, slope = clipped(advantages, ratio(stats))
-    expect(got, advantages, np.full(tokens, 1 / tokens), loss, slope)
-    return got
+from dynamo_megatron.types import RolloutBatch
 
 
 def test_clip_higher_moves_the_upper_clip_alone(rollouts, stats, grpo):
@@ -280,83 +147,6 @@ def test_other_baselines_change_advantage_weights_and_ratio_alone(rollouts, stat
     expect(run(name, rollouts, stats), advantages, weights, *clipped(advantages, ratios))
 
 
-def modulation(advantages, stats, *, alpha=0.2, lambda_min=0.6, expected=None, low=0.2, high=0.2):
-    """beta_stab beta_comp by the formulas, ranges at the old policy, factors at the new one."""
-    entropy = stats.entropy.double().numpy()
-
-    def change(logprobs):
-        r = np.exp(logprobs - stats.old.double().numpy())
-        moves = ((advantages > 0) & (r <= 1 + high)) | ((advantages < 0) & (r >= 1 - low))
-        return np.abs(moves * r * advantages * (np.exp(logprobs) * (logprobs + entropy) - expected))
-
-    largest = change(stats.old.double().numpy()).max()
-    x = np.clip(change(stats.new.double().numpy()) / (largest + 1e-8), 0, 1)
-    stab = lambda_min + (1 - lambda_min) / (1 + np.exp(50 * (x - 0.99)))
-    comp = 1 + alpha * (entropy.max() - entropy) / (entropy.max() - entropy.min() + 1e-8)
-    return stab, np.where(advantages > 0, comp, 1.0)
-
-
-def dynamo_parts(rollouts):
-    per_rollout, weights = np.zeros(len(rollouts.rewards)), np.zeros(len(rollouts.rewards))
-    for group, size in SIZES.items():
-        mine = np.array([g == group for g in rollouts.group_ids])
-        rewards = rollouts.rewards[mine]
-        weights[mine] = 1 / len(SIZES) / size / MAX_LENGTH
-        if size > 1:
-            per_rollout[mine] = rewards - (rewards.sum() - rewards) / (size - 1)
-    return rollouts.per_token(per_rollout), rollouts.per_token(weights)
-
-
-# The ablations of docs/methods.md: override -> which of (stabilisation, compensation) is left.
-ABLATIONS = {
-    "": (True, True),
-    "algorithm.allocation.kind=uniform": (True, True),
-    "algorithm.modulation=null": (False, False),
-    "algorithm.modulation.lambda_min=1": (False, True),
-    "algorithm.modulation.alpha=0": (True, False),
-}
-
-
-@pytest.mark.parametrize("override", ABLATIONS)
-def test_dynamo_and_its_ablations(rollouts, stats, override):
-    got = run("dynamo", rollouts, stats, *([override] if override else []))
-    advantages, weights = dynamo_parts(rollouts)
-    stab, comp = modulation(advantages, stats, expected=stats.expected.double().numpy())
-    stabilises, compensates = ABLATIONS[override]
-    modulated = advantages * (stab if stabilises else 1) * (comp if compensates else 1)
-    assert (stab < 0.9).any() and (comp > 1.1).any()
-    np.testing.assert_allclose(got.modulated, modulated, rtol=2e-5, atol=1e-7)
-    expect(got, advantages, weights, *clipped(modulated, ratio(stats)))
-
-
-def test_a_function_for_the_tokens_advantages_can_be_the_modulation(rollouts, stats, monkeypatch):
-    """In the first update of a step; benchmarks/modulation_controls.py has it, of alpha 1."""
-    monkeypatch.chdir(METHODS.parents[1])
-    fixed = SimpleNamespace(**{**vars(stats), "new": stats.old})
-    function = "algorithm.advantage.entropy_shaping=benchmarks.modulation_controls:modulated"
-    ours, built_in, base = (
-        run("history", rollouts, fixed, override)
-        for override in (function, "algorithm.modulation={alpha: 1.0}", "algorithm.modulation=null")
-    )
-    assert ours.ranges is None and not np.allclose(built_in.modulated, base.modulated, rtol=0.01)
-    np.testing.assert_allclose(ours.advantages, built_in.modulated, rtol=1e-6)
-    np.testing.assert_allclose(ours.grad_logprobs, built_in.grad_logprobs, rtol=1e-6)
-
-
-def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
-    pi_lambda = (stats.old.exp() * (stats.old + stats.entropy)).double().numpy()
-    means = np.concatenate([np.full(b - a, pi_lambda[a:b].mean()) for a, b in pairwise(rollouts.response_offsets)])
-    advantages, _ = dynamo_parts(rollouts)
-    ranges = run("dynamo", rollouts, stats, "algorithm.modulation.expectation=sequence_mean").ranges
-    largest = np.abs(advantages * (pi_lambda - means)).max()
-    assert float(ranges.entropy_change_max) == pytest.approx(largest, rel=1e-5)
-    changes = np.abs(advantages * (pi_lambda - stats.expected.double().numpy()))
-    changes = sorted(changes[advantages != 0])
-    ranges = run("dynamo", rollouts, stats, "algorithm.modulation={stabiliser: quantile, quantile: 0.9}").ranges
-    assert float(ranges.entropy_change_max) == pytest.approx(changes[math.ceil(0.9 * len(changes)) - 1], rel=1e-5)
-    assert float(run("dynamo", rollouts, stats).ranges.entropy_change_max) == pytest.approx(changes[-1], rel=1e-5)
-
-
 def test_otb_has_a_baseline_for_every_token(rollouts, stats):
     got = run("otb", rollouts, stats)
     energy = (1 - 2 * stats.old.double().exp() + stats.collision.double()).numpy()
@@ -416,16 +206,6 @@ def test_rewards_that_a_method_cannot_take_are_named(rollouts, stats, name, sett
         run(name, wrong, stats)
 
 
-def test_dynamo_published_is_grpo_with_modulation_clip_higher_and_a_dual_clip(rollouts, stats, grpo):
-    """One micro-batch that holds everything, where its scope is the mini-batch's but for the ranges' policy."""
-    fixed = SimpleNamespace(**{**vars(stats), "old": stats.new})  # ratio 1: both policies are the same
-    got = run("dynamo_published", rollouts, fixed)
-    stab, comp = modulation(grpo.advantages, fixed, expected=stats.expected.double().numpy(), high=0.28)
-    modulated = grpo.advantages * stab * comp
-    np.testing.assert_allclose(got.modulated, modulated, rtol=2e-5, atol=1e-7)
-    expect(got, grpo.advantages, grpo.weights, -modulated, -modulated)
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rollout_correction_multiplies_the_weights_alone(rollouts, stats, grpo, level):
     d = np.random.default_rng(2).normal(0, 0.4, len(grpo.weights)).astype(np.float32)
@@ -439,7 +219,8 @@ def test_rollout_correction_multiplies_the_weights_alone(rollouts, stats, grpo, 
 
 
 def test_every_method_is_compared():
-    here = Path(__file__).read_text()
+    files = (Path(__file__).with_name(f"test_method_{what}.py") for what in ("losses", "modulation"))
+    here = "".join(file.read_text() for file in files)
     compared = set(re.findall(r'run\("(\w+)"', here))
     for names in re.findall(r'parametrize\("name", \[(.*)\]\)', here):
         compared |= set(re.findall(r'"(\w+)"', names))

@@ -4,12 +4,20 @@ import pytest
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.models import load_model_config
+from dynamo_megatron.planning.formulas import model_elements
 from dynamo_megatron.preflight import machine_checks
 
 
 def test_a_full_disk(small_disk, failure):
     said = failure("disk", f"output_dir={small_disk}/run")
     assert "has 1.05 MB free, the run needs" in said and "lower checkpoint.keep_last" in said
+
+
+def test_a_failed_step_needs_room_for_its_weights_beside_those_that_are_pushed(base):
+    config, _ = compose([str(base / "config.yaml")], ["model.dtype=bfloat16"])
+    spec = load_model_config(config.model.path)
+    needed = machine_checks.room_needed(config, spec)
+    assert needed["the weights of a failed step"] == needed["the weights pushed"] == 2 * model_elements(spec)
 
 
 def test_only_what_will_be_replaced_counts_as_room(small_disk, base):

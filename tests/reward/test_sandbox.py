@@ -1,6 +1,8 @@
 """What a program of the reward `code` can reach. Every attempt is also made without the sandbox, where it succeeds."""
 
+import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -270,6 +272,27 @@ def test_a_run_is_refused_where_there_is_no_sandbox(tmp_path, monkeypatch, scrip
 def test_an_interpreter_that_does_not_start_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"^reward\.code\.python: .*no-python does not start"):
         Sandbox(CodeConfig(python=str(tmp_path / "no-python")))
+
+
+def test_an_interpreter_beside_usr_is_put_into_the_sandbox(tmp_path):
+    """Its folder begins with the letters /usr and is no part of /usr, which is there anyway."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho /usr2/python\necho /usr\n")
+    interpreter.chmod(0o755)
+    with pytest.raises(InputError, match="find source path /usr2/python: "):
+        Sandbox(CodeConfig(python=str(interpreter)))
+
+
+def test_a_worker_with_many_open_files_reads_what_a_program_prints(sandbox):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048), hard))
+    try:
+        with contextlib.ExitStack() as files:
+            while files.enter_context(open(os.devnull)).fileno() < 1100:
+                pass
+            assert printed(sandbox, "print('read')").output == b"read\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_programs_can_have_the_packages_of_another_interpreter():

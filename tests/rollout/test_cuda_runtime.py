@@ -70,6 +70,12 @@ def test_the_ranks_of_a_server_start_with_the_hook(site, tmp_path):
     assert said.startswith("rank: 0 "), said
 
 
+def test_a_hook_that_writes_to_stderr_is_loaded_all_the_same(site):
+    code = '#include <stdio.h>\n__attribute__((constructor)) void say(void) { fputs("hook: loaded\\n", stderr); }\n'
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", site / "hook.so"], input=code, text=True, check=True)
+    assert preflight(RolloutConfig()) == [("ok", "a process starts with hook.so preloaded")]
+
+
 def test_preflight_tries_it(site):
     assert preflight(RolloutConfig()) == [("ok", "a process starts with hook.so preloaded")]
     assert preflight(RolloutConfig(offload=False))[0][0] == "skipped"

@@ -11,8 +11,9 @@ from stand_ins import VOCABULARY, Server, event, listening, open_stream, reply
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.batching import BYTES_A_TOKEN, SMALLEST_LIMIT
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint, own_words
+from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.server_api import ServerError, call
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07two\nlines\u202e\u2028\x9b31m" + "a" * 1000
 LIMIT = SMALLEST_LIMIT + BYTES_A_TOKEN * 6
@@ -201,5 +202,33 @@ def test_a_load_that_is_no_share_is_none(share):
 
 
 def test_own_words_of_anything():
+    own_words = Endpoint("s", 1, "http://h", 1, "").own_words
     for said in (ESCAPES, {"error": ESCAPES}, {"message": {"a": [ESCAPES]}}, [1, "x" * 10_000_000], None, 7):
         assert plain(own_words(said))
+
+
+@pytest.mark.parametrize("status", [400, 403, 500])
+def test_a_key_that_a_server_repeats_is_not_shown(status):
+    async def repeat(request):
+        said = f"no rights for {request.headers['Authorization']}"
+        return web.json_response({"error": {"message": said}}, status=status)
+
+    class Repeating(Server):
+        generate = answer = load = abort = staticmethod(repeat)
+
+    async def said(asking) -> str:
+        try:
+            return (await asking).error
+        except (ServerLost, RolloutError, ServerError) as error:
+            return str(error)
+
+    async def work():
+        async with listening(Repeating()) as url, open_session() as session, asyncio.timeout(60):
+            endpoint = Endpoint("s", 1, url, 1, "key/of-the-fleet")
+            asked = SGLangClient(session, endpoint, RolloutConfig(), [], VOCABULARY)
+            pushing = asyncio.to_thread(call, endpoint, "/model_info", None, 30)
+            askings = (asked.generate("r", [1]), asked.model_info(), asked.rest(), asked.kv_cache_share(30), pushing)
+            return [await said(asking) for asking in askings]
+
+    found = asyncio.run(work())
+    assert all("no rights for Bearer [API key]" in text for text in found), found

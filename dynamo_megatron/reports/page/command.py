@@ -11,9 +11,11 @@ from dynamo_megatron.reports.page.data import MOST_RUNS, page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
 from dynamo_megatron.reports.page.token_texts import find_decoder
 from dynamo_megatron.reports.run_record import read_config
+from dynamo_megatron.run_folder import is_held
 
 LOGS = ("metrics.jsonl", "evaluations.jsonl")
 STALLED = 2 * 3600.0  # seconds without a new line in LOGS, after which a watch ends
+LOOK_EVERY = 60.0  # seconds without a new line, after which it looks whether a process still trains there
 SHARE = 10  # a page that takes t seconds to write is written every SHARE * t seconds at most
 POLL = 1.0  # seconds
 
@@ -38,11 +40,13 @@ def watch(
     """Writes OUT/report.html at most every `seconds`, whenever the runs have made a step or an evaluation, until all of
     them have made their last. `say` gets a line for the first writing and one for the end.
 
-    Raises ValueError as `write_page`, and where nothing has changed for `stalled` seconds."""
+    Raises ValueError as `write_page`, and where nothing will change: for LOOK_EVERY seconds nothing has, and no process
+    trains in the folders of runs that have steps to make; or nothing has for `stalled` seconds."""
     library, path = chart_library(), out / "report.html"
     shown = folders[:MOST_RUNS]
     decoders = {folder: find_decoder(folder, read_config(folder)["model"]["path"]) for folder in shown}
     seen, changed, pause, written = None, time.monotonic(), 0.0, False
+    going, look = list(shown), LOOK_EVERY
     while True:
         now = _state(shown)
         if now != seen and all(now):
@@ -52,16 +56,24 @@ def watch(
             except FileNotFoundError:  # the run has removed rollouts of an old step meanwhile (rollout.keep_last)
                 time.sleep(POLL)
                 continue
-            ended = all(run["ended"] for run in data["runs"])
-            write_html(path, render(data | {"refresh": None if ended else seconds}, library))
+            going = [folder for folder, run in zip(shown, data["runs"], strict=True) if not run["ended"]]
+            write_html(path, render(data | {"refresh": seconds if going else None}, library))
+            look = LOOK_EVERY
             seen, changed, pause = now, time.monotonic(), max(seconds, SHARE * (time.monotonic() - begin))
             if not written:
                 say(f"{path} is written, and again about every {seconds:g} s; Ctrl-C ends this, not the run")
                 written = True
-            if ended:
+            if not going:
                 say(f"{path}: the last step is in it")
                 return
         waited = time.monotonic() - changed
+        if waited > look:
+            if not any(map(is_held, going)):
+                raise InputError(
+                    f"report --watch: no process trains in {', '.join(map(str, going))}, and the last step is not "
+                    "made; call it again when the run goes on"
+                )
+            look += LOOK_EVERY
         if waited > stalled:
             raise InputError(
                 f"report --watch: no step in {', '.join(map(str, shown))} for {waited / 60:.0f} minutes; call it "

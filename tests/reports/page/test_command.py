@@ -1,5 +1,6 @@
 """`report`: the page beside the text, its size, and --watch."""
 
+import fcntl
 import json
 import re
 import sys
@@ -159,6 +160,22 @@ def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_
         assert data_of(run / "report.html")["refresh"] == (0.02 if step < 4 else None)
     thread.join(30)
     assert not thread.is_alive() and len(said) == 2 and said[-1].endswith("the last step is in it")
+
+
+def test_a_watch_of_a_run_that_was_killed_ends(make_run, new_rollout, no_charts, monkeypatch):
+    """The lock of the second run, of the same steps, is held for a while."""
+    for name, value in {"POLL": 0.01, "LOOK_EVERY": 0.3}.items():
+        monkeypatch.setattr(f"dynamo_megatron.reports.page.command.{name}", value)
+    killed, alive = (make_run(name, [new_rollout(1, 0, 0)]) for name in ("killed", "alive"))
+    (killed / ".lock").touch()
+    with open(alive / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"no step in .*alive for"):
+            watch([killed, alive], alive, 0.02, say=lambda line: None, stalled=1.5)
+    for folders in ([killed], [killed, alive]):
+        names = ", ".join(map(str, folders))
+        with pytest.raises(InputError, match=f"no process trains in {names}, and the last step is not made; call it"):
+            watch(folders, killed, 0.02, say=lambda line: None, stalled=20)
 
 
 def test_a_watch_of_a_run_that_stands_still_ends(two_steps, no_charts, monkeypatch, tmp_path):
