@@ -69,7 +69,7 @@ class Session:
             raise BadRequest("tool_choice: auto or none; what is forced on the policy is no sample of it")
         stop = _stop_texts(request)
         place, response = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
-        text = self._shown(response, stop, tools is not None)
+        text, stopped_by = self._shown(response, stop, tools is not None)
         message: Message = {"role": "assistant", "content": text}
         if tools and request.get("tool_choice") != "none":
             text, calls = await self.parse_tools(text, tools)
@@ -77,7 +77,7 @@ class Session:
                 message = {"role": "assistant", "content": text or None, "tool_calls": calls}
         self._record(place, response, [*messages, *normalised([message])], message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
         return _completion("chat.completion", request, choice, place, response)
 
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Session:
         tokens = self._tokens(request.get("prompt"))
         stop = _stop_texts(request)
         place, response = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
-        text = self._shown(response, stop, False)
+        text, _ = self._shown(response, stop, False)
         self._record(place, response, None, text)
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
         return _completion("text_completion", request, choice | {"token_ids": response.tokens}, place, response)
@@ -169,10 +169,14 @@ class Session:
         self.reached.add(name)
         raise BadRequest(why)
 
-    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> str:
+    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> tuple[str, str | None]:
+        """The text before the stop text that ended it, and that one."""
         text = self.episode.chat.text_of(response.tokens, specials)
-        found = [place for place in (text.find(s) for s in stop) if place >= 0]
-        return text[: min(found)] if found and response.finish_reason == "stop" else text
+        found = [(place, s) for place, s in ((text.find(s), s) for s in stop) if place >= 0]
+        if not found or response.finish_reason != "stop":
+            return text, None
+        place, stopped_by = min(found)
+        return text[:place], stopped_by
 
     def _record(self, place: Place, response: Response, messages: list[Message] | None, text: str) -> None:
         self.episode.record(place, response, messages)
