@@ -39,7 +39,7 @@ SHARES = {
 
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
-    *("limit_turns", "limit_tokens", "limit_context", "abandoned"),
+    *("limit_turns", "limit_tokens", "limit_context", "abandoned", "restarts"),
 )
 
 
@@ -96,7 +96,8 @@ def step_metrics(
     `reward/steps` and `reward/prime`, with process rewards: of a rollout, the sum over its steps, or tokens.
     `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
     `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached
-    a limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
+    a limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`);
+    how often it started again (`restarts`).
     `allocation/n_min` and `n_max` are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the
     updates that had a gradient, those that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that
     measures it has `gradient_noise/`. With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a

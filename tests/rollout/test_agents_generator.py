@@ -144,7 +144,7 @@ def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, 
         return await generator.generate(1, [dataclasses.replace(prompt("scored"), text="2+2" * 1000)], [1], 0)
 
     result = episodes(work, Server(says(3)))
-    assert result.counts["failed"] == 1 and "the model reads 2048" in result.notes[0]
+    assert result.counts["failed"] == 1 and "tokens, of at most 2048" in result.notes[0]
     assert result.episodes["limit_context"] == 1
 
 

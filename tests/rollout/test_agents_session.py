@@ -150,7 +150,7 @@ def test_tokens_and_context_are_limits_of_the_episode():
     assert session.counts["limit_tokens"] == 1 and session.episode.turns[1].response.finish_reason == "length"
 
     async def context(client, own, scripted):
-        with pytest.raises(ChatError, match="the model reads 10"):
+        with pytest.raises(ChatError, match="tokens, of at most 10"):
             await own.chat(QUESTION)
         return scripted.session
 

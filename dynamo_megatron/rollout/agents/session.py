@@ -30,7 +30,7 @@ ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode: turns, and sampled tokens. `length`: tokens that the model can read. `vocab_size`: rows of its
+    """Of an episode: turns, and sampled tokens. `length`: tokens of a segment. `vocab_size`: rows of its
     embedding. `stops`: whether requests may have stop texts."""
 
     turns: int
@@ -140,9 +140,7 @@ class Session:
         place = placed()
         room = self.limits.length - len(place.ids)
         if room <= 0:
-            self._limit(
-                "context", f"the conversation has {len(place.ids)} tokens, the model reads {self.limits.length}"
-            )
+            self._limit("context", f"the conversation has {len(place.ids)} tokens, of at most {self.limits.length}")
         most = min(room, self._left, asked or room)
         number, self._begun = self._begun, self._begun + 1
         self._reserved += most
