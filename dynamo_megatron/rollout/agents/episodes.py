@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode
+from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
 from dynamo_megatron.rollout.agents.service import SessionService
@@ -23,7 +23,7 @@ from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, Prompt, plain_data
+from dynamo_megatron.types import EpisodeRecord, Prompt, TurnRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
 
@@ -237,7 +237,7 @@ class _Attempt:
 
     def failed(self, finish: str, error: str) -> Finished:
         tokens = list(self._prompt.tokens)
-        record = EpisodeRecord([0], self._counts, self._messages)
+        record = EpisodeRecord([0], self._counts, *self._said)
         return Finished(finish_reason=finish, error=error, sequence=tokens, mask=[0] * len(tokens), record=record)
 
     def _finished(self, reward: float | None) -> Finished:
@@ -250,7 +250,7 @@ class _Attempt:
             "length" if session.reached else "stop",
             sequence=trained.tokens,
             mask=trained.mask,
-            record=EpisodeRecord(trained.starts, self._counts, self._messages),
+            record=EpisodeRecord(trained.starts, self._counts, *self._said, self._turns(trained)),
             text=session.texts[-1],
             reward=reward,
         )
@@ -262,9 +262,27 @@ class _Attempt:
         return self._session.counts | ({"restarts": again} if again else {})
 
     @property
-    def _messages(self) -> list[Message] | None:
-        turns = reversed(self._session.episode.turns)
-        return plain_data(next((turn.messages for turn in turns if turn.messages), None))  # any text may be in them
+    def _last(self) -> Turn | None:
+        """The last one of a conversation."""
+        return next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
+
+    @property
+    def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
+        """`messages` and `tools` of the record: any text may be in them."""
+        last = self._last
+        return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
+
+    def _turns(self, trained: Trained) -> list[TurnRecord]:
+        conversation = [] if self._last is None else self._last.messages
+        found, shown = [], set()
+        for turn in self._session.episode.turns:
+            place = None
+            if (held := turn.messages) and held == conversation[: len(held)] and len(held) - 1 not in shown:
+                place = len(held) - 1
+                shown.add(place)  # the same answer may have been given twice
+            asked, answered = turn.times
+            found.append(TurnRecord(*trained.spans[turn], round(asked, 3), round(answered, 3), place))
+        return found
 
     def _given(self) -> dict:
         prompt = self._prompt
