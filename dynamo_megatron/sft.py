@@ -1,13 +1,15 @@
 """`dynamo-megatron sft`: supervised fine-tuning, the cross-entropy of completions, on the policy that RL trains.
 
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text), to
-which the tokenizer's end token is added. An update takes `data.batch_prompts` examples; every completion token has
-the same weight.
+which the tokenizer's end token is added. A conversation that ends with an assistant's message is both: the completion is
+that message, and a column `tools` has what was offered. An update takes `data.batch_prompts` examples; every completion
+token has the same weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,11 +106,25 @@ class SFTJob(Job):
         )
 
     def _encode(self, example: Prompt) -> list[int]:
-        return encode_prompt(example, self._tokenizer, self.config.data) + self._completion(example)
+        prompt, tools = example, None
+        if _answer_in(example) is not None:
+            prompt, tools = replace(example, messages=example.messages[:-1]), example.meta.get("tools")
+        return encode_prompt(prompt, self._tokenizer, self.config.data, tools) + self._completion(example)
 
     def _completion(self, example: Prompt) -> list[int]:
-        if not isinstance(example.answer, str):
+        last = _answer_in(example)
+        if last is not None and last.get("tool_calls"):
             raise InputError(
-                f"data.answer_key: the completion of {example.prompt_id!r} is {example.answer!r:.40}, not a text"
+                f"data.prompt_key: the conversation of {example.prompt_id!r} ends with a call of a tool, not with an "
+                "answer; leave it out"
             )
-        return [*self._tokenizer.encode(example.answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+        text = example.answer if last is None else last["content"]
+        if not isinstance(text, str):
+            raise InputError(f"data.answer_key: the completion of {example.prompt_id!r} is {text!r:.40}, not a text")
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+
+
+def _answer_in(example: Prompt) -> dict[str, Any] | None:
+    """The answer that a conversation ends with."""
+    last = example.messages[-1] if example.messages else None
+    return last if last is not None and last["role"] == "assistant" else None
