@@ -1,9 +1,9 @@
 """`dynamo-megatron sft`: supervised fine-tuning, the cross-entropy of completions, on the policy that RL trains.
 
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text), to
-which the tokenizer's end token is added. A conversation that ends with an assistant's message is both: the completion is
-that message, and a column `tools` has what was offered. An update takes `data.batch_prompts` examples; every completion
-token has the same weight.
+which the tokenizer's end token is added. A conversation that ends with an assistant's message is both: that message is
+the completion, and a column `tools` has what was offered. An update takes `data.batch_prompts` examples; every
+completion token has the same weight.
 """
 
 from __future__ import annotations
