@@ -118,8 +118,8 @@ def _allocation(revisits: Revisits | None) -> str:
 
 
 def price_rows(folder: Path) -> list[dict[str, Any]]:
-    """Of `cost: tokens`: visits by the expected tokens of a rollout, in thirds, each with the means of a visit (`tokens`
-    and `rollouts`) and its `share` of all expected tokens. Nothing where allocation.jsonl has no prices."""
+    """Of `cost: tokens`: visits by the expected tokens of a rollout, in thirds, each with the mean of a visit (`tokens`,
+    `rollouts`) and its `share` of all expected tokens. Nothing where allocation.jsonl has no prices."""
     given, prices = [], []
     for row in read_rows(folder / "allocation.jsonl", "step", "n"):
         if "tokens" not in row:
@@ -153,8 +153,8 @@ def _prices(run: RunRecord) -> list[str]:
         numbers = [str(row["visits"]), f"{row['tokens']:.0f}", f"{row['rollouts']:.2f}", f"{row['share']:.0%}"]
         lines.append(markdown_row([row["class"], *numbers]))
     return [
-        "## Rollouts by what one was expected to cost\n\nThe allocator expected so many response tokens of a rollout, of "
-        "an agent's episode those of all its answers.\n\n" + "\n".join(lines)
+        "## Rollouts by what one was expected to cost\n\nThe allocator expected so many response tokens of a rollout,"
+        " of an agent's episode those of all its answers.\n\n" + "\n".join(lines)
     ]
 
 
