@@ -118,7 +118,7 @@ def _allocation(revisits: Revisits | None) -> str:
 
 
 def price_rows(folder: Path) -> list[dict[str, Any]]:
-    """Of `cost: tokens`: visits by the expected tokens of a rollout, in thirds, each with the mean of a visit (`tokens`,
+    """Of `cost: tokens`: visits by the expected tokens of a rollout, in thirds, each with means of a visit (`tokens`,
     `rollouts`) and its `share` of all expected tokens. Nothing where allocation.jsonl has no prices."""
     given, prices = [], []
     for row in read_rows(folder / "allocation.jsonl", "step", "n"):
