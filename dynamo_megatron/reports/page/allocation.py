@@ -21,7 +21,8 @@ THIRDS = ("first third", "middle third", "last third")
 
 def allocation_view(folder: Path, revisits: Revisits | None) -> dict[str, Any]:
     """`expected` and `prices` (as `price_rows`): from the lines of allocation.jsonl; `visits`: from what prompts showed
-    before, None where rollouts of a step are missing (`why` says so). Raises ValueError (path:line) for a broken one."""
+    before, None where rollouts of a step are missing (`why` says so). Raises ValueError (path:line) for a broken line.
+    """
     visits, why = None, ""
     if revisits is None:
         why = "The folder lacks the rollouts of a step, and with them what problems have shown before."
