@@ -48,12 +48,17 @@ class Turn:
     times: tuple[float, float]
 
     @property
-    def ids(self) -> list[int]:
-        """From the beginning to the end of what was sampled."""
+    def chain(self) -> list[Turn]:
+        """Those that it goes on from, the first one first, and itself."""
         chain: list[Turn] = [self]
         while (parent := chain[-1].place.parent) is not None:
             chain.append(parent)
-        return [token for turn in reversed(chain) for token in turn.place.context + turn.response.tokens]
+        return chain[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """From the beginning to the end of what was sampled."""
+        return [token for turn in self.chain for token in turn.place.context + turn.response.tokens]
 
 
 @dataclass

@@ -273,16 +273,19 @@ class _Attempt:
         return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
 
     def _turns(self, trained: Trained) -> list[TurnRecord]:
-        conversation = [] if self._last is None else self._last.messages
-        found, shown = [], set()
-        for turn in self._session.episode.turns:
-            place = None
-            if (held := turn.messages) and held == conversation[: len(held)] and len(held) - 1 not in shown:
-                place = len(held) - 1
-                shown.add(place)  # the same answer may have been given twice
-            asked, answered = turn.times
-            found.append(TurnRecord(*trained.spans[turn], round(asked, 3), round(answered, 3), place))
-        return found
+        """Of answers that are the same message, the one that the conversation went on from is it."""
+        last, shown = self._last, {}
+        conversation = [] if last is None else last.messages
+        chain = set() if last is None else set(last.chain)
+        turns = self._session.episode.turns
+        for turn in sorted(turns, key=lambda turn: turn not in chain):
+            if (held := turn.messages) and held == conversation[: len(held)]:
+                shown.setdefault(len(held) - 1, turn)
+        places = {turn: place for place, turn in shown.items()}
+        return [
+            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times), places.get(turn))
+            for turn in turns
+        ]
 
     def _given(self) -> dict:
         prompt = self._prompt
