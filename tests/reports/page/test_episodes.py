@@ -45,11 +45,6 @@ def test_who_said_what_and_which_tokens(new_rollout):
     assert said == [[30, 31], [40], [41, 42], [32]]
     assert [turn["asked"] for turn in view["turns"]] == [0.0, 0.1, 0.7, 1.0]
     assert [turn["answered"] for turn in view["turns"]] == [0.5, 0.6, 0.9, 1.25]
-        (0.0, 0.5),
-        (0.1, 0.6),
-        (0.7, 0.9),
-        (1.0, 1.25),
-    ]
     assert view["others"] == [
         {"turn": 1, "segment": 1, "before": "23 24"},
         {"turn": 2, "segment": 1, "before": "25"},
