@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stand_ins import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dynamo_megatron.rollout import generator
+from dynamo_megatron.rollout import scoring
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
@@ -119,7 +119,7 @@ def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, t
         threads.add(threading.current_thread())
         return token_spans(*arguments)
 
-    monkeypatch.setattr(generator, "token_spans", noting)
+    monkeypatch.setattr(scoring, "token_spans", noting)
 
     async def work(generator, push):
         await push(0)
