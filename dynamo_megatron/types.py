@@ -62,18 +62,32 @@ def plain_data(value: Any) -> Any:
     return json.loads(text.encode("utf-8", "replace"))
 
 
+class TurnRecord(NamedTuple):
+    """One answer of an episode: where it stands in the rollout's `tokens`, seconds from the episode's start, and which
+    of the record's `messages` it is; None: it is in another conversation."""
+
+    start: int
+    end: int
+    asked: float
+    answered: float
+    message: int | None
+
+
 @dataclass
 class EpisodeRecord:
     """What a rollout of an agent has besides others (docs/agents.md).
 
     `starts`: where its segments begin in the rollout's `tokens`; a segment is one sequence in training. `counts`:
     turns, segments, why segments began, limits that were reached. `messages`: the conversation with the last answer,
-    in OpenAI's format, for people; None where the agent sent no messages.
+    in OpenAI's format, for people; None where the agent sent no messages. `tools`: those that it was offered there.
+    `turns`: in the order in which the answers came.
     """
 
     starts: list[int]
     counts: dict[str, int]
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    turns: list[TurnRecord] = field(default_factory=list)
 
 
 @dataclass
@@ -137,6 +151,7 @@ class Rollout:
             rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
             if (episode := fields.get("episode")) is not None:
                 rollout.episode = EpisodeRecord(**episode)
+                rollout.episode.turns = [TurnRecord(*turn) for turn in rollout.episode.turns]
         except (TypeError, ValueError) as error:
             raise InputError(f"not a rollout: {error}") from None
         return rollout

@@ -25,7 +25,7 @@ from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
 
 
 def failed(step, prompts, counts, first) -> RolloutResult:
@@ -266,3 +266,33 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
                 seen.setdefault(prompt, []).append(reward)
         assert len(known.mean) == len(sampled.rollouts.rewards)
     assert max(strengths) > 8 and min(strengths) == 0
+
+
+class Episodic:
+    """Answers with episodes of two segments: of p0 three answers, 6 tokens of 10, of the others one, a single token."""
+
+    def generate(self, step, prompts, counts, on_poll, on_count, first):
+        made = {}
+        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
+            group, long = group_id(step, position), prompt.prompt_id == "p0"
+            mask = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1] if long else [0] * 9 + [1]
+            spans, record = [(step - 1, 0, sum(mask))], EpisodeRecord([0, 5], {"turns": 3 if long else 1})
+            for k in range(n):
+                identity, right = (rollout_id(group, k), group, prompt.prompt_id, step), k % 2 == 0
+                answer = (list(range(10)), mask, [-1.0] * sum(mask), spans, "stop", float(right), right, {})
+                made[identity[0]] = Accounted.of(Rollout(*identity, *answer, episode=record))
+        return RolloutResult.of(made, times={"generate": 1.0}, notes=[])
+
+
+def test_an_episode_costs_what_was_sampled_in_all_of_its_segments(tmp_path):
+    """8 of each prompt: 72 tokens in 32 rollouts, 2.25 on average, which weighs as much as 4."""
+    algorithm = {"allocation": {"cost": "tokens"}, "advantage": {"kind": "rloo"}}
+    live = make_controller(tmp_path, BATCH, Episodic(), algorithm)
+    sample(live, 1, Policy(lambda rollouts: rollouts.engine_logprobs))
+    decision = live.allocate(2, live.draw(2, []), []).allocation
+    price = dict(zip(decision.prompt_ids, decision.tokens.tolist(), strict=True))
+    assert price == pytest.approx({"p0": (48 + 9) / 12, **dict.fromkeys(("p1", "p2", "p3"), (8 + 9) / 12)})
+    given = dict(zip(decision.prompt_ids, decision.counts.tolist(), strict=True))
+    assert all(given["p0"] < given[other] for other in ("p1", "p2", "p3"))
+    assert decision.counts @ decision.tokens <= 32 * decision.tokens.mean()
+    assert all("tokens" in row for row in decision.rows())

@@ -68,7 +68,7 @@ class RolloutConfig(Section):
     agent_python: str | None = None  # the interpreter of its processes; None: this one
     agent_workers: Positive = 2  # processes, each of which runs many episodes at once
     agent_turns: Positive = 32  # of an episode
-    agent_episodes: Positive = 64  # under way at once
+    agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     sync: SyncConfig = SyncConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -90,8 +90,10 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[
     return sorted(ends)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
-    """The token ids of `prompt` under `config.template`.
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, tools: list[Any] | None = None
+) -> list[int]:
+    """The token ids of `prompt` under `config.template`; `tools`: those that a chat offers, in OpenAI's form.
 
     "chat": the tokenizer's chat template up to where the assistant begins; `config.system_prompt` goes first unless the
     prompt's messages begin with a system message of their own. Else `config.few_shot` + the template with {prompt}
@@ -99,7 +101,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     Raises ValueError naming the prompt: the chat template is missing or fails on it, or no tokens come out.
     """
     if config.template == "chat":
-        tokens = _chat_tokens(prompt, tokenizer, config)
+        tokens = _chat_tokens(prompt, tokenizer, config, tools)
     elif prompt.text is None:
         raise InputError(f"prompt {prompt.prompt_id!r}: {NEEDS_CHAT}")
     else:
@@ -118,7 +120,9 @@ def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, s
     return messages
 
 
-def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
+def _chat_tokens(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, tools: list[Any] | None
+) -> list[int]:
     if tokenizer.chat_template is None:
         otherwise = "" if prompt.text is None else ", or data.template to a text with {prompt} in it"
         raise InputError(
@@ -126,7 +130,9 @@ def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Dat
         )
     messages = chat_messages(prompt, config.system_prompt)
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from dynamo_megatron.evaluation.results import (
     summary_k,
 )
 from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisits, read_run
+from dynamo_megatron.tracking.metrics import read_rows
 
 WINDOW = 5  # steps whose mean is called a run's beginning, and its end
+PRICES = ("lowest third", "middle third", "highest third")
 
 
 def write_report(run: Path, out: Path) -> str:
@@ -29,7 +32,8 @@ def write_report(run: Path, out: Path) -> str:
 
     record = read_run(run)
     revisits = read_revisits(run)
-    text = "\n\n".join([_heading(record), _evaluation(record), _allocation(revisits), _shape(record), _course(record)])
+    parts = [_heading(record), _evaluation(record), _allocation(revisits), *_prices(record)]
+    text = "\n\n".join([*parts, _shape(record), _course(record)])
     picture = out / "report.png"
     out.mkdir(parents=True, exist_ok=True)
     draw_run(record, revisits, picture)
@@ -111,6 +115,47 @@ def _allocation(revisits: Revisits | None) -> str:
         + "\n".join(lines)
         + f"\n\n{said}"
     )
+
+
+def price_rows(folder: Path) -> list[dict[str, Any]]:
+    """Of `cost: tokens`: visits by the expected tokens of a rollout, in thirds, each with means of a visit (`tokens`,
+    `rollouts`) and its `share` of all expected tokens. Nothing where allocation.jsonl has no prices."""
+    given, prices = [], []
+    for row in read_rows(folder / "allocation.jsonl", "step", "n"):
+        if "tokens" not in row:
+            return []
+        given.append(row["n"])
+        prices.append(row["tokens"])
+    n, tokens = np.array(given, np.float64), np.array(prices, np.float64)
+    thirds = zip(PRICES, np.array_split(np.argsort(tokens, kind="stable"), len(PRICES)), strict=True)
+    return [
+        {
+            "class": name,
+            "visits": len(members),
+            "tokens": float(tokens[members].mean()),
+            "rollouts": float(n[members].mean()),
+            "share": float((n * tokens)[members].sum() / (n * tokens).sum()),
+        }
+        for name, members in thirds
+        if len(members)
+    ]
+
+
+def _prices(run: RunRecord) -> list[str]:
+    """A section, where rollouts have prices."""
+    if not (rows := price_rows(run.folder)):
+        return []
+    lines = [
+        markdown_row(["expected tokens of a rollout", "visits", "mean", "mean rollouts given", "share of the tokens"]),
+        markdown_row(["---", "---:", "---:", "---:", "---:"]),
+    ]
+    for row in rows:
+        numbers = [str(row["visits"]), f"{row['tokens']:.0f}", f"{row['rollouts']:.2f}", f"{row['share']:.0%}"]
+        lines.append(markdown_row([row["class"], *numbers]))
+    return [
+        "## Rollouts by what one was expected to cost\n\nThe allocator expected so many response tokens of a rollout,"
+        " of an agent's episode those of all its answers.\n\n" + "\n".join(lines)
+    ]
 
 
 def _shape(run: RunRecord) -> str:

@@ -153,7 +153,8 @@ def _as_json(rollout: Rollout) -> str:
     fields = {key: getattr(rollout, key) for key in (*keys, "finish_reason")}
     fields |= {"length": sum(rollout.response_mask), "prompt": rollout.prompt}
     if rollout.episode is not None:
-        fields |= {"messages": rollout.episode.messages, "counts": rollout.episode.counts}
+        episode = rollout.episode
+        fields |= {"messages": episode.messages, "tools": episode.tools, "counts": episode.counts}
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.types import LARGEST_REWARD, Rollout
+from dynamo_megatron.types import LARGEST_REWARD, EpisodeRecord, Rollout, TurnRecord
 
 ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds
@@ -82,14 +82,7 @@ def type_fault(rollout: Rollout) -> str:
         wrong.append("reward_parts")
     if not all(len(step) == 3 and _integers(step[:2]) and _number(step[2]) for step in rollout.step_rewards):
         wrong.append("step_rewards")
-    episode = rollout.episode
-    if episode is not None and not (
-        isinstance(episode.starts, list)
-        and all(map(_small, episode.starts))
-        and isinstance(episode.counts, dict)
-        and all(map(_small, episode.counts.values()))
-        and (episode.messages is None or (isinstance(episode.messages, list) and all(map(_message, episode.messages))))
-    ):
+    if rollout.episode is not None and not _is_episode(rollout.episode):
         wrong.append("episode")
     failures = rollout.reward_failures
     if not isinstance(failures, dict) or not all(isinstance(state, str) for state in failures.values()):
@@ -107,6 +100,27 @@ def _message(value: Any) -> bool:
         return False
     calls = value.get("tool_calls", [])
     return isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+
+
+def _is_episode(record: EpisodeRecord) -> bool:
+    """Whether its fields have the right types."""
+    messages, tools = [] if record.messages is None else record.messages, [] if record.tools is None else record.tools
+    return (
+        isinstance(record.starts, list)
+        and all(map(_small, record.starts))
+        and isinstance(record.counts, dict)
+        and all(map(_small, record.counts.values()))
+        and isinstance(messages, list)
+        and all(map(_message, messages))
+        and isinstance(tools, list)
+        and all(isinstance(tool, dict) for tool in tools)
+        and all(map(_turn, record.turns))
+    )
+
+
+def _turn(turn: TurnRecord) -> bool:
+    places = (turn.start, turn.end, *(() if turn.message is None else (turn.message,)))
+    return all(map(_small, places)) and _number(turn.asked) and _number(turn.answered)
 
 
 def _small(value: Any) -> bool:

@@ -15,7 +15,8 @@ An option brings its own: `policy/selected_share`, `reward/overlong_penalty`, `r
 
 `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
 `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached a
-limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get (`abandoned`).
+limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get
+(`abandoned`); how often it started again (`restarts`).
 
 With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
 sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always 0),
@@ -65,7 +66,7 @@ SHARES = {
 
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
-    *("limit_turns", "limit_tokens", "limit_context", "abandoned"),
+    *("limit_turns", "limit_tokens", "limit_context", "abandoned", "restarts"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,13 @@ def recorded_step(step: int, ids: list[str], given: list[int], rewards: list[lis
     return RecordedStep(step, ids, np.array(given, np.int64), dispatch, flat, flat == 1)
 
 
-def write_run(folder: Path, *, steps: int = 12, prompts: int = 18, allocation: dict | None = None) -> Config:
+def write_run(
+    folder: Path, *, steps: int = 12, prompts: int = 18, allocation: dict | None = None, answered: dict | None = None
+) -> Config:
     """Batches of 8 from `prompts` prompts, round after round: some steps hold a prompt twice. One rollout in 20 failed.
 
-    Rollouts come to the disk in any order and are observed as the trainer does.
+    Rollouts come to the disk in any order and are observed as the trainer does. `answered`: fields of those that did
+    not fail.
     """
     config = Config(
         model={"path": "none"},
@@ -49,7 +53,8 @@ def write_run(folder: Path, *, steps: int = 12, prompts: int = 18, allocation: d
         for position, n in enumerate(counts):
             for index in range(n):
                 failed, right = generator.random() < 0.05, bool(generator.random() < chance[drawn[position]])
-                rollouts.append(_rollout(step, ids[position], position, index, right, failed))
+                made = _rollout(step, ids[position], position, index, right, failed)
+                rollouts.append(made if failed else replace(made, **(answered or {})))
         for i in generator.permutation(len(rollouts)):
             store.append(rollouts[i])
         seen = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])

@@ -10,6 +10,7 @@ from dynamo_megatron.cli import main
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.objectives import Objectives
 from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.types import EpisodeRecord
 
 STEP = replace(
     recorded_step(1, ["a", "b"], [4, 2], [[1, 0, 0, 0], [1, 1]]),
@@ -58,3 +59,17 @@ def test_a_run_whose_energies_or_prices_are_not_recorded_is_not_checked(allocati
     section = text.split("## What each of them optimises")[1].split("\n## ")[0]
     assert "| uniform |" not in section and "Energies are from the server's logprobs" in section
     assert len([line for line in section.splitlines() if line.startswith("| gvm |")]) == 1
+
+
+def test_an_episodes_length_is_what_was_sampled_in_it(tmp_path, capsys):
+    """Three answers in two segments, 4 tokens of 9; the table has what allocators would have spent."""
+    answered = {"tokens": list(range(9)), "response_mask": [0, 1, 0, 1, 0, 0, 1, 1, 0], "engine_logprobs": [-1.0] * 4}
+    answered |= {"weight_versions": [(0, 0, 4)], "episode": EpisodeRecord([0, 4], {"turns": 3, "segments": 2})}
+    write_run(tmp_path / "run", steps=3, allocation={"cost": "tokens"}, answered=answered)
+    record = read_run(tmp_path / "run")
+    assert all(step.lengths.tolist() == [4] * len(step.rewards) for step in record.steps)
+    counts = np.concatenate([step.given for step in record.steps])
+    assert objectives(record.steps, counts)["tokens"] == pytest.approx(4 * counts.sum())
+    assert main(["replay", str(tmp_path / "run"), "--allocator", "neyman,cost=tokens"]) == 0
+    section = capsys.readouterr().out.split("## What each of them optimises")[1]
+    assert "tokens" in section and "| neyman,cost=tokens |" in section

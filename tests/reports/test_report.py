@@ -11,7 +11,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.evaluation.results import results_file, summarise, write_results
 from dynamo_megatron.reports.picture import moving_average, title
-from dynamo_megatron.reports.report import write_report
+from dynamo_megatron.reports.report import price_rows, write_report
 from dynamo_megatron.reports.run_record import read_revisits, read_run
 from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.store import RolloutStore, step_file
@@ -179,6 +179,24 @@ def test_revisits_count_earlier_steps_only(tmp_path):
     assert revisits.success_rates.tolist() == [0.25, 0.4]
     assert revisits.rollouts.tolist() == [3, 6]
     assert (revisits.first_visits, revisits.uniform) == (4, 26 / 6)
+
+
+def test_who_got_the_rollouts_by_what_one_was_expected_to_cost(tmp_path):
+    folder = tmp_path / "run"
+    write_config(folder)
+    append(folder / "metrics.jsonl", metrics(1, 0.25, 1.5, 0))
+    given = [(2, 300.0), (6, 100.0), (4, 200.0), (10, 20.0), (8, 40.0), (2, 400.0)]
+    row = {"step": 1, "variance": 0.25, "history": True}
+    rows = [{**row, "prompt_id": f"p{i}", "n": n, "tokens": tokens} for i, (n, tokens) in enumerate(given)]
+    append(folder / "allocation.jsonl", *rows)
+    assert price_rows(folder) == [
+        {"class": "lowest third", "visits": 2, "tokens": 30.0, "rollouts": 9.0, "share": 520 / 3320},
+        {"class": "middle third", "visits": 2, "tokens": 150.0, "rollouts": 5.0, "share": 1400 / 3320},
+        {"class": "highest third", "visits": 2, "tokens": 350.0, "rollouts": 2.0, "share": 1400 / 3320},
+    ]
+    assert "| lowest third | 2 | 30 | 9.00 | 16% |" in write_report(folder, folder)
+    append(folder / "allocation.jsonl", {**row, "prompt_id": "a", "n": 8})
+    assert price_rows(folder) == [] and "expected to cost" not in write_report(folder, folder)
 
 
 def test_a_run_killed_in_its_first_steps(tmp_path):

@@ -41,8 +41,8 @@ class Server:
     `lists(request, request ids)` may instead be what answers a list. A request's name is its id without the last sign.
     """
 
-    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists=False):
-        self.behaviour, self.healthy, self.loads, self.lists = behaviour, healthy, loads, lists
+    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists=False, longest=None):
+        self.behaviour, self.healthy, self.loads, self.lists, self.longest = behaviour, healthy, loads, lists, longest
         self.asked: list[str] = []  # names, or lists of names
         self.refused: list[list[str]] = []  # lists
         self.ids: set[str] = set()
@@ -125,6 +125,9 @@ class Server:
     async def load(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []} if self.loads is None else self.loads)
 
+    async def info(self, request: web.Request) -> web.Response:
+        return web.json_response({"max_req_input_len": self.longest})
+
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -141,6 +144,7 @@ async def listening(server: Server, port: int = 0):
     app.router.add_get("/health", server.health)
     app.router.add_get("/model_info", server.answer)
     app.router.add_get("/v1/loads", server.load)
+    app.router.add_get("/server_info", server.info)
     app.router.add_post("/flush_cache", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

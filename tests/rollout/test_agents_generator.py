@@ -9,6 +9,7 @@ from aiohttp import web
 from stand_ins import Server, reply
 
 from dynamo_megatron.rollout.client import open_session
+from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
@@ -131,11 +132,12 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
         "ends": "completed",  # once its process was replaced
         "leaves": "completed",
     }
-    assert status == 404 and result.episodes["limit_turns"] == 1
+    assert status == 404 and result.episodes["limit_turns"] == 1 and result.episodes["restarts"] >= 1
     (note,) = [n for n in result.notes if "rollouts failed" in n]
     assert "3 of 7 rollouts failed" in note
     stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
     assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent", "hangs"}
+    assert stored["ends"].episode.counts["restarts"] == 1
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
 
 
@@ -144,7 +146,7 @@ def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, 
         return await generator.generate(1, [dataclasses.replace(prompt("scored"), text="2+2" * 1000)], [1], 0)
 
     result = episodes(work, Server(says(3)))
-    assert result.counts["failed"] == 1 and "the model reads 2048" in result.notes[0]
+    assert result.counts["failed"] == 1 and "tokens, of at most 2048" in result.notes[0]
     assert result.episodes["limit_context"] == 1
 
 
@@ -241,6 +243,84 @@ def test_evaluation_runs_the_agent_too(episodes):
     scored, rewarded, failed = episodes(work, Server(says(3)))
     assert scored.successes == [True] and rewarded.rewards == [0.25] and rewarded.lengths == [6]
     assert failed.statuses == ["failed"] and failed.rewards == [0.0]
+
+
+def test_the_record_says_when_each_answer_came_and_which_message_it_is(episodes, tmp_path):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("rewarded"), prompt("edits")], [1, 1], 0)
+
+    episodes(work, Server(says(3)))
+    stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    for r in stored.values():
+        sampled = [i for turn in r.episode.turns for i in range(turn.start, turn.end)]
+        assert sorted(sampled) == [i for i, trained in enumerate(r.response_mask) if trained]
+        times = [(turn.asked, turn.answered) for turn in r.episode.turns]
+        assert all(0 <= asked < answered < 20 for asked, answered in times) and times == sorted(times)
+    assert [turn.message for turn in stored["rewarded"].episode.turns] == [1, 3]
+    # The second is in another conversation, the third gave the same answer as the first, which the last one continues.
+    assert [turn.message for turn in stored["edits"].episode.turns] == [1, None, None, 3]
+    assert stored["edits"].episode.counts["branched"] == 1
+
+
+def test_an_episode_that_starts_again_is_counted(episodes):
+    """The only server is lost in its second turn, and comes back."""
+    lost = False
+
+    def behaviour(name, number):
+        nonlocal lost
+        if number == 2 and not lost:
+            lost, server.healthy = True, False
+        if not server.healthy:
+            raise ConnectionResetError
+        return says(3)(name, number)
+
+    async def work(generator, push):
+        await push(0)
+        with pytest.raises(PushNeeded):
+            await generator.generate(1, [prompt("rewarded")], [1], 0)
+        server.healthy = True
+        await push(0)
+        return await generator.generate(1, [prompt("rewarded")], [1], 0)
+
+    server = Server(behaviour)
+    result = episodes(work, server)
+    assert result.counts["completed"] == 1 and result.episodes == {"turns": 2, "segments": 1, "restarts": 1}
+
+
+def test_a_segment_is_as_long_as_every_server_takes_it(episodes):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("scored")], [1], 0)
+
+    result = episodes(work, Server(says(3), longest=5000), Server(says(3), longest=6))
+    assert result.counts["failed"] == 1 and "tokens, of at most 6" in result.notes[0]
+
+
+def test_an_evaluation_does_not_wait_for_the_episodes_of_training(episodes):
+    going_on = asyncio.Event()
+
+    def behaviour(name, number):
+        async def answer():
+            if not name.startswith("eval-"):
+                await going_on.wait()
+            return says(3)(name, number)
+
+        return answer()
+
+    async def work(generator, push):
+        await generator.dispatch(1, [prompt("once")], [4])
+        while not server.asked:
+            await asyncio.sleep(0.01)
+        await generator.begin_evaluation([prompt("once"), prompt("rewarded")])
+        async with asyncio.timeout(20):
+            evaluated = await generator.end_evaluation()
+        asked = [name for name in server.asked if not name.startswith("eval-")]
+        going_on.set()
+        return evaluated, asked, await generator.collect(1)
+
+    server = Server(behaviour)
+    evaluated, asked, result = episodes(work, server, agent_episodes=1, max_staleness=1)
+    assert [e.rewards for e in evaluated] == [[1.0], [0.25]] and len(asked) == 1
+    assert result.counts["completed"] == 4
 
 
 def test_what_an_interrupted_run_left_is_used_again(episodes, tmp_path):

@@ -6,69 +6,18 @@ import contextlib
 import aiohttp
 import openai
 import pytest
-from agents_chat import make_tokenizer
+from agents_scripted import CALL, END, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode
-from dynamo_megatron.rollout.agents.service import SessionService
-from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.agents.worker import ChatError
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
-from dynamo_megatron.rollout.client import Response
-
-TOKENIZER = make_tokenizer()
-END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-LIMITS = {"turns": 8, "tokens": 400, "length": 2000, "vocab_size": len(TOKENIZER)}
-QUESTION = [{"role": "user", "content": "how much is 3 + 4?"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-
-
-class Scripted:
-    """Answers with texts in turn, each cut to the tokens asked for."""
-
-    def __init__(self, *texts: str, **limits):
-        self.texts, self.asked = list(texts), []
-        chat = ChatTokens(TOKENIZER, [END])
-        self.session = Session(Episode(chat), Limits(**{**LIMITS, **limits}), self.sample, self.parse)
-        self.delay, self.cancelled = 0.0, 0
-
-    async def sample(self, ids, most, stop, number):
-        self.asked.append((ids, most, stop, number))
-        text = self.texts.pop(0)
-        try:
-            await asyncio.sleep(self.delay)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if text == "FAIL":
-            return Response(error="the server refused it")
-        tokens = TOKENIZER.encode(text, add_special_tokens=False)
-        stopped = any(s in text for s in stop)
-        tokens = tokens if stopped else [*tokens, END]
-        finish = "stop" if len(tokens) <= most else "length"
-        tokens = tokens[:most]
-        return Response(tokens, [-1.0] * len(tokens), [(0, 0, len(tokens))], finish)
-
-    async def parse(self, text, tools):
-        if "<tool_call>" not in text:
-            return text, []
-        head = text.partition("<tool_call>")[0].strip()
-        return tool_calls({"normal_text": head, "calls": [{"name": "add", "parameters": '{"a": 3, "b": 4}'}]})
 
 
 @contextlib.asynccontextmanager
 async def served(scripted):
     """An OpenAI client and the agent's own handle of the session."""
-    service = SessionService()
-    await service.start()
-    try:
-        key, url = service.open(scripted.session)
-        async with openai.AsyncOpenAI(base_url=url, api_key="any") as client:
-            yield client, AgentSession(url)
-        service.close(key)
-    finally:
-        await service.stop()
+    async with endpoint(scripted) as url, openai.AsyncOpenAI(base_url=url, api_key="any") as client:
+        yield client, AgentSession(url)
 
 
 def run(work, *texts, **limits):
@@ -201,7 +150,7 @@ def test_tokens_and_context_are_limits_of_the_episode():
     assert session.counts["limit_tokens"] == 1 and session.episode.turns[1].response.finish_reason == "length"
 
     async def context(client, own, scripted):
-        with pytest.raises(ChatError, match="the model reads 10"):
+        with pytest.raises(ChatError, match="tokens, of at most 10"):
             await own.chat(QUESTION)
         return scripted.session
 

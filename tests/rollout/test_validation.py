@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.validation import response_fault, rollout_fault, type_fault
-from dynamo_megatron.types import EpisodeRecord, Rollout
+from dynamo_megatron.types import EpisodeRecord, Rollout, TurnRecord
 
 SOUND = {
     "tokens": [7, 0, 99],
@@ -128,7 +129,9 @@ EPISODE = dataclasses.replace(
     response_mask=[0, 1, 0, 1, 0, 0, 1],
     engine_logprobs=[-1.0] * 3,
     weight_versions=[(1, 0, 2), (0, 2, 3)],
-    episode=EpisodeRecord([0, 4], {"turns": 3}),
+    episode=EpisodeRecord(
+        [0, 4], {"turns": 3}, [], [{}], [TurnRecord(1, 2, 0.0, 0.5, None), TurnRecord(3, 4, 1.0, 2, 1)]
+    ),
 )
 
 
@@ -167,9 +170,22 @@ def test_an_episode_of_a_file_is_held_to_the_same(changes):
         EpisodeRecord([0], {}, ["hello"]),
         EpisodeRecord([0], {}, [{"role": "user", "content": None}]),
         EpisodeRecord([0], {}, [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]),
+        EpisodeRecord([0], {}, tools="add"),
+        EpisodeRecord([0], {}, tools=["add"]),
+        EpisodeRecord([0], {}, turns=[TurnRecord("0", 1, 0.0, 1.0, None)]),
+        EpisodeRecord([0], {}, turns=[TurnRecord(0, 1, None, 1.0, None)]),
+        EpisodeRecord([0], {}, turns=[TurnRecord(0, 1, 0.0, 1.0, -1)]),
     ],
     ids=str,
 )
 def test_what_an_episode_has_is_of_its_types(record):
     assert type_fault(EPISODE) == ""
     assert type_fault(dataclasses.replace(EPISODE, episode=record)).startswith("episode ")
+
+
+@pytest.mark.parametrize("turns", [5, [[1, 2]], [None]])
+def test_an_episode_is_read_as_it_was_written(turns):
+    assert Rollout.from_json(EPISODE.to_json()) == EPISODE
+    broken = dataclasses.replace(EPISODE, episode=EpisodeRecord([0], {}, turns=turns))
+    with pytest.raises(InputError, match="not a rollout"):
+        Rollout.from_json(broken.to_json())

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamo_megatron.reports.page.curves import binned, bins, plain
 from dynamo_megatron.reports.picture import rate_bins
-from dynamo_megatron.reports.report import rate_classes
+from dynamo_megatron.reports.report import price_rows, rate_classes
 from dynamo_megatron.reports.run_record import Revisits
 from dynamo_megatron.tracking.metrics import read_rows
 
@@ -20,8 +20,9 @@ THIRDS = ("first third", "middle third", "last third")
 
 
 def allocation_view(folder: Path, revisits: Revisits | None) -> dict[str, Any]:
-    """`expected`: from allocation.jsonl alone; `visits`: from what prompts have shown before, None where rollouts of a
-    step are missing (`why` says so). Raises ValueError (path:line) for a line that is broken."""
+    """`expected` and `prices` (as `price_rows`): from the lines of allocation.jsonl; `visits`: from what prompts showed
+    before, None where rollouts of a step are missing (`why` says so). Raises ValueError (path:line) for a broken line.
+    """
     visits, why = None, ""
     if revisits is None:
         why = "The folder lacks the rollouts of a step, and with them what problems have shown before."
@@ -29,7 +30,7 @@ def allocation_view(folder: Path, revisits: Revisits | None) -> dict[str, Any]:
         why = "No problem has been visited a second time yet."
     else:
         visits = _visits(revisits)
-    return {"expected": _expected(folder), "visits": visits, "why": why}
+    return {"expected": _expected(folder), "visits": visits, "why": why, "prices": price_rows(folder)}
 
 
 def _visits(revisits: Revisits) -> dict[str, Any]:

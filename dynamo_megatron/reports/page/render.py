@@ -14,7 +14,7 @@ from typing import Any
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.whole_files import replacing
 
-SCRIPTS = ("dom.js", "charts.js", "allocation.js", "tokens.js", "rollouts.js", "pairs.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "allocation.js", "episode.js", "tokens.js", "rollouts.js", "pairs.js", "main.js")
 # Texts of the run are data, but if one ever got into the document as HTML, nothing of it could run or load.
 POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
 POLICY += "form-action 'none'"

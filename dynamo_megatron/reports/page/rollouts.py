@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.config.method import GROUP_ADVANTAGES
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.page.curves import plain
+from dynamo_megatron.reports.page.episodes import episode_view
 from dynamo_megatron.reports.page.token_texts import Decode, token_texts
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
 from dynamo_megatron.tracking.token_rows import TokenRow, read_token_rows, response_hash
@@ -158,7 +160,8 @@ def _mixed_group(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
     """Plain data of one rollout. `values`: name -> a number for each token that is shown, or one for all; nats but for
-    advantages and the modulation's factor. `texts`: a piece of text a token, or None without a tokenizer."""
+    advantages and the modulation's factor. `texts`: a piece of text a token, or None without a tokenizer. `episode`: as
+    `episode_view`."""
     r = shown.rollout
     prompt = r.response_mask.count(0)
     ids = r.response_tokens[:MOST_TOKENS]
@@ -174,6 +177,8 @@ def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
         values[name] = plain(numbers)
         if name == "logprob" and len(engine) == len(numbers):
             values["gap"] = plain(numbers - engine, 3)
+    episode = episode_view(r, decode)
+    bounds = sorted({0, *(turn["first"] for turn in episode["turns"])}) if episode is not None else [0]
     answer = r.answer if r.answer is None or isinstance(r.answer, str) else json.dumps(r.answer, ensure_ascii=False)
     return {
         **{"id": r.rollout_id, "group": r.group_id, "prompt_id": r.prompt_id, "step": r.step, "labels": shown.labels},
@@ -185,9 +190,16 @@ def rollout_view(shown: Shown, decode: Decode | None) -> dict[str, Any]:
         "response": _cut(r.response if r.response is not None else _decoded(r.tokens[prompt:], decode)),
         "answer": None if answer is None else _cut(answer),
         "ids": ids,
-        "texts": None if decode is None else token_texts(ids, decode),
+        "texts": None if decode is None else _texts(ids, bounds, decode),
         "values": values,
+        "episode": episode,
     }
+
+
+def _texts(ids: Sequence[int], starts: Sequence[int], decode: Decode) -> list[str]:
+    """Of answers that begin at `starts`: no character has tokens of two."""
+    parts = (ids[start:end] for start, end in itertools.pairwise([*starts, len(ids)]))
+    return [text for part in parts for text in token_texts(part, decode)]
 
 
 def _decoded(ids: Sequence[int], decode: Decode | None) -> str:

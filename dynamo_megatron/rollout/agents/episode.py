@@ -39,19 +39,26 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """`messages`: the conversation with the answer, as the agent got it; None: of a request without messages."""
+    """`messages`: the conversation with the answer, as the agent got it; None: of a request without messages.
+    `times`: seconds from the episode's start to when it was asked and answered."""
 
     place: Place
     response: Response
     messages: list[Message] | None
+    times: tuple[float, float]
+
+    @property
+    def chain(self) -> list[Turn]:
+        """Those that it goes on from, the first one first, and itself."""
+        chain: list[Turn] = [self]
+        while (parent := chain[-1].place.parent) is not None:
+            chain.append(parent)
+        return chain[::-1]
 
     @property
     def ids(self) -> list[int]:
         """From the beginning to the end of what was sampled."""
-        chain: list[Turn] = [self]
-        while (parent := chain[-1].place.parent) is not None:
-            chain.append(parent)
-        return [token for turn in reversed(chain) for token in turn.place.context + turn.response.tokens]
+        return [token for turn in self.chain for token in turn.place.context + turn.response.tokens]
 
 
 @dataclass
@@ -83,9 +90,15 @@ class Episode:
         turn, ids = max(starts, key=lambda start: len(start[1]))
         return Place(turn, tokens[len(ids) :])
 
-    def record(self, place: Place, response: Response, messages: list[Message] | None) -> Turn:
-        """An answer came. `messages`: as Turn's."""
-        turn = Turn(place, response, messages)
+    def record(
+        self,
+        place: Place,
+        response: Response,
+        messages: list[Message] | None,
+        times: tuple[float, float] = (0.0, 0.0),
+    ) -> Turn:
+        """An answer came. `messages`, `times`: as Turn's."""
+        turn = Turn(place, response, messages, times)
         if place.parent is not None and self._is_last(place.parent):
             next(s for s in self.segments if s[-1] is place.parent).append(turn)
         else:
@@ -111,6 +124,7 @@ class Episode:
             trained.add_context([] if parent is None else parent.ids)
             for turn in segment:
                 trained.add_context(turn.place.context)
+                trained.spans[turn] = len(trained.tokens), len(trained.tokens) + len(turn.response.tokens)
                 trained.add_sampled(turn.response)
         return trained
 
@@ -118,11 +132,12 @@ class Episode:
 @dataclass
 class Trained:
     """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
-    `starts`: of the segments, in `tokens`."""
+    `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    spans: dict[Turn, tuple[int, int]] = field(default_factory=dict)
     sampled: Response = field(default_factory=Response)
 
     def add_context(self, tokens: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode
+from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
-from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.client import Response, SGLangClient
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, Prompt, plain_data
+from dynamo_megatron.types import EpisodeRecord, Prompt, TurnRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
 
@@ -50,7 +50,11 @@ class Agents:
         self.pool = AgentPool(rollout.agent, rollout.agent_python, rollout.agent_workers)
         self.service = SessionService()
         self.free = asyncio.Semaphore(rollout.agent_episodes)
+        # An evaluation beside training would else wait for all episodes of the steps ahead, and a push waits for it.
+        self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
+        self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_push == "drain"
+        self._length = length
         self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, stops)
         self._told: set[str] = set()  # fields of requests that a note has named
 
@@ -60,6 +64,17 @@ class Agents:
         stack.push_async_callback(self.service.stop)
         await self.service.start()
         await self.pool.start()
+
+    async def fit_servers(self) -> None:
+        """So that no server refuses a segment for its length."""
+
+        async def longest(client: SGLangClient) -> int:
+            with contextlib.suppress(RolloutError):  # who gives no answer is looked after by others
+                return await client.longest() or self._length
+            return self._length
+
+        lengths = await asyncio.gather(*map(longest, self.fleet.clients()))
+        self._limits = replace(self._limits, length=min([self._length, *lengths]))
 
     def limits(self, max_new_tokens: int | None) -> Limits:
         return self._limits if max_new_tokens is None else replace(self._limits, tokens=max_new_tokens)
@@ -101,6 +116,7 @@ class Episodes:
     ):
         self.agents, self.prompt_of, self.deadline = agents, prompt_of, deadline
         self._pending, self._take, self._urgent = list(requests), take, urgent
+        self._free = agents.free_for_evaluation if urgent else agents.free
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
         self._sampling: Sampling
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
@@ -112,6 +128,7 @@ class Episodes:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
         call."""
         agents = self.agents
+        await agents.fit_servers()
         self._sampling = Sampling(
             agents.fleet, agents.config.rollout, [], self._answered, urgent=self._urgent, stays_open=True
         )
@@ -144,12 +161,13 @@ class Episodes:
 
     async def _done(self, request: Request, finished: Finished, server: str) -> None:
         self._pending.remove(request)
+        del self.agents.starts[request.name]
         self.finished.append(time.monotonic())
         await self._take(request, finished, server)
 
     async def _episode(self, request: Request) -> tuple[Finished, str]:
         """The outcome, and the server that gave the last answer."""
-        async with self.agents.free:
+        async with self._free:
             now = time.monotonic()
             limit = now + self.agents.config.rollout.timeout_of(request.max_new_tokens)
             until = min(limit, self.deadline or limit)
@@ -195,6 +213,7 @@ class _Attempt:
     async def run(self) -> tuple[Finished, str]:
         """Raises AgentLost."""
         session, service, name = self._session, self._agents.service, self._request.name
+        self._agents.starts[name] += 1
         key, url = service.open(session)
         error, finish, reward = "", "error", None
         try:
@@ -218,7 +237,7 @@ class _Attempt:
 
     def failed(self, finish: str, error: str) -> Finished:
         tokens = list(self._prompt.tokens)
-        record = EpisodeRecord([0], self._session.counts, self._messages)
+        record = EpisodeRecord([0], self._counts, *self._said)
         return Finished(finish_reason=finish, error=error, sequence=tokens, mask=[0] * len(tokens), record=record)
 
     def _finished(self, reward: float | None) -> Finished:
@@ -231,15 +250,42 @@ class _Attempt:
             "length" if session.reached else "stop",
             sequence=trained.tokens,
             mask=trained.mask,
-            record=EpisodeRecord(trained.starts, session.counts, self._messages),
+            record=EpisodeRecord(trained.starts, self._counts, *self._said, self._turns(trained)),
             text=session.texts[-1],
             reward=reward,
         )
 
     @property
-    def _messages(self) -> list[Message] | None:
-        turns = reversed(self._session.episode.turns)
-        return plain_data(next((turn.messages for turn in turns if turn.messages), None))  # any text may be in them
+    def _counts(self) -> dict[str, int]:
+        """As EpisodeRecord's."""
+        again = self._agents.starts[self._request.name] - 1
+        return self._session.counts | ({"restarts": again} if again else {})
+
+    @property
+    def _last(self) -> Turn | None:
+        """The last one of a conversation."""
+        return next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
+
+    @property
+    def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
+        """`messages` and `tools` of the record: any text may be in them."""
+        last = self._last
+        return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
+
+    def _turns(self, trained: Trained) -> list[TurnRecord]:
+        """Of answers that are the same message, the one that the conversation went on from is it."""
+        last, shown = self._last, {}
+        conversation = [] if last is None else last.messages
+        chain = set() if last is None else set(last.chain)
+        turns = self._session.episode.turns
+        for turn in sorted(turns, key=lambda turn: turn not in chain):
+            if (held := turn.messages) and held == conversation[: len(held)]:
+                shown.setdefault(len(held) - 1, turn)
+        places = {turn: place for place, turn in shown.items()}
+        return [
+            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times), places.get(turn))
+            for turn in turns
+        ]
 
     def _given(self) -> dict:
         prompt = self._prompt

@@ -58,18 +58,24 @@ def _call(call: Any, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where}.tool_calls: a call without a function's name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments)
-        except ValueError:
-            read = None
-        arguments = read if isinstance(read, dict) else arguments
+    arguments = arguments_of(function)
     return {
         "id": str(call.get("id", "")),
         "type": "function",
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """Of a call: the object where they are one, or its JSON; else what is there."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return read if isinstance(read, dict) else arguments
 
 
 def checked_tools(tools: Any) -> list[Message] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
 
+from dynamo_megatron.rollout.agents.anthropic_messages import chat_request, events_of, message_of
 from dynamo_megatron.rollout.agents.messages import BadRequest
 from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
 
@@ -24,6 +25,8 @@ class SessionService:
         app = web.Application(client_max_size=LARGEST)
         app.router.add_post("/{key}/v1/chat/completions", self._chat)
         app.router.add_post("/{key}/v1/completions", self._complete)
+        for path in ("/{key}/v1/messages", "/{key}/v1/v1/messages"):  # Anthropic's clients add the /v1 themselves
+            app.router.add_post(path, self._messages)
         app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
@@ -46,12 +49,24 @@ class SessionService:
         del self._sessions[key]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "chat")
+        return await self._answer(request, Session.chat, _chunks)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "complete")
+        return await self._answer(request, Session.complete, _chunks)
 
-    async def _answer(self, request: web.Request, kind: str) -> web.StreamResponse:
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        async def message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
+            return message_of(await session.chat(chat_request(asked)))
+
+        return await self._answer(request, message, _named_events)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        ask: Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]],
+        events: Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]],
+    ) -> web.StreamResponse:
+        """`events(answer, request)`: of a stream."""
         session = self._sessions.get(request.match_info["key"])
         if session is None:
             return _error("the episode has ended", 404)
@@ -59,27 +74,32 @@ class SessionService:
             asked = await request.json()
             if not isinstance(asked, dict):
                 raise BadRequest("the request is no object")
-            completion = await getattr(session, kind)(asked)
+            answer = await ask(session, asked)
         except ValueError as error:  # JSON's, and BadRequest
             return _error(str(error), STATUS)
         if not asked.get("stream"):
-            return web.json_response(completion)
-        options = asked.get("stream_options")
-        return await _stream(request, completion, isinstance(options, dict) and bool(options.get("include_usage")))
+            return web.json_response(answer)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for event in events(answer, asked):
+            await stream.write(event)
+        return stream
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
 
 
-async def _stream(request: web.Request, completion: Mapping[str, Any], with_usage: bool) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await stream.prepare(request)
-    for event in chunks(completion, with_usage):
-        await stream.write(as_event(event))
-    await stream.write(b"data: [DONE]\n\n")
-    return stream
+def _chunks(completion: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
+    options = asked.get("stream_options")
+    yield from map(as_event, chunks(completion, isinstance(options, dict) and bool(options.get("include_usage"))))
+    yield b"data: [DONE]\n\n"
+
+
+def _named_events(message: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
+    for event in events_of(message):
+        yield f"event: {event['type']}\n".encode() + as_event(event)
 
 
 def _error(message: str, status: int) -> web.Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": error}, status=status)
+    return web.json_response({"type": "error", "error": error}, status=status)  # "type" is Anthropic's

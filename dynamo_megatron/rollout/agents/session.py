@@ -30,7 +30,7 @@ ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode: turns, and sampled tokens. `length`: tokens that the model can read. `vocab_size`: rows of its
+    """Of an episode: turns, and sampled tokens. `length`: tokens of a segment. `vocab_size`: rows of its
     embedding. `stops`: whether requests may have stop texts."""
 
     turns: int
@@ -49,6 +49,7 @@ class Session:
     limits: Limits
     sample: Sample
     parse_tools: ParseTools
+    started: float = field(default_factory=time.monotonic)
     failure: str = ""  # why a turn got no answer: the episode cannot go on
     reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
@@ -68,16 +69,17 @@ class Session:
         if request.get("tool_choice") not in (None, "auto", "none"):
             raise BadRequest("tool_choice: auto or none; what is forced on the policy is no sample of it")
         stop = _stop_texts(request)
-        place, response = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
-        text = self._shown(response, stop, tools is not None)
+        place, response, times = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
+        text, stopped_by = self._shown(response, stop, tools is not None)
         message: Message = {"role": "assistant", "content": text}
         if tools and request.get("tool_choice") != "none":
             text, calls = await self.parse_tools(text, tools)
             if calls:
                 message = {"role": "assistant", "content": text or None, "tool_calls": calls}
-        self._record(place, response, [*messages, *normalised([message])], message["content"] or "")
+        self.episode.record(place, response, [*messages, *normalised([message])], times)
+        self.texts.append(message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
         return _completion("chat.completion", request, choice, place, response)
 
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,9 +87,10 @@ class Session:
         self._check(request)
         tokens = self._tokens(request.get("prompt"))
         stop = _stop_texts(request)
-        place, response = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
-        text = self._shown(response, stop, False)
-        self._record(place, response, None, text)
+        place, response, times = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
+        text, _ = self._shown(response, stop, False)
+        self.episode.record(place, response, None, times)
+        self.texts.append(text)
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
         return _completion("text_completion", request, choice | {"token_ids": response.tokens}, place, response)
 
@@ -121,7 +124,8 @@ class Session:
 
     async def _turn(
         self, placed: Callable[[], Place], request: Mapping[str, Any], stop: tuple[str, ...]
-    ) -> tuple[Place, Response]:
+    ) -> tuple[Place, Response, tuple[float, float]]:
+        """With its times, as Turn's."""
         if stop and not self.limits.stops:
             raise BadRequest("stop: with rollout.at_push partial a server does not detect it; set it to drain")
         asked = request.get("max_completion_tokens") or request.get("max_tokens")
@@ -140,11 +144,10 @@ class Session:
         place = placed()
         room = self.limits.length - len(place.ids)
         if room <= 0:
-            self._limit(
-                "context", f"the conversation has {len(place.ids)} tokens, the model reads {self.limits.length}"
-            )
+            self._limit("context", f"the conversation has {len(place.ids)} tokens, of at most {self.limits.length}")
         most = min(room, self._left, asked or room)
         number, self._begun = self._begun, self._begun + 1
+        asked_at = time.monotonic() - self.started
         self._reserved += most
         try:
             response = await self.sample(place.ids, most, stop, number)
@@ -158,7 +161,7 @@ class Session:
             raise BadRequest(response.error)
         if response.finish_reason == "length" and len(response.tokens) == most != asked:
             self.reached.add("context" if most == room else "tokens")
-        return place, response
+        return place, response, (asked_at, time.monotonic() - self.started)
 
     @property
     def _left(self) -> int:
@@ -169,14 +172,14 @@ class Session:
         self.reached.add(name)
         raise BadRequest(why)
 
-    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> str:
+    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> tuple[str, str | None]:
+        """The text before the stop text that ended it, and that one."""
         text = self.episode.chat.text_of(response.tokens, specials)
-        found = [place for place in (text.find(s) for s in stop) if place >= 0]
-        return text[: min(found)] if found and response.finish_reason == "stop" else text
-
-    def _record(self, place: Place, response: Response, messages: list[Message] | None, text: str) -> None:
-        self.episode.record(place, response, messages)
-        self.texts.append(text)
+        found = [(place, s) for place, s in ((text.find(s), s) for s in stop) if place >= 0]
+        if not found or response.finish_reason != "stop":
+            return text, None
+        place, stopped_by = min(found)
+        return text[:place], stopped_by
 
 
 def _stop_texts(request: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dynamo_megatron.reports.page.data import page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
 from dynamo_megatron.rollout.store import read_rollouts, step_file, tokens_file
 from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, write_token_rows
-from dynamo_megatron.types import ProblemResult
+from dynamo_megatron.types import EpisodeRecord, ProblemResult, TurnRecord
 
 pytestmark = pytest.mark.full
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -146,6 +146,56 @@ def test_the_tokens_and_numbers_are_those_of_the_files(browser, run, tmp_path):
     found = [button.get_attribute("data-rollout") for button in listed.all()]
     assert 0 < len(found) < everything and all("-0001-" in each for each in found)
     opened.check(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_episode_is_a_conversation_with_its_tokens(browser, make_run, new_rollout, tiny_model, tmp_path, width):
+    call = {"id": "c", "type": "function", "function": {"name": ATTACK, "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": f"{ATTACK} 1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": f"edited {ATTACK}"},
+        {"role": "tool", "content": f"{ATTACK} 2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    turns = [TurnRecord(2, 5, 0.0, 0.5, 1), TurnRecord(8, 9, 0.125, 1.5, None), TurnRecord(6, 7, 1.5, 1.75, 4)]
+    record = EpisodeRecord([0, 7], {"turns": 3, "segments": 2}, messages, turns=turns)
+    rollout = new_rollout(
+        1,
+        0,
+        0,
+        reward=0.75,
+        tokens=[20, 21, 30, 31, 32, 22, 33, 23, 34],
+        response_mask=[0, 0, 1, 1, 1, 0, 1, 0, 1],
+        engine_logprobs=[-0.1, -0.2, -0.3, -0.4, -0.5],
+        weight_versions=[(0, 0, 2), (1, 2, 5)],
+        episode=record,
+    )
+    folder = make_run("agent", [rollout], steps=1)
+    (folder / "hf").symlink_to(tiny_model)
+    path = write_page([folder], tmp_path)
+    opened = Opened(browser, path, width)
+    opened.page.goto(f"{path.as_uri()}#rollouts/{rollout.rollout_id}")
+    opened.page.wait_for_selector("#tokens")
+    assert "reward 0.75" in opened.page.inner_text("#detail") and "turns 3, segments 2" in opened.page.inner_text(
+        "#detail"
+    )
+    said = opened.page.locator("#tokens .said")
+    roles = [each.get_attribute("data-role") for each in said.all()]
+    assert roles == ["user", "assistant", "assistant", "tool", "assistant", "before it", "assistant"]
+    heads = [each.inner_text() for each in opened.page.locator("#tokens .who").all()]
+    assert "answer 1 of 3: 0 to 0.5 s, weights of step 0, 1, 3 tokens, trained" in heads[1]
+    assert "as the agent wrote it, not trained" in heads[2] and "in segment 2, not trained" in heads[5]
+    assert "answer 3 of 3: 1.5 to 1.75 s, weights of step 1, 1 tokens, trained" in heads[4]
+    assert [each.locator(".token").count() for each in said.all()] == [0, 3, 0, 0, 1, 0, 1]
+    tokens = [token.get_attribute("data-token") for token in opened.page.locator("#tokens .token").all()]
+    assert tokens == ["0", "1", "2", "3", "4"]
+    opened.page.click("#tokens .token >> nth=3")
+    assert "id 33" in opened.page.inner_text("#detail .about")
+    opened.page.select_option("#detail select", "version")
+    assert opened.page.locator("#tokens .token").count() == 5
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.check(path)
 
 
 def test_marks_become_preference_pairs(browser, run, tmp_path):

@@ -31,11 +31,18 @@ function classTable(visits) {
     visits.table.map((row) => [row.class, number(row.visits), number(row.mean, 3), percent(row.share), percent(row.even_share)]));
 }
 
+function priceTable(prices) {
+  return make("div", {}, make("p", {class: "note"}, "With cost: tokens the allocator expects so many response tokens of a rollout, of an agent's episode those of all its answers."),
+    table(["expected tokens of a rollout", "visits", "mean", "rollouts of a visit", "share of the expected tokens"],
+      prices.map((row) => [row.class, number(row.visits), number(row.tokens, 3), number(row.rollouts, 3), percent(row.share)])));
+}
+
 function showAllocationOf(place, run, several) {
-  const {visits, why, expected} = run.allocation;
+  const {visits, why, expected, prices} = run.allocation;
   place.append(make("h2", {}, several ? visible(run.name) : "Rollouts by difficulty"),
     make("p", {class: "note"}, `Allocator: ${visible(run.allocator)}.`));
   if (visits) place.append(classTable(visits)); else place.append(make("p", {}, why));
+  if (prices.length) place.append(priceTable(prices));
   const charts = make("div", {class: "charts"});
   place.append(charts);
   if (visits) { mapChart(charts, visits); thirdsChart(charts, visits); }

@@ -71,16 +71,23 @@ function numbersTable(view) {
     [String(i + 1), String(id), JSON.stringify(visible(tokenText(view, i))), ...there.map(([, values]) => number(values[i], 5))]));
 }
 
+// Of `count` tokens from `first` on.
+function tokenSpans(view, values, scale, first, count) {
+  return view.ids.slice(first, first + count).map((id, k) => {
+    const i = first + k, text = visible(tokenText(view, i));
+    const token = make("span", {class: text ? "token" : "token empty", "data-token": i}, text);
+    if (values[i] !== null) token.style.background = scale.colour(values[i]);
+    return token;
+  });
+}
+
 function tokensOf(view, kind) {
-  if (!view.ids.length) return [make("p", {}, "No tokens.")];
+  if (!view.ids.length) return view.episode ? conversationOf(view, () => []) : [make("p", {}, "No tokens.")];
   const values = valuesOf(view, kind.key), scale = scaleOf(kind, values);
   const about = make("p", {class: "about", "aria-live": "polite"}, "Point at a token, or tap it, for its numbers.");
-  const tokens = make("div", {class: "box tokens text", id: "tokens"});
-  view.ids.forEach((id, i) => {
-    const text = visible(tokenText(view, i)), token = make("span", {class: text ? "token" : "token empty", "data-token": i}, text);
-    if (values[i] !== null) token.style.background = scale.colour(values[i]);
-    tokens.append(token);
-  });
+  const spans = (first, count) => tokenSpans(view, values, scale, first, count);
+  const tokens = view.episode ? make("div", {id: "tokens"}, ...conversationOf(view, spans))
+    : make("div", {class: "box tokens text", id: "tokens"}, ...spans(0, view.ids.length));
   const point = (event) => {
     const place = event.target.closest("[data-token]");
     if (!place) return;
@@ -90,7 +97,7 @@ function tokensOf(view, kind) {
   };
   tokens.addEventListener("mouseover", point);
   tokens.addEventListener("click", point);
-  return [legendOf(kind, scale), tokens, about];
+  return [legendOf(kind, scale), ...(view.episode ? [about, tokens] : [tokens, about])];  // a conversation may be long
 }
 
 // The whole rollout; `kindKey` is the colour that is asked for, if the rollout has it.
@@ -102,13 +109,16 @@ function rolloutDetail(view, kindKey, changeKind) {
   const cut = view.ids.length < view.length ? ` The first ${view.ids.length} of ${view.length} tokens are shown.` : "";
   const numbers = make("details", {}, make("summary", {}, "Numbers of all tokens"));
   numbers.addEventListener("toggle", () => { if (numbers.open && numbers.children.length === 1) numbers.append(numbersTable(view)); });
+  const counts = view.episode ? Object.entries(view.episode.counts).map(([name, count]) => `${visible(name)} ${count}`).join(", ") : "";
+  const prompt = make("div", {class: "box text"}, visible(view.prompt));
   return make("div", {class: "detail", id: "detail"},
     make("h3", {}, `Rollout ${visible(view.id)}, step ${view.step}`),
     make("p", {}, ...view.labels.map((label) => make("span", {class: "tag"}, label))),
     make("p", {}, `reward ${number(view.reward)} (${view.success ? "success" : "no success"})` + (parts ? ` from ${parts}` : "") +
       `; ended by ${visible(view.finish)}, ${view.length} tokens; status ${visible(view.status)}` + (view.server ? `; ${visible(view.server)}` : "")),
-    make("h3", {}, `Prompt ${visible(view.prompt_id)}`), make("div", {class: "box text"}, visible(view.prompt)),
-    make("div", {class: "controls"}, make("h3", {}, "Response"), select("colour by", options, kind.key, changeKind)),
+    counts ? make("p", {class: "note"}, "episode: " + counts) : null,
+    make("h3", {}, `Prompt ${visible(view.prompt_id)}`), view.episode && view.episode.conversation.length ? null : prompt,
+    make("div", {class: "controls"}, make("h3", {}, view.episode ? "Conversation" : "Response"), select("colour by", options, kind.key, changeKind)),
     ...tokensOf(view, kind), cut ? make("p", {class: "note"}, cut) : null, numbers,
     view.answer === null ? null : make("div", {}, make("h3", {}, "Reference answer"), make("div", {class: "box text"}, visible(view.answer))));
 }
