@@ -1,0 +1,1 @@
+"""What makes an agent from an environment. It runs in the processes of agents."""
