@@ -1,1 +1,1 @@
-"""What makes an agent from an environment. It runs in the processes of agents."""
+"""Agents for `rollout.agent` made from environments, and a tool for agents. All of it runs in the agents' processes."""

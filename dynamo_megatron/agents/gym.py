@@ -14,19 +14,20 @@ def gym_agent(
     make: Callable[[], Any],
     action: Callable[[str], Any] = str.strip,
     show: Callable[[Any], str] = str,
+    **request: Any,
 ) -> Callable[[Any, Any], Awaitable[float]]:
     """The agent for `rollout.agent`: an episode is one of the environment, whose rewards are added up.
 
-    `make` gives the environment of one episode. `action` reads the policy's answer; the text of a ValueError that it
-    raises is the answer to it, in place of a step. `show` makes a text of an observation. `reset` gets the fields `seed`
-    and `options` of the data's row; without a seed, one that follows from the row's id. A limit of the episode ends it
-    with the rewards so far.
+    `make` gives the environment of one episode. `action` reads the policy's answer; where it raises ValueError, the
+    policy gets the text of that instead of a step. `show` makes a text of an observation. `request`: fields of every
+    request, such as max_tokens. `reset` gets the fields `seed` and `options` of the data's row; without a seed, one
+    that follows from the row's id. A limit of the episode ends it with the rewards so far.
     """
 
     async def agent(prompt: Any, session: Any) -> float:
         environment = make()
         try:
-            return await _play(environment, prompt, session, action, show)
+            return await _play(environment, prompt, session, action, show, request)
         finally:
             if hasattr(environment, "close"):
                 environment.close()
@@ -35,14 +36,19 @@ def gym_agent(
 
 
 async def _play(
-    environment: Any, prompt: Any, session: Any, action: Callable[[str], Any], show: Callable[[Any], str]
+    environment: Any,
+    prompt: Any,
+    session: Any,
+    action: Callable[[str], Any],
+    show: Callable[[Any], str],
+    request: dict[str, Any],
 ) -> float:
     seed = prompt.meta.get("seed", zlib.crc32(prompt.prompt_id.encode()))
     observation, _ = environment.reset(seed=seed, options=prompt.meta.get("options"))
     messages, total, ended = _opening(prompt.messages, show(observation)), 0.0, False
     while not ended:
         try:
-            answer = await session.chat(messages)
+            answer = await session.chat(messages, **request)
         except RuntimeError:  # a limit is reached; what else fails makes the episode a failed one
             break
         messages.append(answer)

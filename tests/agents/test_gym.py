@@ -26,13 +26,14 @@ class Count:
 
 
 class Session:
-    """Answers with `texts`, and then refuses. `asked`: the messages of each request."""
+    """Answers with `texts`, and then refuses. `asked`: the messages of each request; `options`: the rest of the last one."""
 
     def __init__(self, *texts):
         self._texts, self.asked = list(texts), []
 
-    async def chat(self, messages):
+    async def chat(self, messages, **options):
         self.asked.append([dict(message) for message in messages])
+        self.options = options
         if not self._texts:
             raise RuntimeError("the episode has had its turns")
         return {"role": "assistant", "content": self._texts.pop(0)}
@@ -94,7 +95,7 @@ def test_what_the_environment_raises_is_raised_once_it_is_closed():
 
 def test_observations_are_shown_and_actions_read_as_the_user_says():
     session = Session("step 1", "step 9")
-    agent = gym_agent(Count, lambda text: int(text.split()[1]), lambda observation: f"<{observation}>")
+    agent = gym_agent(Count, lambda text: int(text.split()[1]), lambda observation: f"<{observation}>", max_tokens=4)
     assert play(session, agent, messages=[("system", "Count.")], seed=0) == 2.0
     assert said(session) == [
         ("system", "Count."),
@@ -102,3 +103,4 @@ def test_observations_are_shown_and_actions_read_as_the_user_says():
         ("assistant", "step 1"),
         ("user", "<1>"),
     ]
+    assert session.options == {"max_tokens": 4}
