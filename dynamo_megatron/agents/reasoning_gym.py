@@ -26,3 +26,6 @@ def reasoning_gym_agent(attempts: int = 3) -> Callable[[Any, Any], Awaitable[flo
         return score
 
     return agent
+
+
+agent = reasoning_gym_agent()

@@ -26,7 +26,7 @@ class Count:
 
 
 class Session:
-    """Answers with `texts`, and then refuses. `asked`: the messages of each request; `options`: the rest of the last one."""
+    """Answers with `texts`, and then refuses. `asked`: the messages of each request; `options`: the last one's rest."""
 
     def __init__(self, *texts):
         self._texts, self.asked = list(texts), []
