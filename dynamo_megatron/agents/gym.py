@@ -45,11 +45,14 @@ async def _play(
 ) -> float:
     seed = prompt.meta.get("seed", zlib.crc32(prompt.prompt_id.encode()))
     observation, _ = environment.reset(seed=seed, options=prompt.meta.get("options"))
-    messages, total, ended = _opening(prompt.messages, show(observation)), 0.0, False
+    opening = _opening(prompt.messages, show(observation))
+    messages, total, ended = [*opening], 0.0, False
     while not ended:
         try:
             answer = await session.chat(messages, **request)
-        except RuntimeError:  # a limit is reached; what else fails makes the episode a failed one
+        except RuntimeError:  # a limit is reached; where it is something else, the episode fails
+            if len(messages) == len(opening):
+                raise
             break
         messages.append(answer)
         try:

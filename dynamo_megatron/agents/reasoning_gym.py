@@ -14,10 +14,12 @@ def reasoning_gym_agent(attempts: int = 3) -> Callable[[Any, Any], Awaitable[flo
 
     async def agent(prompt: Any, session: Any) -> float:
         messages, score = list(prompt.messages), 0.0
-        for _ in range(attempts):
+        for attempt in range(attempts):
             try:
                 answer = await session.chat(messages)
-            except RuntimeError:  # a limit is reached; what else fails makes the episode a failed one
+            except RuntimeError:  # a limit is reached; where it is something else, the episode fails
+                if attempt == 0:
+                    raise
                 break
             score = reasoning_gym_answer(prompt, answer["content"] or "")
             if score == 1.0:
