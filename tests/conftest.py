@@ -126,6 +126,15 @@ def interpreter():
 
 
 @pytest.fixture(scope="session")
+def verifiers_python() -> str:
+    """The interpreter that has verifiers: VERIFIERS_PYTHON or .venv-verifiers/bin/python."""
+    python = os.environ.get("VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
+    if not Path(python).is_file():
+        pytest.skip(f"no {python} (make verifiers)")
+    return python
+
+
+@pytest.fixture(scope="session")
 def command_line():
     """run(folder, *words) -> (exit code, output): `dynamo-megatron WORDS` in the folder, to its end.
 

@@ -1,0 +1,1 @@
+"""Agents for `rollout.agent` made from environments, and a tool for agents. All of it runs in the agents' processes."""
