@@ -40,7 +40,7 @@ def test_72b_by_hand():
     assert formulas.in_flight(p, 80, 0, 30) == (80, 4) and formulas.in_flight(p, 80, 3, 30) == (20, 1)
     # 2 x 80 layers x 1 of 8 key/value heads of 128 x 2 bytes on each of 8 ranks
     assert formulas.kv_bytes_a_token(spec, 8, "bfloat16") == 2 * 80 * 1 * 128 * 2 == 40_960
-    assert formulas.server_elements(spec, 8) == 80 * on_rank + 2 * 152064 * 1024 + 8192
+    assert formulas.server_bytes(spec, 8, "bfloat16", None) == 2 * (80 * on_rank + 2 * 152064 * 1024 + 8192)
     assert formulas.checkpoint_bytes(spec, "bfloat16") == 14 * 72_706_203_648
     # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
     multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
@@ -70,7 +70,10 @@ def test_30b_a3b_by_hand():
     experts_bytes = 8 * (2 * 2048 + 12 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
-    assert formulas.server_elements(spec, 1) == 30_532_122_624
+    assert formulas.server_bytes(spec, 1, "bfloat16", None) == 2 * 30_532_122_624
+    linear = 48 * (attention - 2 * 128 + 128 * expert)  # a byte each, and 4 for a block of 128 x 128
+    in_fp8 = linear + linear // 128**2 * 4 + 2 * (30_532_122_624 - linear)
+    assert formulas.server_bytes(spec, 1, "bfloat16", "fp8") == in_fp8
 
 
 def test_the_interleaved_schedule_holds_more():
@@ -87,6 +90,8 @@ def test_a_decode_step_of_few_sequences_reads_few_experts():
     spec = spec_of("Qwen3-30B-A3B")
     one, many = (formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
+    in_fp8 = formulas.decode_seconds(spec, "bfloat16", 1, 10_000, 0, 1e30, 1.0, "fp8")
+    assert in_fp8 == pytest.approx(formulas.server_bytes(spec, 1, "bfloat16", "fp8"))
 
 
 def test_links_within_and_between_nodes():

@@ -102,13 +102,16 @@ def check_quantization(config: RolloutConfig) -> None:
         return
     key = f"rollout.quantization: {config.quantization}"
     if not torch.cuda.is_available():
-        raise InputError(f"{key} needs GPUs: SGLang's FP8 layers on a CPU need AMX, and take weights once; leave it out")
-    capability = torch.cuda.get_device_capability()
-    # SGLang 0.5.23, layers/quantization/fp8.py: before 8.9 Marlin packs them, on 10.x DeepGEMM needs other scales.
-    if capability < (8, 9) or (10, 0) <= capability < (12, 0):
         raise InputError(
-            f"{key} is for GPUs of compute capability 8.9, 9.0 or 12 and above, and {torch.cuda.get_device_name()} has "
-            f"{capability[0]}.{capability[1]}, where SGLang changes weights that it has loaded and cannot take new ones; leave it out"
+            f"{key} needs GPUs: on a CPU SGLang's FP8 layers are kernels for AMX, which CPU servers here do without; "
+            "leave it out"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    # SGLang 0.5.23, layers/quantization/fp8.py: before 8.9 Marlin packs them, on 10.x DeepGEMM needs other scales.
+    if (major, minor) < (8, 9) or major == 10:
+        raise InputError(
+            f"{key} needs a GPU of compute capability 8.9, 9.0, or 11.0 and above: here it is {major}.{minor}, and SGLang "
+            "repacks the weights that it loads and takes no others; leave it out"
         )
 
 
