@@ -110,8 +110,8 @@ def check_quantization(config: RolloutConfig) -> None:
     # SGLang 0.5.23, layers/quantization/fp8.py: before 8.9 Marlin packs them, on 10.x DeepGEMM needs other scales.
     if (major, minor) < (8, 9) or major == 10:
         raise InputError(
-            f"{key} needs a GPU of compute capability 8.9, 9.0, or 11.0 and above: here it is {major}.{minor}, and SGLang "
-            "repacks the weights that it loads and takes no others; leave it out"
+            f"{key} needs a GPU of compute capability 8.9, 9.0 or from 11.0 on: on this one ({major}.{minor}) SGLang "
+            "repacks the weights that it loads, and takes no others; leave it out"
         )
 
 
