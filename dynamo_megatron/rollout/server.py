@@ -38,6 +38,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
 PLUGINS = Path(__file__).parent / "sglang_plugins"
+FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
@@ -321,6 +322,8 @@ class SGLangServer:
                 environment["LD_LIBRARY_PATH"] = folders
         inherited = environment.get("PYTHONPATH")
         ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
+        if self._config.quantization is not None:
+            ours.append(str(FP8_PLUGINS))
         environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

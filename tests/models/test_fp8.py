@@ -1,10 +1,8 @@
 """Block-wise FP8 against a reference in float64, the tensors that a server gets, and what it could not take."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
+from fp8_reference import TINY, VALUES, reference
 
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.fp8 import (
@@ -20,34 +18,7 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.server_layout import server_shard
 
-CODES = np.arange(127)  # of float8_e4m3's finite values from 0 up: 4 bits of exponent (bias 7), 3 of mantissa
-VALUES = np.where(
-    CODES < 8, (CODES % 8) / 8 * 2.0**-6, (1 + (CODES % 8) / 8) * 2.0 ** (np.maximum(CODES // 8, 1) - 7.0)
-)
-MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2
 SHAPES = [(128, 128), (256, 384), (130, 257), (127, 128), (1, 1), (300, 64)]
-TINY = 2.0**-126  # the smallest normal float32
-
-
-def reference(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes without the sign, scales, whether a quotient is so close to the middle of two values that its rounding to
-    float32 decides), by block, in float64."""
-    rows, columns = weight.shape
-    scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
-    codes, close = np.zeros(weight.shape, np.uint8), np.zeros(weight.shape, bool)
-    for i, j in np.ndindex(scales.shape):
-        part = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-        block = np.abs(weight[part])
-        scales[i, j] = max(np.float32(block.max() / 448.0), np.float32(TINY))
-        quotient = block / np.float64(scales[i, j])
-        above = np.searchsorted(MIDDLES, quotient)  # middles that are below it
-        tie = (above < 126) & (MIDDLES[np.minimum(above, 125)] == quotient)
-        codes[part] = above + (tie & (above % 2 == 1))  # to the even one
-        nearest = np.minimum(
-            np.abs(MIDDLES[np.minimum(above, 125)] - quotient), np.abs(MIDDLES[np.maximum(above, 1) - 1] - quotient)
-        )
-        close[part] = ~tie & (nearest <= 2.0**-23 * quotient)
-    return codes, scales, close
 
 
 def random_weight(shape, dtype, seed=0):
@@ -83,7 +54,7 @@ def test_values_and_scales_are_the_references(shape, dtype):
     # The weight again: half of the last of four bits, or of the smallest value.
     error = (dequantize(values, scales, torch.float64) - weight.double()).abs()
     spread = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    assert (error <= torch.maximum(weight.double().abs() / 16 * (1 + 1e-6), spread * 2.0**-10)).all()
+    assert (error <= torch.maximum(weight.double().abs() / 16, spread * 2.0**-10) * (1 + 1e-5)).all()
 
 
 def test_a_middle_goes_to_the_even_value_and_the_largest_to_448():
@@ -99,14 +70,16 @@ def test_zeros_and_the_smallest_numbers_stay_finite():
     weight[128:] = 1e-40
     values, scales = quantize(weight)
     assert scales.flatten().tolist() == [TINY, TINY]
-    assert not dequantize(values, scales).any()
+    again = dequantize(values, scales)
+    assert not again[:128].any() and again.isfinite().all()
 
 
 def test_a_weight_in_any_memory_order_is_quantised_alike_and_stays_as_it_is():
     weight = random_weight((256, 384), torch.float32)
     before = weight.clone()
     turned = weight.t().contiguous().t()
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*map(quantize, (weight, turned))))
+    pairs = zip(quantize(weight), quantize(turned), strict=True)
+    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
     assert torch.equal(weight, before)
 
 
@@ -188,4 +161,3 @@ def test_a_tiny_model_has_no_whole_blocks(make_tiny_model, tmp_path):
     spec = load_model_config(make_tiny_model(tmp_path / "model"))
     with pytest.raises(ValueError, match="a hidden size of 64, queries of 64, keys of 32; use another"):
         check_fp8_shapes(spec, 1)
-    assert math.prod(huggingface_shapes(spec)["model.layers.0.mlp.up_proj.weight"]) == 64 * 128
