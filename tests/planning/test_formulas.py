@@ -134,6 +134,36 @@ def test_a_plan_adds_up():
     )
 
 
+def test_servers_with_fp8_weights_have_more_room_for_their_cache():
+    keys = {"max_new_tokens": 16384, "servers": 8, "tp": 2, "memory_fraction": 0.4}
+    fp8 = {"rollout": {"quantization": "fp8"}, "algorithm": {"rollout_correction": {}}}
+    plans = []
+    for rollout, rest in ((keys, {}), (keys | fp8["rollout"], {"algorithm": fp8["algorithm"]})):
+        config = Config.model_validate(
+            {
+                "model": {"path": "none", "max_length": 20480},
+                "data": {"source": "none"},
+                "output_dir": "none",
+                "parallel": {"tp": 4, "sequence_parallel": True},
+                "rollout": rollout,
+                "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
+                **rest,
+            }
+        )
+        spec = spec_of("Qwen2.5-14B")
+        plans.append(make_plan(config, spec, Cluster(GPUS["h100-80"], 16, 8), workload(config, spec, None)))
+    plain, quantised = plans
+    # 48 layers of q, k, v, o and an MLP of 13824; a byte each, a scale of 4 for a block of 128 x 128
+    linear = 48 * (5120 * (40 + 8 + 8 + 40) * 128 + 3 * 5120 * 13824) / 2
+    saved = linear - linear / 128**2 * 4
+    assert plain.servers.weights - quantised.servers.weights == pytest.approx(saved)
+    assert quantised.servers.pool - plain.servers.pool == pytest.approx(saved)
+    assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
+    (before,), (after,) = plain.stages, quantised.stages
+    in_float32 = 4 * 5120 * 13824
+    assert after.others["push"] - before.others["push"] == pytest.approx(in_float32 - saved)
+
+
 ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}
 
 
