@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     agent_episodes: Positive = 64  # under way at once
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
-    # of the servers' linear layers: each push quantises their weights (docs/resharding.md)
+    # of the servers' linear layers, whose weights each push quantises; None: none (docs/resharding.md)
     quantization: Literal["fp8"] | None = None
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()

@@ -281,6 +281,11 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
     if rollout.engine != "sglang" or rollout.placement == "external":
         return None
+    if rollout.quantization is not None and not gpu.fp8_pushes:
+        raise ConfigError(
+            f"rollout.quantization: SGLang takes no pushes of {rollout.quantization} weights on {gpu.name}; "
+            "leave it out"
+        )
     heads, groups = spec.num_attention_heads, spec.num_query_groups
     if heads % rollout.tp or (groups % rollout.tp and rollout.tp % groups):
         raise ConfigError(
