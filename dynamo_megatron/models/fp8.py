@@ -11,6 +11,7 @@ part, or a part of a fused parameter, would not begin with a block: the blocks o
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import torch
 from torch.nn import functional
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.server_layout import server_layout
 from dynamo_megatron.models.spec import ModelSpec
 
 BLOCK = 128
@@ -84,6 +87,14 @@ def dequantized(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torc
             continue
         scales = tensors.get(name + SCALE)
         yield name, tensor if scales is None else dequantize(tensor, scales)
+
+
+@functools.cache
+def largest_weights(spec: ModelSpec, tp_size: int) -> tuple[int, int]:
+    """Elements of the largest quantised tensor, and of the largest parameter that a rank of a server makes of some."""
+    shapes, layout = huggingface_shapes(spec), server_layout(spec, tp_size)
+    names = [name for name in shapes if is_quantized(name)]
+    return max(math.prod(shapes[n]) for n in names), max(layout.sizes[layout.places[n][0]] for n in names)
 
 
 def check_fp8_shapes(spec: ModelSpec, tp_size: int) -> None:

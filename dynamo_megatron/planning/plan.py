@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
-from dynamo_megatron.models.fp8 import is_quantized
-from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
@@ -33,6 +32,9 @@ HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
+# Bytes for each element of an FP8 weight: a sender's float32 copy; in SGLang's checksum (block_quant_dequant of
+# layers/quantization/fp8_utils.py) values, scales and products in float32, and the last in bfloat16.
+QUANTIZING, CHECKING = 4, 14
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,9 @@ def _shared(config: Config, spec: ModelSpec, static: Static, servers: Servers) -
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
     push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
-    if config.rollout.quantization is not None:  # in float32, the one that is being quantised (models/fp8.py)
-        push += 4 * max(math.prod(shape) for name, shape in huggingface_shapes(spec).items() if is_quantized(name))
+    if config.rollout.quantization is not None:
+        tensor, parameter = largest_weights(spec, servers.tp)
+        push = max(push + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come after the push
     if not shares_memory(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {

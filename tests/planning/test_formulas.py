@@ -4,6 +4,7 @@ import pytest
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.models import FAMILIES
+from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
@@ -86,6 +87,10 @@ def test_the_interleaved_schedule_holds_more():
     assert formulas.bubble(p, 12) == 3 / (12 * 5)
 
 
+def test_the_checksum_of_a_layers_experts_in_fp8_is_of_all_of_them():
+    assert largest_weights(spec_of("Qwen3-30B-A3B"), 2) == (32 * 128 * 2048, 128 * 2 * 384 * 2048)
+
+
 def test_a_decode_step_of_few_sequences_reads_few_experts():
     spec = spec_of("Qwen3-30B-A3B")
     one, many = (formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
@@ -161,6 +166,7 @@ def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
     (before,), (after,) = plain.stages, quantised.stages
     in_float32 = 4 * 5120 * 13824
+    assert largest_weights(spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
     assert after.others["push"] - before.others["push"] == pytest.approx(in_float32 - saved)
 
 
