@@ -32,9 +32,9 @@ HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
-# Bytes for each element of an FP8 weight: a sender's float32 copy; in SGLang's checksum (block_quant_dequant of
+# Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum (block_quant_dequant of
 # layers/quantization/fp8_utils.py) values, scales and products in float32, and the last in bfloat16.
-QUANTIZING, CHECKING = 4, 14
+QUANTIZING, CHECKING = 6, 14
 
 
 @dataclass(frozen=True)
