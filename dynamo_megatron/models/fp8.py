@@ -49,9 +49,9 @@ def sent_bytes(name: str, shape: Sequence[int], itemsize: int, quantization: str
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight [out, in] of any float dtype as float8_e4m3 [out, in] and float32 scales [out, in] / 128, rounded up.
 
-    A block's scale is its largest absolute value / 448, but at least the smallest normal float32, which keeps a block of
-    zeros from a division by 0. Blocks at the last row or column may be smaller. Copies of a bfloat16 weight take 6 bytes
-    an element meanwhile.
+    A block's scale is its largest absolute value / 448, but at least the smallest normal float32, which keeps a block
+    of zeros from a division by 0. Blocks at the last row or column may be smaller. Copies of a bfloat16 weight take 6
+    bytes an element meanwhile.
     """
     rows, columns = weight.shape
     padded = functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))

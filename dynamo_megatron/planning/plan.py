@@ -32,8 +32,8 @@ HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
-# Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values, scales
-# and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
+# Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
+# scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
 QUANTIZING, CHECKING = 6, 14
 
 
