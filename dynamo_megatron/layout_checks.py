@@ -15,6 +15,7 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.rollout.fleet import training_nodes
 
 
@@ -58,6 +59,8 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
         )
     try:
         spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+        if config.rollout.quantization is not None:
+            check_fp8_shapes(spec, config.rollout.tp)
     except InputError as error:
         raise ConfigError(str(error)) from None
     tied_apart = spec.tied and p.pp > 1

@@ -86,7 +86,8 @@ class TrainJob(Job):
         rollout = self.config.rollout
         if rollout.engine != "sglang" or rollout.placement == "external":
             return {}
-        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}"}
+        weights = f", {rollout.quantization} weights" if rollout.quantization else ""
+        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

@@ -88,6 +88,9 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
     always = site / "dynamo_megatron" / "rollout" / "sglang_plugins"
     plugins = [point.name for d in metadata.distributions(path=[str(always)]) for point in d.entry_points]
     assert plugins == ["key_stays"] and (always / "key_stays.py").is_file()
+    quantised = site / "dynamo_megatron" / "rollout" / "sglang_fp8"
+    plugins = [point.name for d in metadata.distributions(path=[str(quantised)]) for point in d.entry_points]
+    assert plugins == ["no_cache_scales"] and (quantised / "no_cache_scales.py").is_file()
     assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()
     shipped = {file.relative_to(ROOT) for file in (ROOT / "configs").rglob("*.yaml")}
     assert {file.relative_to(site / "dynamo_megatron") for file in site.rglob("*/configs/**/*.yaml")} == shipped

@@ -24,6 +24,7 @@ KEYS = {
     "rollout.top_k=20": "unknown key rollout.top_k",
     "rollout.mode=async": "rollout.mode: Input should be 'sync'",
     "rollout.engine=vllm": "rollout.engine: Input should be 'sglang' or 'recorded'",
+    "rollout.quantization=int4": "rollout.quantization: Input should be 'fp8'",
     "rollout.max_turns=4": "unknown key rollout.max_turns",
 }
 MODELS = {  # what is put into a config.json: the answer
@@ -47,7 +48,7 @@ def answers_of_tables() -> list[str]:
 
 
 def test_every_answer_of_the_page_is_tested():
-    assert len(answers_of_tables()) == 21
+    assert len(answers_of_tables()) == 22
     assert set(answers_of_tables()) == {
         *KEYS.values(),
         *MODELS.values(),

@@ -75,11 +75,14 @@ def companion_files(folder: Path) -> list[Path]:
     )
 
 
-def set_dtype(folder: Path, dtype: str) -> None:
-    """In config.json, under the key that it has for it. Raises ValueError as `plain_json.read_object`."""
+def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | None = None) -> None:
+    """In config.json, under the key that it has for it, and `quantization` as quantization_config. Raises ValueError as
+    `plain_json.read_object`."""
     file = folder / "config.json"
     config = plain_json.read_object(file)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if quantization is not None:
+        config["quantization_config"] = quantization
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

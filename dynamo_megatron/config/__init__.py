@@ -12,6 +12,7 @@ from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingC
 from dynamo_megatron.config.contradictions import (
     FEWEST_PROMPTS,
     agent_faults,
+    quantization_faults,
     sequential_faults,
     shape_faults,
     staleness_faults,
@@ -300,6 +301,7 @@ class Config(Section):
         yield from agent_faults(self)
         yield from shape_faults(self)
         yield from staleness_faults(self)
+        yield from quantization_faults(self)
         prompts = self.batch_prompts
         try:
             yield from self._groups_of_one(*self.rollout_bounds)

@@ -74,6 +74,22 @@ def staleness_faults(config: Config) -> Iterator[str]:
         )
 
 
+def quantization_faults(config: Config) -> Iterator[str]:
+    algorithm, loss, quantization = config.algorithm, config.algorithm.loss, config.rollout.quantization
+    if quantization is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization: SGLang computes {quantization} layers in bfloat16, and model.dtype is "
+            f"{config.model.dtype}; set model.dtype to bfloat16, or leave rollout.quantization out"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"rollout.quantization: {quantization} samples from rounded weights, and the loss has to correct that; set "
+            "algorithm.rollout_correction to {level: token} or {level: sequence}, or algorithm.loss.old to engine"
+        )
+
+
 def agent_faults(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.agent is None:

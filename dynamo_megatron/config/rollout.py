@@ -12,6 +12,13 @@ from dynamo_megatron.config.method import Positive, Section
 Seconds = Annotated[float, Field(gt=0)]
 SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
+# config.json's quantization_config of the weights that models/fp8.py makes
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 class SyncConfig(Section):
@@ -71,6 +78,8 @@ class RolloutConfig(Section):
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
+    # of the servers' linear layers, whose weights each push quantises; None: none (docs/resharding.md)
+    quantization: Literal["fp8"] | None = None
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU

@@ -44,6 +44,7 @@ def cache_file(config: Config, prompts: Sequence[Prompt], on_poll: Callable[[], 
         "stop": rollout.stop,
         "seed": config.seed,
         "engine": [_sglang_version(rollout.python), rollout.tp, rollout.server_args, config.trainer.deterministic],
+        "quantization": rollout.quantization,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
+from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.policy.micro_batches import SequenceCost
@@ -284,20 +285,25 @@ def backward_memory(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int)
 # Servers
 
 
+def linear_width(dtype: str, quantization: str | None) -> float:
+    """Bytes that a server has for an element of a linear layer's weight. `quantization`: rollout.quantization."""
+    return WIDTH[dtype] if quantization is None else QUANTIZED_BYTES
+
+
 @functools.lru_cache(maxsize=512)
-def server_elements(spec: ModelSpec, tp: int) -> int:
-    """Parameters of one rank of a server: its share of every matrix (experts are cut in width), whole norms, and key
-    and value heads copied where there are fewer than ranks."""
+def server_bytes(spec: ModelSpec, tp: int, dtype: str, quantization: str | None) -> int:
+    """Of the weights on one rank of a server: its share of every matrix (experts are cut in width), whole norms, and
+    key and value heads copied where there are fewer than ranks."""
     groups = max(spec.num_query_groups, tp) / spec.num_query_groups
     total = 0.0
     for name, shape in huggingface_shapes(spec).items():
-        elements = math.prod(shape)
+        nbytes = math.prod(shape) * (linear_width(dtype, quantization) if is_quantized(name) else WIDTH[dtype])
         if ".k_proj." in name or ".v_proj." in name:
-            total += elements * groups / tp
+            total += nbytes * groups / tp
         elif len(shape) == 2 and "mlp.gate.weight" not in name:
-            total += elements / tp
+            total += nbytes / tp
         else:
-            total += elements / tp if ".q_proj.bias" in name else elements
+            total += nbytes / tp if ".q_proj.bias" in name else nbytes
     return round(total)
 
 
@@ -369,17 +375,23 @@ def data_parallel_bytes(elements: int, dtype: str, ranks: int) -> float:
 
 
 def decode_seconds(
-    spec: ModelSpec, dtype: str, tp: int, sequences: float, context: float, flops: float, bandwidth: float
+    spec: ModelSpec,
+    dtype: str,
+    tp: int,
+    sequences: float,
+    context: float,
+    flops: float,
+    bandwidth: float,
+    quantization: str | None = None,
 ) -> float:
     """Of one token of each of `sequences` sequences on one server, at least: its weights (of a mixture of experts those
     that some sequence chose) and their keys and values are read once, or their products computed."""
-    weights = server_elements(spec, tp)
+    read = server_bytes(spec, tp, dtype, quantization) + sequences * context * kv_bytes_a_token(spec, tp, dtype)
     if spec.num_experts:
         idle = 1 - spec.router_topk / spec.num_experts
         routed = model_elements(spec) - active_elements(spec)
         routed = routed / idle  # all experts
-        weights -= routed / tp * idle**sequences
-    read = weights * WIDTH[dtype] + sequences * context * kv_bytes_a_token(spec, tp, dtype)
+        read -= routed / tp * idle**sequences * linear_width(dtype, quantization)
     head_products = model_elements(spec) if spec.tied else model_elements(spec) - spec.vocab_size * spec.hidden_size
     active = head_products - (model_elements(spec) - active_elements(spec))
     return max(read / bandwidth, 2 * active * sequences / (tp * flops))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import Static
-from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.hardware import GIB, GPU, Cluster
 from dynamo_megatron.planning.host import Host, SaveTraffic, host_memory, save_traffic, shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
@@ -30,6 +31,10 @@ SLOWEST = 7  # times the floor of log-probs and update: published trainers reach
 HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
+FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
+# Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
+# scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
+QUANTIZING, CHECKING = 6, 14
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ class Plan:
         """Seconds that a response of rollout.max_new_tokens takes at least, `running` at once on its server."""
         gpu, work = self.cluster.gpu, self.work
         shape = self.spec, self.config.model.dtype, self.servers.tp, max(1.0, running), work.prompt + work.response / 2
-        return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, gpu.flops, gpu.memory_bandwidth)
+        server = _server_rate(self.config, gpu), gpu.memory_bandwidth, self.config.rollout.quantization
+        return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, *server)
 
     @property
     def hashed(self) -> float:
@@ -230,7 +236,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         }
         others: dict[str, float] = {}
         if servers is not None and config.rollout.placement == "colocated":
-            training["server"], others = _shared(config, static, servers)
+            training["server"], others = _shared(config, spec, static, servers)
         stages.append(StageMemory(stage, state.dense, state.experts, static, training, others))
     times = _times(config, spec, cluster, work, stages, servers, micro_batches, updates)
     return Plan(
@@ -257,10 +263,13 @@ def _micro_batches(config: Config, dp: int, length: float, updates: int) -> int:
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count
 
 
-def _shared(config: Config, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
+def _shared(config: Config, spec: ModelSpec, static: Static, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
     push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
+    if config.rollout.quantization is not None:
+        tensor, parameter = largest_weights(spec, servers.tp)
+        push = max(push + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come after the push
     if not shares_memory(config):
         return held, {"generate": static.total + held, "push": static.total + held + push, "save": static.total + held}
     return SERVER_REMAINS, {
@@ -275,6 +284,11 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
     if rollout.engine != "sglang" or rollout.placement == "external":
         return None
+    if rollout.quantization is not None and not gpu.fp8_pushes:
+        raise ConfigError(
+            f"rollout.quantization: SGLang takes no pushes of {rollout.quantization} weights on {gpu.name}; "
+            "leave it out"
+        )
     heads, groups = spec.num_attention_heads, spec.num_query_groups
     if heads % rollout.tp or (groups % rollout.tp and rollout.tp % groups):
         raise ConfigError(
@@ -291,7 +305,7 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers of {rollout.tp} GPUs do not fit on {cluster.gpus} GPUs"
         )
-    weights = formulas.server_elements(spec, rollout.tp) * formulas.WIDTH[dtype]
+    weights = formulas.server_bytes(spec, rollout.tp, dtype, rollout.quantization)
     pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)
     a_token = formulas.kv_bytes_a_token(spec, rollout.tp, dtype)
     share = config.rollout_budget / rollout.servers
@@ -356,17 +370,24 @@ def _times(
     )
 
 
+def _server_rate(config: Config, gpu: GPU) -> float:
+    """FLOPs a second of a server's products, at most."""
+    return gpu.flops * (1 if config.rollout.quantization is None else FP8_RATE)
+
+
 def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, servers: Servers) -> float:
     """Seconds: all tokens of a server's share with as many sequences as run at once, or its longest response alone."""
     gpu, dtype = cluster.gpu, config.model.dtype
+    rate, quantization = _server_rate(config, gpu), config.rollout.quantization
 
     def decode(sequences: float, context: float) -> float:
-        return formulas.decode_seconds(spec, dtype, servers.tp, sequences, context, gpu.flops, gpu.memory_bandwidth)
+        shape = spec, dtype, servers.tp, sequences, context
+        return formulas.decode_seconds(*shape, rate, gpu.memory_bandwidth, quantization)
 
     share = config.rollout_budget / servers.count
     running = max(1.0, servers.running)
     prefill = formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
-    prefill /= servers.tp * gpu.flops
+    prefill /= servers.tp * rate
     together = share * work.response / running * decode(running, work.prompt + work.response / 2)
     alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)
     return prefill + max(together, alone)

@@ -87,9 +87,11 @@ def _servers(plan: Plan) -> list[str]:
     if s is None:
         return ["servers: none of this run's own"]
     where = "on the training's GPUs" if plan.config.rollout.placement == "colocated" else f"on {s.gpus} GPUs more"
+    kind = f"{plan.config.rollout.quantization} " if plan.config.rollout.quantization else ""
     return [
-        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB weights, {_gib(s.pool)} GiB KV "
-        f"cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs and activations",
+        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB {kind}weights, "
+        f"{_gib(s.pool)} GiB KV cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs "
+        "and activations",
         f"  a server holds {s.tokens:,.0f} tokens: {s.longest_sequences:,.1f} sequences of {plan.work.longest}; "
         f"{s.running:,.0f} run at once",
     ]

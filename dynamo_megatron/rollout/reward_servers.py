@@ -153,6 +153,7 @@ def supervisor(config: Config, names: list[str], listener: Listener, after: int 
             "port": servers.port,
             "memory_fraction": servers.memory_fraction,
             "api_key_env": None,
+            "quantization": None,
             "server_args": [*seed, *servers.server_args],
         }
     )

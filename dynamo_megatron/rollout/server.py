@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import json
 import os
 import re
 import secrets
@@ -14,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.cuda_runtime import library_path
@@ -35,6 +38,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
 PLUGINS = Path(__file__).parent / "sglang_plugins"
+FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
@@ -44,6 +48,7 @@ FOREIGN_VARIABLES = re.compile(
 )
 # With these there are several groups of ranks, or ranks on other hosts: they meet as SGLang has them do.
 SEVERAL_GROUPS = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr", "--nccl-port")
+OVERRIDE = "--json-model-override-args"
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
@@ -95,6 +100,16 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
             f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
             "rollout.host=ib0"
         )
+
+
+def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
+    """Arguments of SGLang by which it takes config.json's `fields` for these, besides the others that they override."""
+    others, given = list(arguments), {}
+    if OVERRIDE in others[:-1]:
+        place = others.index(OVERRIDE)
+        given = json.loads(others[place + 1])
+        del others[place : place + 2]
+    return [*others, OVERRIDE, json.dumps({**given, **fields})]
 
 
 class SGLangServer:
@@ -273,8 +288,13 @@ class SGLangServer:
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._nonce]
-        if (Path(self._model.path) / ".metadata").is_file():  # checkpoint/torch_dist.py imports torch
-            command += ["--load-format", "dummy"]  # SGLang cannot read it; the first push brings the weights
+        arguments = config.server_args
+        if config.quantization is not None:
+            arguments = with_override(arguments, {"quantization_config": FP8_CONFIG})
+        # Where SGLang cannot read the folder, or would not quantise it, the first push brings the weights.
+        # (checkpoint/torch_dist.py imports torch.)
+        if config.quantization is not None or (Path(self._model.path) / ".metadata").is_file():
+            command += ["--load-format", "dummy"]
         if on_cpu:
             # Room for a few of the longest sequences; the KV cache would otherwise take a share of all memory.
             longest = self._model.max_length or 2 * config.max_new_tokens
@@ -286,7 +306,7 @@ class SGLangServer:
             command += ["--base-gpu-id", str(self._first_gpu + self._slot * config.tp)]
             if shares_memory(config):
                 command += ["--enable-memory-saver"]
-        return command + config.server_args
+        return command + arguments
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
@@ -302,6 +322,8 @@ class SGLangServer:
                 environment["LD_LIBRARY_PATH"] = folders
         inherited = environment.get("PYTHONPATH")
         ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
+        if self._config.quantization is not None:
+            ours.append(str(FP8_PLUGINS))
         environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

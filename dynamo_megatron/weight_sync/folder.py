@@ -22,6 +22,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
     companion_files,
     set_dtype,
 )
+from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.weight_sync.gather import BucketSource
 from dynamo_megatron.weight_sync.schedule import SendSchedule, make_schedule
@@ -88,7 +89,7 @@ def write_bucket(folder: Path, number: int, tensors: Mapping[str, torch.Tensor])
 
 
 def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> None:
-    """The index and what is not weights: from the model's folder, but config.json's dtype, which is the policy's."""
+    """The index and what is not weights: from the model's folder, but for what config.json says of the weights."""
     weight_map = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
     index = {"metadata": {"total_size": schedule.nbytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
@@ -96,7 +97,7 @@ def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> No
         shutil.copy(file, folder / file.name)
     if policy.config.data.chat_template is not None:
         shutil.copy(Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
-    set_dtype(folder, policy.config.model.dtype)
+    set_dtype(folder, policy.config.model.dtype, FP8_CONFIG if schedule.quantization else None)
 
 
 def _file(number: int) -> str:

@@ -1,10 +1,12 @@
-"""A bucket of the schedule from the ranks that hold it: whole Hugging Face tensors on its sender."""
+"""A bucket of the schedule from the ranks that hold it: whole Hugging Face tensors on its sender, quantised where the
+schedule says so."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from dynamo_megatron.models.fp8 import quantize_tensors
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, is_sharded, to_huggingface
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.weight_sync.schedule import Bucket, SendSchedule
@@ -46,6 +48,8 @@ class BucketSource:
         tensors: dict[str, torch.Tensor] = {}
         for name in bucket.parameters:
             tensors |= to_huggingface(self._spec, name, shards.get(name) or [self._parameter(name)])
+        if self._schedule.quantization is not None:
+            tensors = quantize_tensors(tensors)
         assert tuple(tensors) == bucket.names, "not the schedule's tensors"
         return tensors
 

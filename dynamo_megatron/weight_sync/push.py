@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -74,7 +75,12 @@ class WeightPusher:
         self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
         sync, ranks = self._config.sync, self._layout.world_size
         self.schedule = make_schedule(
-            policy.spec, policy.config.parallel, ranks, bucket_bytes=sync.bucket_bytes, itemsize=self._itemsize
+            policy.spec,
+            policy.config.parallel,
+            ranks,
+            bucket_bytes=sync.bucket_bytes,
+            itemsize=self._itemsize,
+            quantization=self._config.quantization,
         )
         self._source = BucketSource(policy, self.schedule)
         hosts = len(set(self._layout.gather(socket.gethostname())))
@@ -123,7 +129,8 @@ class WeightPusher:
             except PushNeeded as error:
                 needed = str(error)
             end = time.monotonic()
-            floor = sum(floor_bytes(self._policy.spec, e.tp, self._itemsize) for e in endpoints)
+            width = self._itemsize, self._config.quantization
+            floor = sum(floor_bytes(self._policy.spec, e.tp, *width) for e in endpoints)
             return PushReport(end - start, end - paused, proof_seconds, sent, floor, needed)
 
         return self._on_rank_0("end", settle)
@@ -186,7 +193,7 @@ class WeightPusher:
         if tensors is not None:
             under_way.sent += self._transport.stage(own.number, tensors)
             for checksums in expected.values():
-                checksums.add(tensors.items())
+                checksums.add(dequantized(tensors))
         for turn in range(len(buckets)):
             # Of all servers, so that ranks agree on who hears whom; those that have failed drop out.
             mine = self._transport.turn(turn, buckets, own, under_way.endpoints)

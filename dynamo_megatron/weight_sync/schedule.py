@@ -3,12 +3,14 @@
 A *bucket* is a run of Megatron parameters of one pipeline stage (or, of experts, of one expert-parallel rank), at most
 `bucket_bytes` of Hugging Face tensors. A parameter is never cut: q, k and v, and gate and up, which a server fuses,
 travel together. In a *round* every sender has at most one bucket.
+
+With `quantization` the sender quantises the bucket that it has gathered (models/fp8.py): names and bytes of a bucket
+are those of what is sent, its bound is that of what is gathered.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ import torch
 
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.fp8 import sent_bytes
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
     OUTPUT_LAYER,
@@ -35,7 +38,7 @@ class Bucket:
     number: int  # in the whole schedule
     sender: int  # a global rank
     parameters: tuple[str, ...]  # Megatron's, global
-    names: tuple[str, ...]  # the Hugging Face tensors they become, in order
+    names: tuple[str, ...]  # the Hugging Face tensors, and the scales, that they become, in order
     nbytes: int  # of those
 
 
@@ -43,6 +46,7 @@ class Bucket:
 class SendSchedule:
     rounds: tuple[tuple[Bucket, ...], ...]
     stage_ranks: int  # ranks of a pipeline stage
+    quantization: str | None  # as rollout.quantization
 
     @property
     def buckets(self) -> Iterator[Bucket]:
@@ -66,15 +70,23 @@ class SendSchedule:
 
 
 def make_schedule(
-    spec: ModelSpec, parallel: ParallelConfig, ranks: int, *, bucket_bytes: int, itemsize: int
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    ranks: int,
+    *,
+    bucket_bytes: int,
+    itemsize: int,
+    quantization: str | None = None,
 ) -> SendSchedule:
     """The schedule for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
 
-    `itemsize`: bytes of a value. A parameter larger than `bucket_bytes` is a bucket of its own.
+    `itemsize`: bytes of a value that is not quantised. `quantization`: rollout.quantization of the servers that get the
+    weights. A parameter larger than `bucket_bytes` is a bucket of its own.
     """
     stage_ranks = ranks // parallel.pp
     queues: dict[int, list[tuple[str, ...]]] = {}  # sender -> the parameters of each of its buckets
-    sizes = _parameter_bytes(spec, itemsize)
+    sizes = {parameter: sum(tensors.values()) for parameter, tensors in _tensors(spec, itemsize, None).items()}
+    sent = _tensors(spec, itemsize, quantization)
     for stage in range(parallel.pp):
         parameters = list(stage_parameters(spec, parallel, stage))
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
@@ -88,18 +100,22 @@ def make_schedule(
         for sender in sorted(queues):
             if position < len(queues[sender]):
                 parameters = queues[sender][position]
-                names = tuple(name for p in parameters for name in huggingface_names(spec, p))
-                buckets.append(Bucket(number, sender, parameters, names, sum(sizes[p] for p in parameters)))
+                names, nbytes = zip(*(tensor for p in parameters for tensor in sent[p].items()), strict=True)
+                buckets.append(Bucket(number, sender, parameters, names, sum(nbytes)))
                 number += 1
         rounds.append(tuple(buckets))
-    return SendSchedule(tuple(rounds), stage_ranks)
+    return SendSchedule(tuple(rounds), stage_ranks, quantization)
 
 
-def _parameter_bytes(spec: ModelSpec, itemsize: int) -> dict[str, int]:
-    """Of every parameter, as Hugging Face tensors: without the padding."""
+def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[str, dict[str, int]]:
+    """Parameter -> the tensors that are sent of it, in order, and their bytes: without the padding."""
     shapes = huggingface_shapes(spec)
     return {
-        parameter: sum(math.prod(shapes[name]) for name in huggingface_names(spec, parameter)) * itemsize
+        parameter: {
+            sent: nbytes
+            for name in huggingface_names(spec, parameter)
+            for sent, nbytes in sent_bytes(name, shapes[name], itemsize, quantization).items()
+        }
         for parameter in parameter_names(spec)
     }
 
@@ -131,7 +147,7 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> I
 
 
 @functools.cache
-def floor_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
+def floor_bytes(spec: ModelSpec, tp: int, itemsize: int, quantization: str | None = None) -> int:
     """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart.
 
     Key and value heads fewer than ranks are held more than once, and so are norms and routers.
@@ -139,5 +155,7 @@ def floor_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
     total = 0
     for name, shape in huggingface_shapes(spec).items():
         whole = torch.empty(shape, device="meta")
-        total += sum(server_shard(spec, name, whole, rank, tp).numel() for rank in range(tp))
-    return total * itemsize
+        for rank in range(tp):
+            part = server_shard(spec, name, whole, rank, tp)
+            total += sum(sent_bytes(name, part.shape, itemsize, quantization).values())
+    return total

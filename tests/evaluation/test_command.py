@@ -236,3 +236,10 @@ def test_a_set_that_is_not_there_ends_it_before_a_server_starts(models, capsys):
     assert main([*SUITE[:2], "easy,none", *SUITE[3:], "--model", "base"]) == 2
     assert "--suite: there is no file sets/none.jsonl" in capsys.readouterr().err
     assert StandIn.started == [] and not (models / "scores").exists()
+
+
+def test_servers_have_the_weights_of_the_folder_as_they_are(models, capsys):
+    """A run's servers with FP8 weights get them from its ranks; an evaluation has none."""
+    keys = ["model.dtype=bfloat16", "rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
+    assert main([*SUITE, "--model", "base", *keys]) == 0, capsys.readouterr().err
+    assert [worker.config.rollout.quantization for worker in StandIn.started] == [None]

@@ -98,6 +98,7 @@ def test_kept_responses_are_scored_by_the_present_function(evaluate):
         {"eval": {"data": "x", "every": 2, "max_new_tokens": 9}},
         {"rollout": {"server_args": ["--kv-cache-dtype", "fp8_e5m2"]}},
         {"rollout": {"stop": ["\n"]}},
+        {"rollout": {"quantization": "fp8"}, "algorithm": {"rollout_correction": {}}},
         "weights",
         "config.json",
     ],

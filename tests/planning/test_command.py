@@ -246,6 +246,9 @@ def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsy
     assert f"together {rows[0][12]}," in capsys.readouterr().out
 
 
+FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -255,6 +258,14 @@ def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsy
         (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
         (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
         (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on 16"),
+        (
+            [*FP8, "rollout.tp=8", "rollout.servers=2"],
+            "128 values, and with rollout.tp 8 a server rank has an MLP width",
+        ),
+        (
+            [*FP8, "--gpu", "b200-180"],
+            "SGLang takes no pushes of fp8 weights on b200-180; leave it out",
+        ),
         (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),

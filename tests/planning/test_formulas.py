@@ -4,6 +4,7 @@ import pytest
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.models import FAMILIES
+from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
@@ -40,7 +41,7 @@ def test_72b_by_hand():
     assert formulas.in_flight(p, 80, 0, 30) == (80, 4) and formulas.in_flight(p, 80, 3, 30) == (20, 1)
     # 2 x 80 layers x 1 of 8 key/value heads of 128 x 2 bytes on each of 8 ranks
     assert formulas.kv_bytes_a_token(spec, 8, "bfloat16") == 2 * 80 * 1 * 128 * 2 == 40_960
-    assert formulas.server_elements(spec, 8) == 80 * on_rank + 2 * 152064 * 1024 + 8192
+    assert formulas.server_bytes(spec, 8, "bfloat16", None) == 2 * (80 * on_rank + 2 * 152064 * 1024 + 8192)
     assert formulas.checkpoint_bytes(spec, "bfloat16") == 14 * 72_706_203_648
     # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
     multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
@@ -70,7 +71,10 @@ def test_30b_a3b_by_hand():
     experts_bytes = 8 * (2 * 2048 + 6 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
-    assert formulas.server_elements(spec, 1) == 30_532_122_624
+    assert formulas.server_bytes(spec, 1, "bfloat16", None) == 2 * 30_532_122_624
+    linear = 48 * (attention - 2 * 128 + 128 * expert)  # a byte each, and 4 for a block of 128 x 128
+    in_fp8 = linear + linear // 128**2 * 4 + 2 * (30_532_122_624 - linear)
+    assert formulas.server_bytes(spec, 1, "bfloat16", "fp8") == in_fp8
 
 
 def test_the_interleaved_schedule_holds_more():
@@ -83,10 +87,16 @@ def test_the_interleaved_schedule_holds_more():
     assert formulas.bubble(p, 12) == 3 / (12 * 5)
 
 
+def test_the_checksum_of_a_layers_experts_in_fp8_is_of_all_of_them():
+    assert largest_weights(spec_of("Qwen3-30B-A3B"), 2) == (32 * 128 * 2048, 128 * 2 * 384 * 2048)
+
+
 def test_a_decode_step_of_few_sequences_reads_few_experts():
     spec = spec_of("Qwen3-30B-A3B")
     one, many = (formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
+    in_fp8 = formulas.decode_seconds(spec, "bfloat16", 1, 10_000, 0, 1e30, 1.0, "fp8")
+    assert in_fp8 == pytest.approx(formulas.server_bytes(spec, 1, "bfloat16", "fp8"))
 
 
 def test_links_within_and_between_nodes():
@@ -127,6 +137,37 @@ def test_a_plan_adds_up():
     assert plan.times.step == pytest.approx(
         plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
     )
+
+
+def test_servers_with_fp8_weights_have_more_room_for_their_cache():
+    keys = {"max_new_tokens": 16384, "servers": 8, "tp": 2, "memory_fraction": 0.4}
+    fp8 = {"rollout": {"quantization": "fp8"}, "algorithm": {"rollout_correction": {}}}
+    plans = []
+    for rollout, rest in ((keys, {}), (keys | fp8["rollout"], {"algorithm": fp8["algorithm"]})):
+        config = Config.model_validate(
+            {
+                "model": {"path": "none", "max_length": 20480},
+                "data": {"source": "none"},
+                "output_dir": "none",
+                "parallel": {"tp": 4, "sequence_parallel": True},
+                "rollout": rollout,
+                "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
+                **rest,
+            }
+        )
+        spec = spec_of("Qwen2.5-14B")
+        plans.append(make_plan(config, spec, Cluster(GPUS["h100-80"], 16, 8), workload(config, spec, None)))
+    plain, quantised = plans
+    # 48 layers of q, k, v, o and an MLP of 13824; a byte each, a scale of 4 for a block of 128 x 128
+    linear = 48 * (5120 * (40 + 8 + 8 + 40) * 128 + 3 * 5120 * 13824) / 2
+    saved = linear - linear / 128**2 * 4
+    assert plain.servers.weights - quantised.servers.weights == pytest.approx(saved)
+    assert quantised.servers.pool - plain.servers.pool == pytest.approx(saved)
+    assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
+    (before,), (after,) = plain.stages, quantised.stages
+    copies = 6 * 5120 * 13824
+    assert largest_weights(spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
+    assert after.others["push"] - before.others["push"] == pytest.approx(copies - saved)
 
 
 ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}

@@ -35,7 +35,7 @@ class StandIn:
     def __init__(self, config, model, log, *, name, incarnation, slot, slots, first_gpu):
         assert model.path == "rm" and config.server_args[-2:] == ["--a", "b"] and not config.offload
         self.endpoint = Endpoint(name, incarnation, self.url, config.tp, f"key-{incarnation}")
-        self.first_gpu, self.ended = first_gpu, False
+        self.first_gpu, self.quantization, self.ended = first_gpu, config.quantization, False
         self.made.append(self)
 
     def start(self):
@@ -125,6 +125,13 @@ def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path
     why = "reward-[01] is not started again: out of memory"
     with pytest.raises(RolloutError, match=f"^no server of the reward model came up: {why}; {why}$"):
         asyncio.run(work())
+
+
+def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_path):
+    base = external(["http://unused"], output=tmp_path)
+    rollout = base.rollout.model_copy(update={"quantization": "fp8"})
+    RewardServers(with_model(base.model_copy(update={"rollout": rollout})))
+    assert [server.quantization for server in stand_in.made] == [None]
 
 
 def test_a_server_that_another_start_has_brought_back_is_waited_for_when_it_ends(tmp_path):

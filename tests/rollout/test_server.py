@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.rollout import server as server_module
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
@@ -323,3 +324,30 @@ def test_the_stand_ins_are_on_the_servers_path_only():
     assert not (module.CPU_STAND_INS / "__init__.py").exists()
     assert str(module.CPU_STAND_INS) not in os.environ.get("PYTHONPATH", "")
     assert Path(module.__file__).parent == module.CPU_STAND_INS.parent
+
+
+@pytest.mark.parametrize("quantization", ["fp8", None])
+def test_a_server_with_fp8_weights_is_told_their_form_and_waits_for_them(tmp_path, quantization):
+    python, log = tmp_path / "python", tmp_path / "sglang.log"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "path $PYTHONPATH" end\nexec sleep 100\n')
+    python.chmod(0o755)
+    given = ["--json-model-override-args", '{"num_hidden_layers": 2}', "--log-level", "info"]
+    config = RolloutConfig(python=str(python), quantization=quantization, server_args=given)
+    server = SGLangServer(config, ModelConfig(path="unused"), log)
+    server.start()
+    try:
+        deadline = time.monotonic() + 60
+        while "\nend\n" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+    finally:
+        server.stop()
+    words = log.read_text().splitlines()
+    assert words.count("--json-model-override-args") == 1 and words[words.index("--log-level") + 1] == "info"
+    override = json.loads(words[words.index("--json-model-override-args") + 1])
+    plugins = next(word for word in words if word.startswith("path "))
+    if quantization is None:
+        assert override == {"num_hidden_layers": 2} and "--load-format" not in words and "sglang_fp8" not in plugins
+    else:
+        assert override == {"num_hidden_layers": 2, "quantization_config": FP8_CONFIG}
+        assert words[words.index("--load-format") + 1] == "dummy" and "sglang_fp8" in plugins

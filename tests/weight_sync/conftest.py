@@ -25,10 +25,12 @@ def start_servers():
     """start(model, dtype, tps, folder) -> servers: one of so many ranks for each of `tps`, up, server-0 and so on."""
     started = []
 
-    def start(model: Path, dtype: str, tps: Sequence[int], folder: Path, **options) -> list[SGLangServer]:
+    def start(
+        model: Path, dtype: str, tps: Sequence[int], folder: Path, quantization: str | None = None, **options
+    ) -> list[SGLangServer]:
         servers = []
         for number, tp in enumerate(tps):
-            config = RolloutConfig(tp=tp, start_timeout=400)
+            config = RolloutConfig(tp=tp, start_timeout=400, quantization=quantization)
             place = {"name": f"server-{number}", "slot": number, "slots": len(tps)} | options
             log = folder / f"{place['name']}-{place.get('incarnation', 1)}.log"
             server = SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), log, **place)

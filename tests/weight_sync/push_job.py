@@ -30,14 +30,18 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.models.fp8 import dequantize, is_quantized, quantize  # noqa: E402
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, to_megatron  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.rollout.endpoint import Endpoint  # noqa: E402
 from dynamo_megatron.rollout.server_api import ServerError, call, rest  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
+from dynamo_megatron.weight_sync.gather import BucketSource  # noqa: E402
 from dynamo_megatron.weight_sync.proof import ExpectedChecksums, mismatch  # noqa: E402
 from dynamo_megatron.weight_sync.push import WeightPusher  # noqa: E402
+from dynamo_megatron.weight_sync.schedule import make_schedule  # noqa: E402
+from dynamo_megatron.weight_sync.transports.disk import DiskTransport  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
 from forked_ranks import fork_ranks, wait_for  # noqa: E402
@@ -118,10 +122,13 @@ class Ranks:
         self.job, self.case, self.model, self.out = job, case, Path(job["model"]), Path(job["out"])
         self.rank, self.version = int(os.environ["RANK"]), case["first_version"]
         self.base = load_file(self.model / "model.safetensors")
+        self.quantization = job.get("quantization")
         config = Config(
             model={"path": str(self.model), "dtype": job["dtype"]},
             data={"source": "unused"},
             parallel=case["parallel"],
+            rollout={"quantization": self.quantization},
+            algorithm={"rollout_correction": {}},
             output_dir=str(self.out / case["name"]),
         )
         self.store = connect_store(300)
@@ -150,6 +157,8 @@ class Ranks:
         report = pusher.push(push, self.coordinator.check)
         expected = {tp: ExpectedChecksums(self.spec, tp, "cpu") for tp in {e.tp for e in endpoints}}
         weights = {name: changed(name, tensor, push) for name, tensor in self.base.items()} if self.rank == 0 else {}
+        if self.quantization is not None:
+            weights = {n: dequantize(*quantize(t)) if is_quantized(n) else t for n, t in weights.items()}
         for checksums in expected.values():
             checksums.add(weights.items())
         sums = {tp: checksums.gather(self.layout.host) for tp, checksums in expected.items()}
@@ -243,7 +252,25 @@ def run_withheld(job: dict, case: dict) -> None:
     ranks.finish()
 
 
-RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld}
+def run_folder(job: dict, case: dict) -> None:
+    """What the disk transport writes for servers, of which there are none."""
+    ranks = Ranks(job, case)
+    shape = {"bucket_bytes": BUCKET_BYTES, "itemsize": 2, "quantization": job["quantization"]}
+    schedule = make_schedule(ranks.spec, ranks.config.parallel, case["ranks"], **shape)
+    source = BucketSource(ranks.policy, schedule)
+    transport = DiskTransport(ranks.policy, schedule, ranks.out / "pushed")
+    if ranks.rank == 0:
+        transport.prepare()
+    dist.barrier()
+    for number in range(len(schedule.rounds)):
+        tensors = source.gather(number)
+        if tensors is not None:
+            transport.stage(schedule.bucket_of(ranks.rank, number).number, tensors)
+    dist.barrier()
+    ranks.finish()
+
+
+RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld, "folder": run_folder}
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -121,6 +123,29 @@ def test_a_withheld_tensor_is_caught(tiny_model, start_servers, run_pushes, tmp_
         "tp2"
     ]
     assert "model.layers.1.self_attn.qkv_proj.weight" in first["outcomes"]["server-0"]
+    proved(second, "server-0")
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
+def test_servers_with_fp8_weights(make_tiny_model, start_servers, run_pushes, tmp_path, monkeypatch):
+    """SGLang's own loaders and checker; the products of the layers are a stand-in's (fp8_on_cpu)."""
+    stand_in = Path(__file__).with_name("fp8_on_cpu")
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stand_in), *([inherited] if inherited else [])]))
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256}
+    model = make_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", vocab=131, **sizes)
+    servers = start_servers(model, "bfloat16", (1, 2), tmp_path, quantization="fp8")
+    job = {"model": model, "dtype": "bfloat16", "quantization": "fp8"}
+    layouts = {"tp2": LAYOUTS["tp2"]}
+    seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=2, servers=servers, layouts=layouts, **job)
+    check(seen["tp2"], TRANSPORTS, 2, servers)
+    # A scale that does not arrive is noticed as its weight.
+    withheld = "model.layers.1.self_attn.k_proj.weight_scale_inv"
+    job |= {"run": "withheld", "withheld": withheld, "transports": ("tensor",), "servers": servers[:1]}
+    first, second = run_pushes(tmp_path / "withheld", layouts=layouts, **job)["tp2"]
+    assert "1 differing: model.layers.1.self_attn.qkv_proj.weight" in first["outcomes"]["server-0"]
     proved(second, "server-0")
     for server in servers:
         server.stop()

@@ -74,7 +74,7 @@ def is_local(url: str) -> bool:
 
 def check_transport(config: RolloutConfig) -> str:
     """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (weight_sync/push.py).
-    Raises ValueError where it, or memory that servers and ranks take turns with, cannot work."""
+    Raises ValueError where it, memory that servers and ranks take turns with, or quantised servers cannot work."""
     name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
     if name == "ipc":
         check_segments("rollout.sync.transport: ipc")
@@ -83,6 +83,7 @@ def check_transport(config: RolloutConfig) -> str:
         check_nccl(config)
     if shares_memory(config):
         check_segments("rollout.offload")
+    check_quantization(config)
     return name
 
 
@@ -92,6 +93,26 @@ def check_segments(key: str) -> None:
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
             raise InputError(f"{key} cannot go with expandable segments; take expandable_segments out of {variable}")
+
+
+def check_quantization(config: RolloutConfig) -> None:
+    """Raises ValueError where SGLang has no FP8 layers for this machine, or changes their weights when it has loaded
+    them: the next push would not fit. Servers on other nodes are taken to have GPUs like the ones here."""
+    if config.quantization is None or config.engine != "sglang" or config.placement == "external":
+        return
+    key = f"rollout.quantization: {config.quantization}"
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"{key} needs GPUs: on a CPU SGLang's FP8 layers are kernels for AMX, which CPU servers here do without; "
+            "leave it out"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    # SGLang 0.5.23, layers/quantization/fp8.py: before 8.9 Marlin packs them, on 10.x DeepGEMM needs other scales.
+    if (major, minor) < (8, 9) or major == 10:
+        raise InputError(
+            f"{key} needs a GPU of compute capability 8.9, 9.0 or from 11.0 on: on this one ({major}.{minor}) SGLang "
+            "repacks the weights that it loads, and takes no others; leave it out"
+        )
 
 
 def check_torch(config: RolloutConfig) -> None:

@@ -37,6 +37,11 @@ class DiskTransport(Transport):
         raise AssertionError("a server loads from disk when all is written")
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
-        payload = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}
+        payload = {
+            "model_path": str(self._folder),
+            "load_format": "auto",  # the server's own may be dummy (rollout/server.py)
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
         call(endpoint, "/update_weights_from_disk", payload, self._timeout)
         check_version(endpoint, version)

@@ -1,0 +1,163 @@
+"""Block-wise FP8 against a reference in float64, the tensors that a server gets, and what it could not take."""
+
+import pytest
+import torch
+from fp8_reference import TINY, VALUES, reference
+
+from dynamo_megatron.models import FAMILIES, load_model_config
+from dynamo_megatron.models.fp8 import (
+    check_fp8_shapes,
+    dequantize,
+    dequantized,
+    is_quantized,
+    quantize,
+    quantize_tensors,
+    sent_bytes,
+)
+from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.models.server_layout import server_shard
+
+SHAPES = [(128, 128), (256, 384), (130, 257), (127, 128), (1, 1), (300, 64)]
+
+
+def random_weight(shape, dtype, seed=0):
+    """Of blocks and rows of very different size, with a block of zeros where there are several."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator) ** 4
+    if shape[0] > 128:
+        weight[:128, :128] = 0
+        weight[128:] *= 1e-4
+    return weight.to(dtype)
+
+
+def test_the_references_values_are_float8_s():
+    assert VALUES[-1] == 448 and VALUES[1] == 2.0**-9 and VALUES[8] == 2.0**-6
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    assert (codes == VALUES).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_scales_are_the_references(shape, dtype):
+    weight = random_weight(shape, dtype)
+    values, scales = quantize(weight)
+    assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert values.shape == weight.shape and scales.shape == tuple(-(-size // 128) for size in shape)
+    assert values.is_contiguous() and scales.is_contiguous()
+    codes, expected, close = reference(weight.double().numpy())
+    assert (scales.numpy() == expected).all()
+    found = values.view(torch.uint8).numpy()
+    assert ((found & 127 == codes) | close).all() and close.mean() < 1e-3
+    signs = (found & 128 != 0) == (weight.double().numpy() < 0)
+    assert (signs | (codes == 0)).all()
+    # The weight again: half of the last of four bits, or of the smallest value.
+    error = (dequantize(values, scales, torch.float64) - weight.double()).abs()
+    spread = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    assert (error <= torch.maximum(weight.double().abs() / 16, spread * 2.0**-10) * (1 + 1e-5)).all()
+
+
+def test_a_middle_goes_to_the_even_value_and_the_largest_to_448():
+    weight = torch.zeros(128, 128)
+    weight[0, :6] = torch.tensor([448.0, -448.0, 17.0, 19.0, -17.0, 2.0**-10])
+    values, scales = quantize(weight)
+    assert scales.item() == 1
+    assert values[0, :6].double().tolist() == [448, -448, 16, 20, -16, 0]
+
+
+def test_zeros_and_the_smallest_numbers_stay_finite():
+    weight = torch.zeros(256, 128, dtype=torch.bfloat16)
+    weight[128:] = 1e-40
+    values, scales = quantize(weight)
+    assert scales.flatten().tolist() == [TINY, TINY]
+    again = dequantize(values, scales)
+    assert not again[:128].any() and again.isfinite().all()
+
+
+def test_a_weight_in_any_memory_order_is_quantised_alike_and_stays_as_it_is():
+    weight = random_weight((256, 384), torch.float32)
+    before = weight.clone()
+    turned = weight.t().contiguous().t()
+    pairs = zip(quantize(weight), quantize(turned), strict=True)
+    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+    assert torch.equal(weight, before)
+
+
+@pytest.fixture(scope="module")
+def spec_of(make_tiny_model, tmp_path_factory):
+    """spec_of(family): a model of two server ranks' whole blocks, each shape another one."""
+
+    def made(family):
+        folder = tmp_path_factory.mktemp("models") / family
+        sizes = {"hidden": 384, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 768, "expert_ffn": 256}
+        return load_model_config(make_tiny_model(folder, family, experts=2, **sizes))
+
+    return made
+
+
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen3_moe"])
+def test_the_layers_linear_weights_are_sent_with_their_scales(spec_of, family):
+    shapes = huggingface_shapes(spec_of(family))
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    weights = {n for n in shapes if n.endswith(".weight") and n.split(".")[-2] in LINEAR}
+    assert {n for n in shapes if is_quantized(n)} == weights
+    sent = quantize_tensors(tensors)
+    assert sent.keys() == shapes.keys() | {f"{name}_scale_inv" for name in weights}
+    for name in weights:
+        assert sent[name].dtype == torch.float8_e4m3fn and sent[f"{name}_scale_inv"].dtype == torch.float32
+    assert all(sent[name] is tensors[name] for name in shapes.keys() - weights)
+    expected = {n: b for name, shape in shapes.items() for n, b in sent_bytes(name, shape, 2, "fp8").items()}
+    assert [(name, tensor.nbytes) for name, tensor in sent.items()] == list(expected.items())
+    assert sent_bytes(min(weights), (3, 5), 2, None) == {min(weights): 30}
+    again = dict(dequantized(sent))
+    assert list(again) == list(shapes)
+    assert all(torch.equal(again[name], tensors[name]) for name in shapes)  # 1 is 448 x (1 / 448), rounded
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family, tp):
+    """Quantised as a whole and cut, a weight is what it would be cut and quantised."""
+    spec = spec_of(family)
+    check_fp8_shapes(spec, tp)
+    for name, shape in huggingface_shapes(spec).items():
+        if not is_quantized(name):
+            continue
+        weight = random_weight(shape, torch.bfloat16, seed=len(name))
+        values, scales = quantize(weight)
+        for rank in range(tp):
+            part = quantize(server_shard(spec, name, weight, rank, tp).contiguous())
+            assert torch.equal(server_shard(spec, name, values.view(torch.uint8), rank, tp), part[0].view(torch.uint8))
+            assert torch.equal(server_shard(spec, f"{name}_scale_inv", scales, rank, tp), part[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "says"),
+    [
+        ("Qwen2.5-Math-1.5B", 2, None),
+        ("Qwen2.5-Math-7B", 4, None),
+        ("Qwen2.5-Math-7B", 8, "an MLP width of 2368"),
+        ("Qwen2.5-72B", 1, None),
+        ("Qwen2.5-72B", 8, "an MLP width of 3696"),
+        ("Qwen3-32B", 8, None),
+        ("Qwen3-30B-A3B", 2, None),
+        ("Qwen3-30B-A3B", 4, "an MLP width of 192"),
+    ],
+)
+def test_published_models_that_can_be_quantised(name, tp, says):
+    config = PUBLISHED[name]["config"]
+    spec = FAMILIES[config["model_type"]](config)
+    if says is None:
+        return check_fp8_shapes(spec, tp)
+    with pytest.raises(ValueError, match=f"rollout.quantization: fp8 .*rollout.tp {tp} .*{says}; use another") as error:
+        check_fp8_shapes(spec, tp)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tiny_model_has_no_whole_blocks(make_tiny_model, tmp_path):
+    spec = load_model_config(make_tiny_model(tmp_path / "model"))
+    with pytest.raises(ValueError, match="a hidden size of 64, queries of 64, keys of 32; use another"):
+        check_fp8_shapes(spec, 1)
