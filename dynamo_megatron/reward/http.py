@@ -208,7 +208,8 @@ class HttpReward:
                 waiting.outcome.set_result(outcome)
 
     def _hopeless(self, since: float) -> bool:
-        """Returns True where the service was down for the whole deadline that a sample has waited since `since`."""
+        """Returns True where a sample has waited since `since` for longer than the deadline, and since then a request
+        has failed and none was answered."""
         waited = time.monotonic() - since > self._limits.deadline
         return self._addresses.fixed and waited and self._answered_at < since < self._failed_at
 
