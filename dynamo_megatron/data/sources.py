@@ -43,15 +43,15 @@ USUAL_KEYS = {
 
 
 def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None = None) -> list[Prompt]:
-    """All prompts of `config.source`, in its order, or the first `config.limit`.
+    """All prompts of `config.source` in their order there, or the first `config.limit`.
 
-    A source of rows, or of prompts:
-    - `PATH.jsonl`: one JSON object a line.
-    - `PATH.parquet`: with pyarrow, one row group at a time.
-    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: with the `datasets` library, a folder of `save_to_disk` or what
-      `load_dataset` takes; the split is "train" unless given.
-    - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists; the seed is 0 unless given, since
-      the library's own default is a random one. The entry stays in `Prompt.meta["reasoning_gym"]` for its scorer.
+    A source has rows or prompts. It is one of:
+    - `PATH.jsonl`: one JSON object per line.
+    - `PATH.parquet`: read with pyarrow, one row group at a time.
+    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: read with the `datasets` library. NAME is a folder written by
+      `save_to_disk`, or a name for `load_dataset`. The default split is "train".
+    - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists. The default seed is 0, since the
+      library's own default is random. The entry is kept in `Prompt.meta["reasoning_gym"]` for the dataset's scorer.
     - `module:iterator`: a function without arguments that returns `Prompt`s or rows, finitely many unless
       `config.limit` is set (`IteratorStream` reads endless ones).
 

@@ -25,8 +25,9 @@ def open_stream(
     before: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> PromptStream | IteratorStream:
-    """The stream of `config.source`. `before`: the state that the run will load, None where it starts: a run that began
-    when iterators were read at the start goes on so. `on_progress` is called with the number of problems read so far.
+    """The stream of `config.source`. `before`: the state that the run will load, None for a new run. A run that began
+    with a `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the
+    number of problems read so far.
 
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
     """

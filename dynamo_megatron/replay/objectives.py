@@ -24,7 +24,7 @@ OBJECTIVES = {
 
 
 class Objectives:
-    """`rates`: the success rate of every visit's prompt over the record, float64 [V]."""
+    """The objectives on one record. `rates`: the success rate over the record of every visit's prompt, float64 [V]."""
 
     def __init__(self, steps: Sequence[RecordedStep], rates: np.ndarray) -> None:
         history = History()
@@ -42,7 +42,7 @@ class Objectives:
         self._unknown = (() if measured else ("energy", "gvm", "cures")) + (() if pool.tokens.any() else ("tokens",))
 
     def of(self, counts: np.ndarray) -> dict[str, float | None]:
-        """Of counts int64 [V]; None where the record has no energies or lengths."""
+        """The objectives of `counts`, int64 [V], by name; None where the record lacks the energies or lengths."""
         p, q, right, wrong = self._rates, 1 - self._rates, self._right, self._wrong
         solved = p > 0
         safe = np.where(solved, p, 1.0)
