@@ -1,4 +1,4 @@
-"""What each kind of allocator optimises, of the counts of any: with what the whole record shows of every prompt."""
+"""Evaluates the objective of each kind of allocator on any counts, with statistics of the whole record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import History, Observed
 from dynamo_megatron.replay.recording import RecordedStep
 
-# name -> what it is and who optimises it; the lower, the better, but for knapsack's
+# name -> formula; lower is better, except for knapsack
 OBJECTIVES = {
     "energy": "sum of p (1-p)^2 S1/n + p^2 (1-p) S0/n, the variance of `variance: energy` (S1, S0: mean energies)",
     "tokens": "sum of n times a prompt's mean response tokens",

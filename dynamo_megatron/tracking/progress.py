@@ -42,14 +42,14 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 class Progress:
-    """One line on stderr, rewritten in place by every call and by a timer, so that a long call shows its seconds.
+    """One line on stderr. Every call rewrites it in place, and so does a timer, so that a long phase shows its seconds.
 
-    A run of `steps` steps calls `phase` while it starts, then `start`, then `phase` (and `count` in it) and
-    `step_done`; ETA and bar are the run's. Without `steps` (an evaluation) there are phases and counts alone; ETA and
-    bar are the count's. Where no ETA is known, the phase's own seconds are in its place.
+    A run of `steps` steps calls `phase` while it starts, then `start`, and then for each step `phase` (with `count`)
+    and `step_done`. ETA and bar are those of the run. Without `steps`, as in an evaluation, there are only phases and
+    counts, and ETA and bar are those of the count. As long as no ETA is known, the seconds of the phase are shown.
 
-    Where stderr is no terminal, each phase before `start` gets one line when it ends, with its duration: of a run on
-    stdout, without `steps` on stderr, where it does not stand before a command's result.
+    Where stderr is no terminal, each phase before `start` gets one line with its duration when it ends: with `steps` on
+    stdout, without `steps` on stderr, so that stdout has only the command's result.
     """
 
     def __init__(self, steps: int | None = None):
