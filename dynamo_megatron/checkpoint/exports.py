@@ -31,4 +31,4 @@ def exported_step(folder: Path) -> int | None:
 
 def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
     """The step of the evaluation with the highest pass@k for the first `eval.k`; of equal ones the first."""
-    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # -1: made with another eval.k
+    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

@@ -137,7 +137,7 @@ def write_manifest(
     `checksums`: those of the files that were hashed when they were written; the other files are read and hashed here.
     Raises OSError, also where a file of `checksums` is not in the folder."""
     files = sync_folder(folder)
-    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's files late
+    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show others' files late
         raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
     sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
     with replacing(folder / MANIFEST_FILE, sync=True) as file:
@@ -203,9 +203,9 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Removes what earlier saves left, as far as it can.
+    """Creates an empty folder to write the checkpoint of `step` into. Removes what earlier saves left, where possible.
 
-    Raises OSError where the folder cannot be made."""
+    Raises OSError where the folder cannot be created."""
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     aside = root / f".step-{step:06d}.unfinished"

@@ -1,9 +1,7 @@
 """Shows the content of a checkpoint of any supported format, and how two differ.
 
-This needs no ranks and no GPU, and never has a whole model in memory.
-
-A path may be a run's output folder (its newest complete checkpoint), one checkpoint, a folder in Megatron's torch_dist
-format, or a Hugging Face folder.
+This needs no ranks and no GPU, and never has a whole model in memory. A path may be a run's output folder (its newest
+complete checkpoint), one checkpoint, a folder in Megatron's torch_dist format, or a Hugging Face folder.
 """
 
 from __future__ import annotations

@@ -40,12 +40,13 @@ FUSED_NORMS = {
 
 
 class MegatronFolder:
-    """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it; used as SafetensorsFolder.
+    """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it. Used like SafetensorsFolder.
 
-    Opening checks keys and shapes. The tensors of one parameter follow each other in `names`: the last parameter read
-    is held, so that each is read once.
+    Opening checks keys and shapes. The tensors of one parameter are consecutive in `names`, and the parameter that was
+    read last is kept, so that each parameter is read once.
 
-    Raises ValueError, one line: not such a checkpoint, damaged, or of another model, listing the tensors.
+    Raises ValueError (one line) where the folder is not such a checkpoint, is damaged, or belongs to another model (the
+    message lists the tensors).
     """
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:

@@ -229,11 +229,12 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 
 def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> bool:
-    """Loads the weights and, with `optimizer`, its state, whatever layout saved them; collective over all ranks.
+    """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
+    saved them.
 
-    Returns whether the bytes were compared with checksums: False for a checkpoint that was saved without.
+    Returns False where the checkpoint has no checksums to compare its bytes with, else True.
 
-    Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
+    Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model.
     """
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")

@@ -38,7 +38,7 @@ LISTED = {
         "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
     },
     f"{_OF_TORCH}.filesystem": {"_StorageInfo"},
-    f"{_OF_TORCH}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},  # Megatron adds its save plans
+    f"{_OF_TORCH}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},  # Megatron adds its plans
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath"},

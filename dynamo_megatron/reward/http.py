@@ -153,8 +153,7 @@ class HttpReward:
         return outcome
 
     def close(self) -> None:
-        """Stops the requests under way, the session and the thread, and cancels waiting samples. May be called
-        twice."""
+        """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
         with self._lock:
             if not self._closed and self._ready.is_set():
                 self._loop.call_soon_threadsafe(self._serving.cancel)
