@@ -43,8 +43,7 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a region of
 
 
 class Tensors(Protocol):
-    """A checkpoint's tensors: shape and dtype by name. They are read in parts; `parts` gives parts that are cheap to
-    read."""
+    """A checkpoint's tensors: shape and dtype by name. They are read in parts; those that `parts` gives are cheap."""
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
 
@@ -100,8 +99,7 @@ class Contents:
 
 
 def inspect(path: Path) -> Contents:
-    """The content of the checkpoint at `path`. Raises ValueError (one line) where there is no checkpoint of any
-    kind."""
+    """The content of the checkpoint at `path`. Raises ValueError (one line) where there is none of any kind."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     others: list[str] = []

@@ -55,8 +55,7 @@ def write_outcome(run: Run, outcome: Outcome) -> None:
 
 
 def read_outcome(run: Run) -> Outcome | None:
-    """The run's outcome; None where it has not ended yet, or its folder is gone. Raises ValueError for a broken
-    file."""
+    """The run's outcome; None where it has not ended, or its folder is gone. Raises ValueError for a broken file."""
     file = outcome_file(run)
     if not (file.is_file() and run.folder.is_dir()):
         return None

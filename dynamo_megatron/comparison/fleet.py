@@ -27,7 +27,7 @@ POLL_EVERY = 0.5  # seconds
 
 
 def keeps_servers(config: Config) -> bool:
-    """Returns True where the servers can stay up between runs: unlike those that share GPUs with the ranks in turns."""
+    """Returns True where the servers can stay up between runs: where they do not share GPUs with the ranks."""
     rollout = config.rollout
     if rollout.engine != "sglang" or rollout.placement == "external":
         return False

@@ -71,8 +71,7 @@ class Findings:
 
 
 def cost_to(arm: Arm, target: float) -> np.ndarray:
-    """The cost of each run when it first reaches `target`, float64 [R, S, UNITS]; +inf where it never does, or
-    failed."""
+    """The cost of each run when it first reaches `target`, float64 [R, S, UNITS]; +inf: it never does, or failed."""
     reached = arm.scores >= target  # False for NaN
     first = reached.argmax(axis=-1)[..., None]
     before = np.maximum(first - 1, 0)

@@ -8,10 +8,9 @@ from dynamo_megatron.models.spec import ModelSpec
 
 
 def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> int:
-    """The largest number of prompt tokens: `data.max_prompt_length`, or else the model's length less the response
-    limit.
+    """The largest number of prompt tokens: `data.max_prompt_length`, else the model's length less the response limit.
 
-    Raises ValueError where prompt and response together exceed the model's length.
+    Raises ValueError where prompt and response together exceed the model's length, or `model.max_length` does.
     """
     limit = config.model.max_length or spec.max_positions
     if limit > spec.max_positions:

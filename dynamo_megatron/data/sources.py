@@ -1,4 +1,4 @@
-"""Where prompts come from: a file, a dataset library, a reasoning-gym dataset, or the user's own iterator."""
+"""Reads prompts from a file, the `datasets` library, a reasoning-gym dataset, or the user's own iterator."""
 
 from __future__ import annotations
 
@@ -127,8 +127,7 @@ def _unique(
 
 
 def _has_digest_as_id(prompt: Prompt) -> bool:
-    """Returns True where the id is the hash of prompt and answer. Other columns may then differ, such as row
-    numbers."""
+    """Returns True where the id is the hash of prompt and answer. Other columns (row numbers) may then differ."""
     return prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
 
 
@@ -169,8 +168,7 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
 
 
 def _inside(row: dict[str, Any], key: str) -> str | None:
-    """Describes, for an error message, the deepest column on the path `key` that the row has; None where there is
-    none."""
+    """Describes for an error message the deepest column on the path `key` that the row has; None where it has none."""
     while "." in key:
         key = key.rpartition(".")[0]
         found, value = look_up(row, key)

@@ -25,7 +25,7 @@ class Overlap(NamedTuple):
 def overlaps(
     problems: Sequence[Prompt], training: Iterable[Prompt], *, length: int = LENGTH, share: float = SHARE
 ) -> list[Overlap]:
-    """The problems that share at least `share` of their n-grams of `length` words with one training prompt, in order.
+    """The problems, in order, of whose n-grams of `length` words one training prompt has at least the share `share`.
 
     Words are compared in lower case and without punctuation, except arithmetic signs. System messages are ignored. A
     text of fewer than `length` words is a single n-gram. N-grams that more than COMMON of the training prompts have do

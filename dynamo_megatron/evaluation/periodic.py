@@ -1,4 +1,4 @@
-"""Evaluation during training, on other problems, by the same servers.
+"""Evaluation during training: held-out problems, answered by the same servers.
 
 An evaluation only sends requests to the servers. It does not change the prompt order, the allocator or the random state
 of training.

@@ -58,8 +58,7 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
 
 
 def is_local(source: str) -> bool:
-    """Returns True where `data.source` is a file, or a folder of the `datasets` library: finite, and no network is
-    needed."""
+    """Returns True where `source` is a file, or a folder of the `datasets` library: finite, and needs no network."""
     if source.startswith(DATASETS):
         return Path(source.removeprefix(DATASETS).partition("?")[0]).is_dir()
     return source.endswith((".jsonl", ".parquet"))

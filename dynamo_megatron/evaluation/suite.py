@@ -53,7 +53,7 @@ def suite_sets(suite: str, folder: str) -> dict[str, str]:
 
 
 def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
-    """Raises ValueError as `summarise`."""
+    """The scores of one model on one set. Raises ValueError as `summarise`."""
     passes = {each: problem_pass_at_k(results, each) for each in k}
     return SetScores(tuple(result.prompt_id for result in results), passes, summarise(results, k))
 

@@ -56,8 +56,8 @@ def shares_memory(config: Config) -> bool:
 
 
 def pinned(size: float) -> int:
-    """The bytes that torch allocates for `size` bytes of pinned memory: the next power of two
-    (CachingHostAllocator)."""
+    """Bytes that torch allocates for `size` bytes of pinned memory: the next power of two (its
+    CachingHostAllocator)."""
     return 1 << (math.ceil(size) - 1).bit_length()
 
 

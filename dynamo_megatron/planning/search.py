@@ -23,8 +23,8 @@ RECOMPUTE = ("none", "full")
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
     """A plan for every layout that model, method and cluster allow, with the best server size for it. Layouts that fit
-    come first, by the time of a step (in classes of 10 %, and in a class the simpler layouts first). The others follow,
-    by the memory that they need.
+    come first, by the time of a step in classes of 10 %, and in each class the simpler layouts first. The others
+    follow, by the memory that they need.
 
     Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split, every division of the
     cluster between ranks and servers is tried."""
@@ -40,15 +40,14 @@ def _divides(config: Config) -> bool:
 
 
 def _divided(cluster: Cluster) -> Iterator[tuple[Cluster, int]]:
-    """Yields (the ranks' part of the cluster, the servers' GPUs): whole nodes, or any numbers of GPUs of a single
-    node."""
+    """Yields (the ranks' part of the cluster, the servers' GPUs): whole nodes, or any division of a single node."""
     unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
     for gpus in range(unit, cluster.gpus, unit):
         yield replace(cluster, gpus=gpus), cluster.gpus - gpus
 
 
 def _of_ranks(config: Config, spec: ModelSpec, cluster: Cluster, serving: int | None, work: Workload) -> list[Plan]:
-    """The plans for ranks on `cluster`, one per layout. `serving`: the number of the servers' own GPUs; None: as
+    """The plans for ranks on `cluster`, one per layout. `serving`: number of the servers' own GPUs; None: as
     configured."""
     plans = []
     for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):

@@ -21,8 +21,7 @@ WRONG = "I do not know."
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """Reads all prompts (of a source that is read during the run, those of a first step), and encodes the first
-    MEASURED."""
+    """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
     lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}

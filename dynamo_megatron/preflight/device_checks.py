@@ -51,8 +51,7 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 
 def gpus_given() -> str | None:
-    """The sign that this process was meant to have GPUs, as text; None where there is no sign, or GPUs are hidden
-    deliberately."""
+    """A text on why this process seems to be meant to have GPUs; None where nothing says so, or GPUs are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return None if visible in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES is {visible}"
@@ -81,8 +80,7 @@ def _judge(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _environments(subject: Subject) -> list[dict[str, str]]:
-    """One environment per process to start: under a launcher each rank starts one process, else this process starts
-    all."""
+    """One environment per process to start here: one under a launcher, otherwise one for each rank on this node."""
     # With torchrun's own variables rank 0 would not serve the store but wait for torchrun's, at another port.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     inherited = {**rank_variables(subject.config), **inherited}

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """Reads model config, tokenizer and prompts once each, at the first access, which raises ValueError for bad
-    input."""
+    """Reads model config, tokenizer and prompts once each, at the first access. Raises ValueError for bad input."""
 
     def __init__(self, config: Config, ranks: int, ranks_here: int):
         self.config, self.ranks, self.ranks_here = config, ranks, ranks_here

@@ -157,8 +157,7 @@ def _number(value: float | None, form: str = ".3f") -> str:
 
 
 def _plain(result: Outcomes) -> dict[str, Any]:
-    """The content of replay.json. Lists of counts have one entry per visit of a prompt, lists of variances one per
-    step."""
+    """The content of replay.json. Lists of counts have an entry per visit of a prompt, lists of variances per step."""
     recording = result.recording
     visits: dict[str, list[int]] = {}
     for visit, prompt_id in enumerate(recording.prompt_ids):

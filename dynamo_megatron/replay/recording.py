@@ -20,8 +20,7 @@ from dynamo_megatron.types import NOT_TRAINED
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step's N dispatches (a prompt that is drawn twice has two), and those S of their rollouts that have a
-    reward."""
+    """A step's N dispatches (a prompt that is drawn twice has two), and the S rollouts of them that have a reward."""
 
     step: int
     prompt_ids: list[str]  # [N], in the order of the batch

@@ -76,8 +76,7 @@ def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
 
 
 def oracle(steps: Sequence[RecordedStep], rates: np.ndarray, config: AllocationConfig) -> np.ndarray:
-    """The counts, int64 [V], that minimise the sum of p(1-p)/n in every step, under the step's budget and the
-    bounds."""
+    """The counts, int64 [V], that minimise the sum of p(1-p)/n in every step, under its budget and the bounds."""
     counts, place = [], 0
     for step in steps:
         p = rates[place : place + len(step.prompt_ids)]

@@ -35,7 +35,7 @@ FIGURES = (
 
 
 def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
-    """Writes OUT/comparison.md and OUT/comparison.png. Returns the text, and where it is. Differences are to the first
+    """Writes OUT/comparison.md and OUT/comparison.png; returns the text and its place. Differences are to the first
     run.
 
     Runs may differ in anything, also in their numbers of steps and evaluations. Raises ValueError for a folder that is

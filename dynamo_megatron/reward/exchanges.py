@@ -45,8 +45,7 @@ class Exchange(Protocol):
     def body(self, samples: Sequence[bytes]) -> bytes: ...
 
     def outcomes(self, reply: bytes, characters: Sequence[int]) -> list[Outcome]:
-        """One outcome per sample; `characters`: the lengths of their responses. Raises NoScore for a reply without
-        scores."""
+        """One outcome per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
 
 
 class OwnService:

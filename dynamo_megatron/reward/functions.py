@@ -52,8 +52,7 @@ def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], An
 
 
 def checked(value: Any) -> float:
-    """`value` as a float. Raises ValueError where it is not a finite number of at most LARGEST_REWARD in absolute
-    value."""
+    """`value` as a float. Raises ValueError where it is not finite, or larger than LARGEST_REWARD in absolute value."""
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")

@@ -106,8 +106,7 @@ def check():
 
 def of_program(tree, known):
     """The names in the tests that belong to the program: all that are neither Python's nor in `known`. Where the tests
-    call none of these, the function under test has the name of a known one: it is the innermost function that they
-    call."""
+    call none of these, the function under test has a known name: it is the innermost function that they call."""
     import ast
 
     python = set(dir(builtins))

@@ -135,8 +135,8 @@ class HttpReward:
 
     async def score(self, prompt: Prompt, response: str) -> Outcome:
         """The outcome of one response. Its state is "timed_out" where no answer came within the deadline, and "crashed"
-        where an attempt failed before the deadline passed: the service is down, not slow. Raises RuntimeError after
-        `close`."""
+        where an attempt failed before the deadline passed: the service is down, not slow. After `close` raises
+        RuntimeError."""
         try:
             sample = self._exchange.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
@@ -239,8 +239,7 @@ class HttpReward:
         return [Outcome(self.name, failure.state, text=self._hidden(str(failure)))] * count
 
     def _hidden(self, text: str) -> str:
-        """`text` of a service without the API keys that the service was sent: for everything that is printed or
-        kept."""
+        """`text` of a service without the API keys that it was sent: for everything that is printed or kept."""
         return without(text, self._addresses.keys)
 
     async def _answer(self, batch: Sequence[_Waiting], suspect: bool) -> bytes:

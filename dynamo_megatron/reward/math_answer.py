@@ -116,7 +116,7 @@ def _clean(text: str) -> str:
 
 
 def _decimal(text: str) -> Decimal | None:
-    r"""The exact value of a decimal number, also with `\times 10^{n}`; a percent sign is ignored. None for any other
+    r"""The exact value of a decimal number, also with `\times 10^{n}`; a percent sign is ignored. None for other
     text."""
     found = DECIMAL.fullmatch(text)
     return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None

@@ -34,7 +34,7 @@ class NodeWorkers:
     """The actor of one node. As many threads may call `run` at once as there are workers."""
 
     def start(self, functions: list[str], config: RewardConfig, folder: str, python_path: str | None) -> str | None:
-        """Starts the workers in `folder`, with `python_path` as PYTHONPATH. Returns the reason where this fails, else
+        """Starts the workers in `folder`, with `python_path` as PYTHONPATH. Returns the reason where it fails, or
         None."""
         try:
             os.chdir(folder)  # the user's functions are found from here

@@ -90,8 +90,7 @@ class Progress:
             self._draw()
 
     def count(self, done: int, tokens: int = 0) -> None:
-        """`done` of the phase's `total` are finished, with `tokens` tokens in all. May be called often: few calls
-        draw."""
+        """`done` of the phase's `total` are finished, with `tokens` tokens. May be called often: few calls draw."""
         with self._lock:
             now = time.monotonic()
             if self._counted_from is None:

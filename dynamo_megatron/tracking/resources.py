@@ -18,8 +18,7 @@ class ResourceMeter:
         self._process = psutil.Process()
 
     def sample(self) -> dict[str, int]:
-        """In bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last
-        call."""
+        """Bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last call."""
         peak = 0
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
@@ -28,8 +27,7 @@ class ResourceMeter:
 
 
 def resident_memory(processes: Iterable[psutil.Process]) -> int:
-    """The sum of the resident bytes. Pages that processes share count in each; processes that have ended do not
-    count."""
+    """The sum of the resident bytes. Shared pages count in each process; processes that have ended do not count."""
     total = 0
     for process in processes:
         try:

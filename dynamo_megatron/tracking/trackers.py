@@ -1,5 +1,4 @@
-"""The trackers that get the metrics besides metrics.jsonl. Their packages are optional and imported only when
-needed."""
+"""The trackers that get the metrics besides metrics.jsonl. Their packages are optional, and imported when needed."""
 
 from __future__ import annotations
 
