@@ -1,1 +1,1 @@
-"""Formats of checkpoints: saving, loading, inspecting."""
+"""The formats of checkpoints: saving, loading, inspecting."""

@@ -1,7 +1,7 @@
-"""Megatron's loading of a checkpoint, with readers that neither import nor call what the files name.
+"""Strategies for Megatron's checkpoint loading whose readers neither import nor call anything that the files name.
 
-Megatron's own strategies give `.metadata` and the objects among the parts to pickle without restriction. These read the
-same files with `TorchDistReader`, once, so that what is used is what was checked.
+Megatron's own strategies unpickle `.metadata` and the objects among the parts without restriction. The strategies here
+read the same files with `TorchDistReader`, and only once, so that exactly the checked data is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 
 
 class CheckedCommon(TorchCommonLoadStrategy):
-    """Reads `common.pt`: plain data and tensors."""
+    """Reads `common.pt`, which may have only plain data and tensors. Raises ValueError for any other content."""
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         file = Path(checkpoint_dir) / COMMON_STATE_FNAME
@@ -49,7 +49,7 @@ class CheckedCommon(TorchCommonLoadStrategy):
 
 
 class CheckedParts(TorchDistLoadShardedStrategy):
-    """Reads the parts of one checkpoint folder. Raises ValueError as TorchDistReader."""
+    """Reads the tensors' parts in one checkpoint folder. Raises ValueError as TorchDistReader."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -81,7 +81,7 @@ class _Reader(StorageReader):
         for item in plan.items:
             index = item.storage_index
             if item.type == LoadItemType.BYTE_IO:
-                # In place of the planner's load_bytes, which unpickles without restriction.
+                # Not the planner's load_bytes, which unpickles without restriction.
                 path = planner.mappings[item.dest_index.fqn]
                 set_element(planner.original_state_dict, path, self._source.stored(index))
                 continue

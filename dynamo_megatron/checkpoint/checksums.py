@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: XXH3 of 128 bits over the whole file, as `xxhsum -H2` prints them.
 
-They detect flipped bits and files that were mixed up, not an attacker. XXH3 hashes as fast as memory is read: a save
-hashes what it writes while it writes it, and a load can afford to read every file once more (docs/checkpoints.md).
+They detect flipped bits and mixed-up files, but not an attacker's changes. XXH3 hashes as fast as memory is read. A
+save hashes its files while it writes them, and a load can afford to read every file once more (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BLOCK = 16 << 20  # bytes read at once
 
 
 class ChecksumWriter(io.BufferedWriter):
-    """A binary file written from its beginning to its end. `digest` goes on where an earlier writer of the same file,
-    opened to append, has stopped."""
+    """A binary file that is written from beginning to end and hashed meanwhile. To append to a file, pass the `digest`
+    of the file's earlier writer."""
 
     def __init__(self, file: Path, mode: str = "wb", digest: xxhash.xxh3_128 | None = None):
         super().__init__(io.FileIO(file, mode))
@@ -35,7 +35,7 @@ class ChecksumWriter(io.BufferedWriter):
 
 
 def file_checksum(file: Path) -> str:
-    """Raises OSError."""
+    """The file's checksum in hexadecimal digits. Raises OSError."""
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
     with open(file, "rb", buffering=0) as stream:
         while size := stream.readinto(block):
@@ -44,8 +44,9 @@ def file_checksum(file: Path) -> str:
 
 
 def file_checksums(files: Iterable[Path]) -> Mapping[Path, str]:
-    """Of several files, on as many threads as this process has cores: those that it is bound to, or, where it may use
-    all of the machine's, its share of them among the ranks here (torchrun's LOCAL_WORLD_SIZE). Raises OSError."""
+    """The checksums of several files, computed on one thread per core of this process: the cores that it is bound to,
+    or where it is not bound, its share of the machine's cores among the ranks here (torchrun's LOCAL_WORLD_SIZE).
+    Raises OSError."""
     files, cores = list(files), len(os.sched_getaffinity(0))
     if cores == os.cpu_count():
         cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))

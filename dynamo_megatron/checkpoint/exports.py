@@ -1,4 +1,4 @@
-"""The Hugging Face folders that a run exports: where they are, and which step each has."""
+"""The Hugging Face folders that a run exports: their paths, and the step of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def every_export(output: Path, step: int) -> Path:
 
 
 def exported_step(folder: Path) -> int | None:
-    """The step whose weights an exported folder has; None where there is none. Raises ConfigError."""
+    """The step whose weights an exported folder has; None where `folder` is not an export. Raises ConfigError where the
+    folder's EXPORT_FILE names no step."""
     file = folder / EXPORT_FILE
     if not file.is_file():
         return None
@@ -29,5 +30,5 @@ def exported_step(folder: Path) -> int | None:
 
 
 def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
-    """The step of the best evaluation, the first of equals, by pass@k of the first `eval.k`."""
+    """The step of the evaluation with the highest pass@k for the first `eval.k`; of equal ones the first."""
     return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

@@ -1,9 +1,9 @@
-"""The checkpoint folders of a run on disk: which are complete is found by what they hold, never by a pointer.
+"""The checkpoint folders of a run. Whether one is complete is decided by its content, not by a pointer file.
 
-`checkpoints/step-NNNNNN` holds Megatron's torch_dist files, rank 0's `state.json` with the arrays of that state in
-`state.safetensors`, and `manifest.json`, which lists all of them with their sizes and checksums and says what model,
-layout and step they are of. A checkpoint is written under a hidden name; its data is on disk before the manifest is,
-and the manifest before the folder takes its name.
+`checkpoints/step-NNNNNN` has Megatron's torch_dist files, rank 0's `state.json` with the state's arrays in
+`state.safetensors`, and `manifest.json`. The manifest lists all files with their sizes and checksums, and has the
+model, layout and step of the checkpoint. A checkpoint is written under a hidden name. Its data is on disk before the
+manifest is written, and the manifest before the folder gets its final name.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | No
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all that have a checkpoint's name, complete or not, oldest first."""
+    """(step, folder) of all folders with a checkpoint's name, complete or not, oldest first."""
     found = ((_named_step(p), p) for p in (root.iterdir() if root.is_dir() else ()))
     return sorted((step, p) for step, p in found if step is not None)
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints that are complete, oldest first."""
+    """(step, folder) of the complete checkpoints, oldest first."""
     return [(step, folder) for step, folder in checkpoint_folders(root) if fault(folder) is None]
 
 
 def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
-    """The newest complete one."""
+    """(step, folder) of the newest complete checkpoint; None where there is none."""
     found = reversed(checkpoint_folders(root))
     return next(((step, folder) for step, folder in found if fault(folder) is None), None)
 
 
 def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | None:
-    """(step, folder) that a run goes on from: the newest complete one; None where there is none of any kind.
+    """(step, folder) of the checkpoint that a run resumes from, the newest complete one; None where there is none.
 
-    `say` gets a line for every newer one. Raises ValueError where there are only damaged ones: a run does not start
-    from the beginning unasked.
+    `say` gets a line for every newer, damaged checkpoint. Raises ValueError where all checkpoints are damaged: a run
+    does not start from the beginning without being asked to.
     """
     damaged = []
     for step, folder in reversed(checkpoint_folders(root)):
@@ -64,14 +64,14 @@ def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path
 
 
 def after_a_stop(root: Path) -> str:
-    """What the same command does next, for the message of a run that was ended early."""
+    """A text that says what the same command will do next, for the message of a run that was stopped early."""
     if (last := latest_checkpoint(root)) is None:
         return "nothing is saved yet: the same command starts from step 0"
     return f"the same command resumes from the checkpoint of step {last[0]}"
 
 
 def fault(folder: Path) -> str | None:
-    """Why a folder is not a complete checkpoint; None where it is."""
+    """The reason why a folder is not a complete checkpoint; None where it is one."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -87,12 +87,11 @@ def fault(folder: Path) -> str | None:
 
 
 def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False) -> bool:
-    """Compares the files with the checksums that were saved with them. Returns False where there are none: in a
-    checkpoint that was saved before there were any, and in another program's.
+    """Compares the files with the checksums in the manifest. Returns False where there are no checksums, as in
+    checkpoints of early versions and of other programs.
 
-    Each of `ranks` processes reads a share of the files, of about as many bytes as the others. Raises ValueError that
-    names the file whose bytes are not those that were saved, and what to do; `resume`: the checkpoint is of the run
-    that goes on from it."""
+    Each of `ranks` processes reads a share of the files, of about equal size. Raises ValueError that names a damaged
+    file and what to do about it. `resume`: a run resumes from the checkpoint, which is its own."""
     if not (folder / MANIFEST_FILE).is_file() or "checksums" not in (manifest := read_manifest(folder)):
         return False
     saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
@@ -112,7 +111,7 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False)
 
 
 def _instead_of(folder: Path, resume: bool) -> str:
-    """What to use where a checkpoint is damaged."""
+    """What to do where the checkpoint `folder` is damaged, for messages."""
     if (step := _named_step(folder)) is None:
         return "copy or convert the model again"
     if not resume:
@@ -123,7 +122,7 @@ def _instead_of(folder: Path, resume: bool) -> str:
 
 
 def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
-    """Raises ValueError where the manifest is of a model with other `dimensions` (ModelSpec.dimensions)."""
+    """Raises ValueError where the manifest belongs to a model with other `dimensions` (ModelSpec.dimensions)."""
     saved = read_manifest(folder)["model"]
     differ = [f"{k} {saved[k]} instead of {v}" for k, v in dimensions.items() if k in saved and saved[k] != v]
     if differ:
@@ -133,12 +132,12 @@ def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:
 def write_manifest(
     folder: Path, contents: Mapping[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Writes manifest.json: `contents` and the files that are in the folder, which are on disk before it is.
+    """Writes manifest.json with `contents` and the folder's files, which are synced to disk before.
 
-    `checksums`: of the files that were hashed as they were written; the others are read. Raises OSError, also where the
-    folder does not list one of those files."""
+    `checksums`: those of the files that were hashed when they were written; the other files are read and hashed here.
+    Raises OSError, also where a file of `checksums` is not in the folder."""
     files = sync_folder(folder)
-    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show another machine's late
+    if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show others' files late
         raise OSError(f"{folder / missing[0]}: written by a rank, but not in the folder as rank 0 sees it")
     sums = {name: checksums.get(name) or file_checksum(folder / name) for name in files}
     with replacing(folder / MANIFEST_FILE, sync=True) as file:
@@ -146,7 +145,7 @@ def write_manifest(
 
 
 def sync_folder(folder: Path) -> dict[str, int]:
-    """Waits until the files of a folder are on disk; returns their sizes, bytes."""
+    """Waits until the files of a folder are on disk. Returns their sizes in bytes, by name."""
     files = {}
     for file in sorted(folder.iterdir()):
         sync_to_disk(file)
@@ -156,22 +155,22 @@ def sync_folder(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}, which old ones lack}.
-    Raises ValueError where it cannot be read."""
+    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}; old manifests lack
+    "checksums". Raises ValueError where the manifest is missing or malformed."""
     manifest = plain_json.read(folder / MANIFEST_FILE)
     kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
     for key, kind in kinds.items():
         if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
             raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
     for name, size in manifest["files"].items():
-        if Path(name).name != name or name == ".." or type(size) is not int:  # others' manifests may name any file
+        if Path(name).name != name or name == ".." or type(size) is not int:  # an untrusted manifest may name any file
             raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
     return manifest
 
 
 def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Rank 0's state of a checkpoint: plain data, and arrays among the values of its parts. Raises OSError."""
-    import numpy as np  # not above: `launch nemo` has an interpreter without these packages
+    """Writes rank 0's state of a checkpoint: parts whose values are plain data or arrays. Raises OSError."""
+    import numpy as np  # not at the top: `launch nemo` may run on an interpreter without these packages
     import safetensors.numpy
 
     kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
@@ -184,8 +183,8 @@ def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `write_state` has written; of older checkpoints, which have no arrays, lists. Raises ValueError where it
-    cannot be read."""
+    """The state that `write_state` has written; older checkpoints have lists in place of arrays. Raises ValueError
+    where the state cannot be read."""
     import safetensors.numpy
 
     file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
@@ -204,9 +203,9 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Removes what earlier saves left, as far as it can.
+    """Creates an empty folder to write the checkpoint of `step` into. Removes what earlier saves left, where possible.
 
-    Raises OSError where the folder cannot be made."""
+    Raises OSError where the folder cannot be created."""
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     aside = root / f".step-{step:06d}.unfinished"
@@ -222,13 +221,14 @@ def publish(
     keep_last: int,
     say: Callable[[str], None],
 ) -> Path:
-    """Makes `aside`, which holds all files, the checkpoint of `step`, then removes the oldest complete ones beyond
-    `keep_last`. `contents` and `checksums` go into the manifest (`write_manifest`). Returns the checkpoint's folder.
+    """Turns `aside`, which has all files, into the checkpoint of `step`, then removes all but the newest `keep_last`
+    complete checkpoints. `contents` and `checksums` go into the manifest (`write_manifest`). Returns the checkpoint's
+    folder.
 
-    Raises OSError where the checkpoint is not there; `say` gets a line for an old one that cannot be removed."""
+    Raises OSError where the checkpoint could not be made; `say` gets a line for an old one that cannot be removed."""
     write_manifest(aside, {"step": step, **contents}, checksums)
     folder = aside.with_name(f"step-{step:06d}")
-    damaged = _hide(folder) if folder.exists() else None  # this run was not resumed from it
+    damaged = _hide(folder) if folder.exists() else None  # this run did not resume from it, so it is damaged
     aside.rename(folder)
     sync_to_disk(folder.parent)
     if damaged is not None:
@@ -242,7 +242,7 @@ def publish(
 
 
 def _hide(folder: Path) -> Path:
-    """Gives a checkpoint that goes a hidden name, so that a kill leaves no half of one under its own."""
+    """Renames a checkpoint to a hidden name before its removal, so that a kill leaves no partial checkpoint."""
     return folder.rename(folder.with_name(f".{folder.name}.removed"))
 
 

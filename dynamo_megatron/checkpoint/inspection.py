@@ -1,7 +1,7 @@
-"""What is in a checkpoint of any kind here, and how two differ: without ranks, a GPU or a whole model in memory.
+"""Shows the content of a checkpoint of any supported format, and how two differ.
 
-A path may be a run's output folder (its newest complete checkpoint), one checkpoint, a folder in Megatron's torch_dist
-format, or a Hugging Face folder.
+This needs no ranks and no GPU, and never has a whole model in memory. A path may be a run's output folder (its newest
+complete checkpoint), one checkpoint, a folder in Megatron's torch_dist format, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import escaped_line, on_one_line
 
-PART_VALUES = 64 << 20  # of a safetensors' tensor that are read at once
-BLOCK_VALUES = 4 << 20  # that are compared at once, in float64
-OPTIMIZER = "optimizer."  # Megatron's keys begin so
-MOST_LINES, LONGEST_FACT, LISTED = 1000, 300, 20  # of tensors and of files; characters; kinds of optimizer states
-FREE_MEMORY = 8 << 30  # bytes that an inspection may take besides three times the folders' own
+PART_VALUES = 64 << 20  # values of a safetensors tensor that are read at once
+BLOCK_VALUES = 4 << 20  # values that are compared at once, in float64
+OPTIMIZER = "optimizer."  # the beginning of Megatron's keys of optimizer tensors
+MOST_LINES, LONGEST_FACT, LISTED = 1000, 300, 20  # lines of tensors and of files; characters; kinds of optimizer states
+FREE_MEMORY = 8 << 30  # bytes that an inspection may take besides three times the folders' size
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size of a region of a tensor
 
 
 class Tensors(Protocol):
-    """Shapes and dtypes by name, and tensors a part at a time; `parts`: those that are read at little cost."""
+    """A checkpoint's tensors: shape and dtype by name. They are read in parts; those that `parts` gives are cheap."""
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
 
@@ -88,18 +88,18 @@ def _torch_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Contents:
-    """Of one checkpoint. `problem`: why it is not complete, or None."""
+    """The content of one checkpoint. `problem`: the reason why it is not complete, or None."""
 
     folder: Path
     kind: str
     facts: dict[str, str]
     problem: str | None
     tensors: Tensors | None = field(repr=False)  # None where they cannot be read
-    others: list[str] = field(default_factory=list)  # a run's checkpoints, a line each
+    others: list[str] = field(default_factory=list)  # all checkpoints of the run, one line each
 
 
 def inspect(path: Path) -> Contents:
-    """Raises ValueError, one line, where `path` is nothing that could be inspected."""
+    """The content of the checkpoint at `path`. Raises ValueError (one line) where there is none of any kind."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     others: list[str] = []
@@ -125,7 +125,7 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
     try:
         verified = problem is None and verify(folder)
     except ValueError as error:
-        problem = str(error)  # its tensors are shown all the same, as far as they can be read
+        problem = str(error)  # the tensors are shown nevertheless, as far as they can be read
     try:
         manifest = read_manifest(folder)
         model, layout = dict(manifest["model"]), manifest["layout"]
@@ -159,13 +159,13 @@ def _huggingface_facts(folder: Path) -> dict[str, str]:
 
 
 def _json_object(file: Path) -> dict | None:
-    """None where there is no such file."""
+    """The JSON object in `file`; None where there is no such file."""
     return plain_json.read_object(file) if file.is_file() else None
 
 
 def describe(contents: Contents) -> str:
-    """Some lines for people, safe for a terminal; tensors that differ by the number of a layer or an expert alone are
-    one line."""
+    """A text for people, without control characters. Tensors whose names differ only in the number of a layer or an
+    expert share one line."""
     lines = [f"{contents.folder}: {contents.kind}, {contents.problem or 'complete'}"]
     lines += [f"  {name}: {on_one_line(value, LONGEST_FACT)}" for name, value in contents.facts.items()]
     if contents.others:
@@ -207,9 +207,9 @@ def in_bytes(size: int) -> str:
 
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:
-    """A line for each difference of the tensors; nothing where they are the same, bit for bit.
+    """Yields one line for each tensor that differs; nothing where all tensors are bit-identical.
 
-    Raises ValueError where the tensors of one cannot be read.
+    Raises ValueError where the tensors of a checkpoint cannot be read.
     """
     for contents in (a, b):
         if contents.tensors is None:
@@ -230,10 +230,11 @@ def differences(a: Contents, b: Contents) -> Iterator[str]:
 
 
 def _compare(a: Tensors, b: Tensors, name: str) -> tuple[float, float, bool]:
-    """(largest absolute difference, its norm over the norm of a's finite values, whether all bits are the same)."""
+    """(largest absolute difference, norm of the difference over the norm of a's finite values, True where all bits are
+    the same)."""
     largest = squares = norm = 0.0
     same = True
-    # By the larger parts: each of the smaller ones is then read once, or once for each that it lies across.
+    # Iterate over the larger parts: then most of the smaller parts are read only once.
     for offset, size in min(a.parts(name), b.parts(name), key=len):
         blocks = (t.read(name, offset, size).flatten().split(BLOCK_VALUES) for t in (a, b))
         for x, y in zip(*blocks, strict=True):
@@ -248,8 +249,9 @@ def _compare(a: Tensors, b: Tensors, name: str) -> tuple[float, float, bool]:
 
 
 def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
-    """Prints what is at `path`, or how the two of `diff` differ; one of them is given. Returns the exit code: 1 where
-    the checkpoint is not complete or the two differ. Raises ValueError, one line."""
+    """Prints the content of `path`, or the differences of the two paths in `diff`; exactly one of the arguments is set.
+    Returns the exit code: 1 where the checkpoint is not complete or the two differ, else 0. Raises ValueError (one
+    line)."""
     paths = [path] if diff is None else diff
     named = " ".join(map(str, paths))
     try:
@@ -274,7 +276,8 @@ def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
 
 @contextlib.contextmanager
 def _memory_limited(paths: list[Path]) -> Iterator[None]:
-    """What a folder holds may be made to take any memory; bytes that it has on the disk may be read."""
+    """Limits this process's memory to FREE_MEMORY and three times the folders' size on disk, since the content of an
+    untrusted file could take any amount of memory."""
     folders = [folder for path in paths for folder in (path, *path.glob("checkpoints/*"))]
     files = [file.stat() for folder in folders if folder.is_dir() for file in folder.iterdir() if file.is_file()]
     with open("/proc/self/status", encoding="ascii") as status:

@@ -1,8 +1,8 @@
-"""A Megatron checkpoint as the Hugging Face tensors that its parameters are made of, and the other way round.
+"""Reads a Megatron checkpoint as the Hugging Face tensors that its parameters consist of, and writes one from them.
 
 Megatron stacks a parameter over the layers (and the experts) into one tensor of the checkpoint, whatever layout saved
-it. Vocabulary rows beyond the model's own are padding; what is written here has none: Megatron loads these tensors at
-any number of rows.
+it. Vocabulary rows beyond the model's own are padding. Checkpoints that are written here have no padding: Megatron
+loads these tensors with any number of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dynamo_megatron.models.mapping import (
 )
 from dynamo_megatron.models.spec import ModelSpec
 
-# Both layer specs store a norm under the name it has where TransformerEngine fuses it into the linear after it.
+# Both layer specs store a norm under the name that it has where TransformerEngine fuses it with the next linear layer.
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -40,12 +40,13 @@ FUSED_NORMS = {
 
 
 class MegatronFolder:
-    """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it; used as SafetensorsFolder.
+    """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it. Used like SafetensorsFolder.
 
-    Opening checks keys and shapes. The tensors of one parameter follow each other in `names`: the last parameter read
-    is held, so that each is read once.
+    Opening checks keys and shapes. The tensors of one parameter are consecutive in `names`, and the parameter that was
+    read last is kept, so that each parameter is read once.
 
-    Raises ValueError, one line: not such a checkpoint, damaged, or of another model, listing the tensors.
+    Raises ValueError (one line) where the folder is not such a checkpoint, is damaged, or belongs to another model (the
+    message lists the tensors).
     """
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
@@ -77,7 +78,7 @@ class MegatronFolder:
             parameter = self._parameter_of.get(name)
             if parameter is None:
                 raise InputError(f"{self.path}: tensor {name} is missing")
-            self._held = ("", {})  # the last one goes before the next one comes
+            self._held = ("", {})  # frees the last parameter before the next is read
             self._held = (parameter, self._read(parameter))
         return self._held[1][name]
 
@@ -87,7 +88,7 @@ class MegatronFolder:
         return to_huggingface(self._spec, parameter, [tensor.view(where.shape)])
 
     def _check(self) -> None:
-        if (self.path / MANIFEST_FILE).is_file():  # another program's checkpoint has none
+        if (self.path / MANIFEST_FILE).is_file():  # checkpoints of other programs have none
             check_model(self.path, self._spec.dimensions())
         expected = {where.key: where.whole for where in self._stored.values()}
         found = {key: t.shape for key, t in self._reader.tensors.items() if not key.startswith("optimizer.")}
@@ -99,7 +100,7 @@ class MegatronFolder:
 
 
 class _Stored:
-    """Where a parameter is: entry `index` of tensor `key`, whose leading dimensions have `sizes`."""
+    """The place of a parameter: entry `index` of the tensor `key`, whose leading dimensions have `sizes`."""
 
     def __init__(self, key: str, index: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
         self.key, self.index, self.sizes, self.shape = key, index, sizes, shape
@@ -113,7 +114,7 @@ class _Stored:
 
 
 def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
-    """(parameter, where it is) of the whole model, as Megatron shapes it without padding."""
+    """(parameter, its place) for the whole model, in Megatron's shapes without padding."""
     shapes = huggingface_shapes(spec)
     for name in parameter_names(spec):
         parts = [shapes[part] for part in huggingface_names(spec, name)]
@@ -134,17 +135,18 @@ def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
 def write_megatron(
     spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
 ) -> dict[str, str]:
-    """Writes the model whose Hugging Face tensors `get` gives into the empty folder `path`, in `dtype` (None: as they
-    come), one parameter at a time. Returns the checksums of the data files, by name.
+    """Writes a model into the empty folder `path`, one parameter at a time. `get` returns its Hugging Face tensors by
+    name; they are converted to `dtype` (None: not converted). Returns the checksums of the data files, by name.
 
-    Raises OSError, and ValueError where a parameter's tensors differ in dtype or a value is too large for `dtype`.
+    Raises OSError, and ValueError where a parameter's tensors differ in dtype, or a value is not finite or too large
+    for `dtype`.
     """
     writer = TorchDistWriter(path)
     stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):
         names = huggingface_names(spec, name)
         row = 0
-        # gate and up stay apart, as Megatron stores them: less to hold at once
+        # gate and up are written separately, as Megatron stores them: this needs less memory
         for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
             tensors = [converted(n, get(n), dtype) for n in together]
             if len({t.dtype for t in tensors}) > 1:
@@ -155,8 +157,8 @@ def write_megatron(
             row += len(tensor)
         if re.search(r"(\.linear_\w+|layernorm)\.weight$", where.key):
             stateful[where.key.removesuffix("weight")] = where.sizes or (1,)
-    # Megatron's own loader demands a state of every linear and, with TransformerEngine, of every norm that is a module
-    # of its own: there is none
+    # Megatron's own loader requires an extra state of every linear layer and, with TransformerEngine, of every norm
+    # that is a separate module; there is none, so an empty one is written.
     for key, sizes in stateful.items():
         for index in product(*map(range, sizes)):
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
@@ -165,8 +167,8 @@ def write_megatron(
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is NaN, infinite or too large for a
-    narrower one."""
+    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is NaN, infinite or too large for
+    `dtype`."""
     result = tensor if dtype is None else tensor.to(dtype)
     if not is_finite(result):
         if not is_finite(tensor):

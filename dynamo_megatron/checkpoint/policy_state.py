@@ -1,12 +1,12 @@
-"""The policy, optimizer included, in Megatron's distributed format, written by any layout and loadable under any other.
+"""Saves and loads the policy and its optimizer in Megatron's distributed format; any layout can load any other's saves.
 
-A save has three parts: it is planned by all ranks together (`begin_save`), every rank writes its own file, and rank 0
-publishes the folder once all are written (`Save.complete`). With `background` the middle part is a thread of each rank
-that works on a copy in host memory and enters no collective, while the training goes on. Megatron's own asynchronous
-writers are not used: their helper processes outlive a killed rank.
+A save has three parts: all ranks plan it together (`begin_save`), every rank writes its own file, and rank 0 publishes
+the folder once all files are written (`Save.complete`). With `background` a thread of each rank writes the file, from a
+copy in host memory and without entering a collective, while the training goes on. Megatron's own asynchronous writers
+are not used: their helper processes outlive a killed rank.
 
-No random state is stored: nothing in a step draws random numbers (no dropout), and the prompt stream's order is a
-function of its own seed and position.
+No random state is stored: no computation of the ranks' models draws random numbers (no dropout), and the prompt
+stream's order is a function of its own seed and position.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
-EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: what TransformerEngine keeps for FP8, unused here
-TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of its RuntimeError
+EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: TransformerEngine's state for FP8, unused here
+TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of torch's RuntimeError
 
 
 class _HostCopy:
-    """The data of a plan, copied to host memory; stands for the planner where the plan is written."""
+    """A copy of a plan's data in host memory. The writer uses it in place of the planner."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
         self._data = {item.index: self._copy(item, planner.resolve_data(item)) for item in plan.items}
 
     @staticmethod
     def _copy(item: WriteItem, data: Any) -> Any:
-        gathered = item.index.fqn.startswith("optimizer.")  # on the host already, for this save alone
+        gathered = item.index.fqn.startswith("optimizer.")  # already in host memory, and only for this save
         return data if gathered or not torch.is_tensor(data) else data.detach().to("cpu", copy=True)
 
     def resolve_data(self, item: WriteItem) -> Any:
@@ -69,7 +69,7 @@ class _HostCopy:
 
 
 class _HashedFiles(FileSystem):
-    """Hashes files as they are written: `checksums`, by name."""
+    """Hashes files as they are written. `checksums`: file name -> checksum."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, str] = {}
@@ -82,10 +82,10 @@ class _HashedFiles(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer in two halves: the plan is made with all ranks, the file is written when `write` is called."""
+    """torch's writer in two halves: all ranks make the plan, and `write` writes this rank's file later."""
 
     def __init__(self, folder: Path, *, background: bool):
-        # No copies ahead in the background: their CUDA stream would be of the thread's device, not of this rank's.
+        # No copies ahead in the background: their CUDA stream would be on the thread's device, not on this rank's.
         ahead = 0 if background else 10_000_000
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
         self.fs = _HashedFiles()
@@ -115,7 +115,7 @@ class _Writer(FileSystemWriter):
 
 
 class _PlannedSave(TorchDistSaveShardedStrategy):
-    """The torch_dist strategy that leaves the writing of the files to `writer`."""
+    """A torch_dist strategy that leaves the writing of the files to `writer`."""
 
     def __init__(self, writer: _Writer):
         super().__init__("torch_dist", 1)
@@ -128,7 +128,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 
 
 class Save:
-    """A save under way: begun on all ranks, written by each for itself, to be completed on all ranks."""
+    """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
     def __init__(self, policy: Policy, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
@@ -141,13 +141,13 @@ class Save:
             writer.write()
 
     def written(self) -> bool:
-        """This rank has nothing left to write, or has failed to."""
+        """Returns True where this rank has written its file, or has failed to."""
         return not self._thread.is_alive()
 
     def complete(self, keep_last: int, timeout: float, say: Callable[[str], None] | None) -> None:
-        """Waits for every rank's file, at most `timeout` seconds for this one's, and publishes the checkpoint;
-        collective over all ranks. `say` (rank 0's, None elsewhere) gets warnings. Raises OSError where a rank could not
-        write: earlier checkpoints stay."""
+        """Waits for every rank's file and publishes the checkpoint; collective over all ranks. `say` (rank 0's, None
+        elsewhere) gets warnings. Raises TimeoutError where this rank's file is not written within `timeout` seconds,
+        OSError where a rank could not write; earlier checkpoints stay."""
         if not self.written():
             self._thread.join(timeout)
         if not self.written():
@@ -177,7 +177,7 @@ class Save:
         except OSError as error:
             errors = [str(error)]
         if errors:
-            shutil.rmtree(self._folder, ignore_errors=True)  # what is left of it would keep a full disk full
+            shutil.rmtree(self._folder, ignore_errors=True)  # else its files would keep a full disk full
         return errors[0] if errors else None
 
 
@@ -185,8 +185,8 @@ def begin_save(
     policy: Policy, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
 ) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
-    elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: its state is saved, too.
-    Raises OSError if the disk is full."""
+    elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: whether the optimizer's
+    state is saved. Raises OSError where files cannot be written, as on a full disk."""
     layout, folder = policy.layout, None
     try:
         box = [unfinished_folder(root, step) if layout.rank == 0 else None]
@@ -194,7 +194,7 @@ def begin_save(
         folder = box[0]
         writer = _Writer(folder, background=background)
         sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
-        # Each of the ranks that hold the same parameters writes a part of them.
+        # Ranks that have the same parameters share the writing: each writes a part of them.
         strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
         dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -207,13 +207,13 @@ def begin_save(
 
 
 def _file_error(error: BaseException) -> str | None:
-    """One line where the error is one of reading or writing files, of this rank or another; else None."""
+    """The error as one line where it comes from reading or writing files, on this rank or another; else None."""
     if isinstance(error, CheckpointException):  # a BaseException, with every rank's own failure in it
         rank, (failure, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_file_error(failure) or _one_line(failure)}"
     if not isinstance(error, RuntimeError):
         return _one_line(error)
-    # torch closes the file of a full disk with an error of its own.
+    # On a full disk torch raises an error of its own when it closes the file.
     first = error.__context__ if isinstance(error.__context__, OSError) else error
     known = first is not error or any(text in str(error) for text in TORCH_FILE_ERRORS)
     return _one_line(first) if known else None
@@ -229,11 +229,12 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 
 def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> bool:
-    """Loads the weights and, with `optimizer`, its state, whatever layout saved them; collective over all ranks.
+    """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
+    saved them.
 
-    Returns whether the bytes were compared with checksums: False for a checkpoint that was saved without.
+    Returns False where the checkpoint has no checksums to compare its bytes with, else True.
 
-    Raises ValueError for a checkpoint that is not complete, is damaged or is of another model.
+    Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model.
     """
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
@@ -241,12 +242,12 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     verified = verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
-        # TransformerEngine's modules have it and others do not: a run may go on with the other ones
+        # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
     try:
         parts = CheckedParts(folder)  # Megatron's own strategies would unpickle what the files name
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Megatron's use of torch, which no user can change
+            warnings.simplefilter("ignore", FutureWarning)  # caused by Megatron's use of torch
             loaded = dist_checkpointing.load(sharded, str(folder), parts, CheckedCommon())
     except (
         ValueError,
@@ -272,8 +273,8 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
 def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        # The first of the ranks that share parameters gathers and writes their optimizer state, on the host; without
-        # it every rank does, through a float32 copy of the whole shard on its GPU.
+        # The first of the ranks that share parameters gathers their optimizer state in host memory and writes it.
+        # Without this setting every rank does, through a float32 copy of the whole shard on its GPU.
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
     }
@@ -284,15 +285,16 @@ def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[d
     if not loading:
         _begin_moments(policy)
     moments = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-    for part in (moments, *moments.values()):  # of a mixture of experts: a dict for each kind of parameters
+    for part in (moments, *moments.values()):  # a mixture of experts has a dict for each kind of parameter
         if isinstance(part, dict) and part.get("param_state", ()) is None:
             del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
     return {**model, "optimizer": moments}, format_of
 
 
 def _begin_moments(policy: Policy) -> None:
-    """A fused Adam has moments and step count from its first step on, and Megatron saves them without asking whether
-    there was one: every update of a step may have been skipped. torch's own: `fix_torch_adam_checkpoints`."""
+    """Initialises the moments and step counts of fused Adam optimizers. A fused Adam creates them in its first step,
+    but Megatron saves them unconditionally, and there may have been no step: all updates may have been skipped. For
+    torch's Adam see `fix_torch_adam_checkpoints`."""
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         if part.is_stub_optimizer or isinstance(part.optimizer, torch.optim.Adam):
             continue
@@ -302,7 +304,7 @@ def _begin_moments(policy: Policy) -> None:
 
 
 def _contents(policy: Policy) -> dict[str, Any]:
-    """What the manifest says of the model and of the layout that saved it."""
+    """The manifest's entries on the model and on the layout that saved it."""
     parallel, layout = policy.config.parallel.model_dump(), policy.layout
     return {
         "model": policy.spec.dimensions(),

@@ -1,4 +1,4 @@
-"""A model's weights from a folder into the policy on every rank, and a checkpoint's bytes against their checksums."""
+"""Loads a model's weights from a folder into the policy on every rank, and verifies a checkpoint's checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the policy loads through this module
 def load_folder(chunks: Sequence[PolicyModel], spec: ModelSpec, path: str, layout: Layout) -> None:
     """Loads the weights of a Hugging Face or Megatron folder; collective over all ranks.
 
-    Raises ValueError, the same on every rank: a rank may find what no other reads."""
+    Raises ValueError, the same on every rank, also where only one rank reads the faulty tensor."""
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
         print(f"{path}: {UNVERIFIED}", flush=True)
     failed = None
@@ -44,8 +44,8 @@ def load_folder(chunks: Sequence[PolicyModel], spec: ModelSpec, path: str, layou
 
 
 def verify_bytes(folder: Path, layout: Layout, *, resume: bool = False) -> bool:
-    """`verify` with a share of the files to each rank; collective over all ranks. Returns False where no checksums were
-    saved.
+    """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
+    checksums.
 
     Raises ValueError, the same on every rank, naming the file and what to do."""
     verified, damaged = False, None

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors written one tensor at a time: the library's own writer wants a file's tensors all at once.
+"""Writes Hugging Face safetensors one tensor at a time; the library's own writer needs all tensors of a file at once.
 
 A file is 8 bytes (the header's length, little endian), a JSON header and the tensors' bytes.
 """
@@ -23,8 +23,8 @@ def write_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     get: Callable[[str], torch.Tensor],
 ) -> None:
-    """Writes `tensors` (name: dtype, shape), in this order, into files of at most FILE_BYTES (or one tensor each)
-    with an index where there are several; `get` gives each tensor when its turn comes. Raises OSError.
+    """Writes `tensors` (name -> dtype, shape) in this order into files of at most FILE_BYTES, or of one larger tensor.
+    Several files get an index. `get` returns each tensor when it is written. Raises OSError.
     """
     files: list[list[str]] = [[]]
     held = 0

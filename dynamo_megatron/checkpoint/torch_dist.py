@@ -1,8 +1,8 @@
-"""Megatron's distributed checkpoint files (`torch_dist`), read and written a tensor at a time, without ranks or a GPU.
+"""Reads and writes Megatron's distributed checkpoint files (`torch_dist`) a tensor at a time, without ranks or a GPU.
 
-The format is torch.distributed.checkpoint's: `.metadata` says which chunks a tensor is stored in and where, `*.distcp`
-files hold them; Megatron adds `metadata.json` and `common.pt`. The same tensor may be cut in any way: reading a region
-reads the chunks that overlap it.
+The format is that of torch.distributed.checkpoint. `*.distcp` files have the tensors in chunks, and `.metadata` lists
+the chunks and their places; Megatron adds `metadata.json` and `common.pt`. A tensor may be divided into chunks in any
+way. To read a region, the chunks that overlap it are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
-# What torch.load raises on wrong bits.
+# The exceptions of torch.load on corrupt data.
 DAMAGED = (
     EOFError, OSError, MemoryError, RuntimeError,
     ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError,
@@ -58,16 +58,16 @@ class StoredTensor:
 
 
 def is_torch_dist(path: str | Path) -> bool:
-    """Whether the folder holds a checkpoint of this format."""
+    """Returns True where the folder has a checkpoint in this format."""
     return (Path(path) / METADATA_FILE).is_file()
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint folder: `tensors`, by key, and `read`. Nothing that the folder's files name is
-    imported or called, whoever wrote them.
+    """The tensors of one checkpoint folder. `tensors` has their shapes and dtypes by key, and `read` reads them.
+    Nothing that the folder's files name is imported or called, so the files may be untrusted.
 
-    Raises ValueError, one line naming the file: no such checkpoint, a file of it missing, truncated or malformed, or
-    one that names a class which tensors and plain data do not need.
+    Raises ValueError (one line that names the file) where there is no such checkpoint, where one of its files is
+    missing, truncated or malformed, and where a file names a class that tensors and plain data do not need.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -99,9 +99,9 @@ class TorchDistReader:
         return parts
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        """The region of tensor `key` that starts at `offset`, on the CPU in the stored dtype.
+        """The region of tensor `key` at `offset` with shape `size`, on the CPU in the stored dtype.
 
-        Raises ValueError where the chunks do not hold all of it or a file cannot be read.
+        Raises ValueError where the chunks do not contain the whole region, or a file cannot be read.
         """
         result, filled = None, 0
         for chunk in self._chunks[key].near(offset, size):
@@ -126,10 +126,11 @@ class TorchDistReader:
         return result
 
     def part(self, index: MetadataIndex) -> torch.Tensor:
-        """The part of a tensor that is stored under `index`, in the shape that .metadata gives. Raises ValueError."""
+        """The part of a tensor that is stored under `index`. Raises ValueError where it cannot be read, or its shape or
+        dtype differs from that in .metadata."""
         dtype, sizes = self.tensors[index.fqn].dtype, self._sizes[index]
         tensor = self.stored(index)
-        # A view of less memory than it has values (stride 0) would grow when it is copied.
+        # A view with more values than its memory has (stride 0) would grow when it is copied.
         if (
             type(tensor) is not torch.Tensor
             or (tensor.dtype, tuple(tensor.shape), tensor.layout) != (dtype, tuple(sizes), torch.strided)
@@ -141,7 +142,7 @@ class TorchDistReader:
         return tensor
 
     def stored(self, index: MetadataIndex) -> Any:
-        """The tensor or the plain data that is stored under `index`. Raises ValueError."""
+        """The tensor or the plain data that is stored under `index`. Raises ValueError where it cannot be read."""
         info = self.metadata.storage_data[index]
         file = self.path / info.relative_path
         try:
@@ -152,12 +153,13 @@ class TorchDistReader:
 
 
 def load_plain(stream: BinaryIO) -> Any:
-    """What torch.save wrote of tensors and plain data; a file that names anything else is refused by that name.
+    """Loads tensors and plain data that torch.save wrote.
 
-    Raises ValueError for such a file, and DAMAGED for wrong bits."""
+    Raises ValueError, naming the class or function, for a file that names anything else; exceptions of DAMAGED for
+    corrupt data."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # its text is some lines of advice to load the file all the same
+    except pickle.UnpicklingError as error:  # its text advises to load the file nevertheless
         if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
             why = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0]
             raise InputError(f"not what torch.save writes: {why}") from None
@@ -167,8 +169,8 @@ def load_plain(stream: BinaryIO) -> Any:
 
 
 class _Chunks:
-    """The chunks of one tensor, found by where they are in its leading dimensions that all chunks have one entry of:
-    the layers and the experts that a parameter is stacked over."""
+    """The chunks of one tensor, indexed by their offsets in the leading dimensions in which every chunk has size 1: the
+    layers and the experts that a parameter is stacked over."""
 
     def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
         self.all = chunks
@@ -179,7 +181,7 @@ class _Chunks:
             self._at.setdefault(tuple(chunk.offsets[: self._leading]), []).append(chunk)
 
     def near(self, offset: Sequence[int], size: Sequence[int]) -> list[ChunkStorageMetadata]:
-        """Those that may overlap a region."""
+        """The chunks that may overlap a region."""
         region = list(zip(offset, size, strict=True))[: self._leading]
         if math.prod(n for _, n in region) > len(self._at):
             return self.all
@@ -187,19 +189,20 @@ class _Chunks:
 
 
 class TorchDistWriter:
-    """Writes a checkpoint into folder `path`, which is there and empty; it is readable after `close`."""
+    """Writes a checkpoint into the existing, empty folder `path`; the checkpoint is readable after `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tensors: dict[str, Any] = {}
         self._results: list[WriteResult] = []
         self._digests: dict[str, xxhash.xxh3_128] = {}  # by file
-        self._full = 0  # files that take no more
+        self._full = 0  # number of files that have reached FILE_BYTES
 
     def add(self, key: str, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
-        """Stores `tensor` as the part at `offset` of tensor `key` of the whole shape `shape`; as many dimensions.
+        """Stores `tensor` as the part at `offset` of the tensor `key`, whose whole shape is `shape`. All three have the
+        same number of dimensions.
 
-        Raises ValueError where another part of the tensor has another dtype; OSError.
+        Raises ValueError where another part of the tensor has another dtype, and OSError.
         """
         whole = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         whole = self._tensors.setdefault(key, whole)
@@ -212,7 +215,7 @@ class TorchDistWriter:
         self._write(MetadataIndex(key, offset), tensor)
 
     def add_object(self, key: str, value: Any) -> None:
-        """Stores plain data."""
+        """Stores the plain data `value` under `key`."""
         self._tensors[key] = BytesStorageMetadata()
         self._write(MetadataIndex(key), value)
 
@@ -227,8 +230,8 @@ class TorchDistWriter:
         self._full += end >= FILE_BYTES
 
     def close(self) -> dict[str, str]:
-        """Writes what makes the tensors findable; returns the checksums of the data files, by name. Nothing is synced
-        to the disk. Raises OSError."""
+        """Writes the metadata files. Returns the checksums of the data files, by name. Does not sync to disk. Raises
+        OSError."""
         with open(self.path / "common.pt", "wb") as stream:
             _save({"content_metadata": {}}, stream)
         (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
@@ -241,5 +244,5 @@ class TorchDistWriter:
 def _save(value: Any, stream: BinaryIO) -> None:
     try:
         torch.save(value, stream)
-    except RuntimeError as error:  # a full disk comes as this
+    except RuntimeError as error:  # torch's error on a full disk
         raise OSError(f"{stream.name}: not written: {str(error).splitlines()[0]}") from None

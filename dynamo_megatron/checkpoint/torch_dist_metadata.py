@@ -1,8 +1,8 @@
-"""`.metadata` of a torch_dist folder, which is a pickle, read without running anything that it names.
+"""Reads `.metadata` of a torch_dist folder, which is a pickle, without running anything that the pickle names.
 
-A pickle may name any function for Python to call. Here it is read by an unpickler that knows the few instructions which
-torch's writer uses and the few classes of LISTED, and builds records that do nothing; what is then taken from them is
-checked, value by value, and torch's own objects are made of it. The rest of the file is dropped.
+A pickle may name any function for Python to call. The unpickler here knows only the few instructions that torch's
+writer uses and the few classes in LISTED, and builds inert records from them. The needed values of these records are
+checked one by one, and torch's own objects are built from them. The rest of the file is ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
 METADATA_FILE = ".metadata"
-LARGEST = 1 << 30  # bytes; a part of a tensor takes about 140, so that 7 million parts fit
+LARGEST = 1 << 30  # bytes; a part of a tensor takes about 140, so 7 million parts fit
 MOST_DIMENSIONS = 16
 _OF_TORCH = "torch.distributed.checkpoint"
 LISTED = {
@@ -55,11 +55,11 @@ INSTRUCTIONS = (
 
 
 class MetadataError(InputError):
-    """What is wrong with the file, without its name."""
+    """A fault of the file. The message does not name the file."""
 
 
 class _Record:
-    """Stands for an object of a listed class: its constructor's arguments and its state, whatever they are."""
+    """Takes the place of an object of a listed class: has its constructor's arguments and its state, unchecked."""
 
     __slots__ = ("arguments", "state")
     name = ""
@@ -83,7 +83,7 @@ class _Instructions(dict):
         raise MetadataError(f"has the pickle instruction {chr(code)!r}, which no checkpoint's metadata needs")
 
 
-class _Unpickler(pickle._Unpickler):  # Python's own: the one in C has instructions that take memory without bounds
+class _Unpickler(pickle._Unpickler):  # written in Python: that in C has instructions that take unlimited memory
     dispatch = _Instructions({code[0]: pickle._Unpickler.dispatch[code[0]] for code in INSTRUCTIONS})
 
     def load_setitem(self) -> None:
@@ -97,7 +97,7 @@ class _Unpickler(pickle._Unpickler):  # Python's own: the one in C has instructi
 
     @staticmethod
     def _set(target: Any, key: Any, value: Any) -> None:
-        # Hashing anything else may take any time, or recurse until the interpreter dies.
+        # Hashing any other key may take unlimited time, or recurse until the interpreter crashes.
         if type(target) is not dict or not isinstance(key, str | int | _Record):
             raise MetadataError(f"an entry of {type(target).__name__} under {type(key).__name__}")
         target[key] = value
@@ -116,10 +116,12 @@ class _Unpickler(pickle._Unpickler):  # Python's own: the one in C has instructi
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The parts of the tensors of a torch_dist folder and where they are, as torch's readers need them. Parts lie in
-    regular files of the folder itself, none has more values than bytes are stored of it, and none is there twice.
+    """The parts of the tensors of a torch_dist folder and their places, as torch's readers need them. Checks that the
+    parts are in files directly in the folder, that no part needs more bytes than are stored of it, and that no part
+    occurs twice.
 
-    Raises ValueError, one line with the file's name: missing, malformed, or with a class that is not LISTED."""
+    Raises ValueError (one line with the file's name) where the file is missing or malformed, or names a class that is
+    not in LISTED."""
     file = folder / METADATA_FILE
     content = plain_json.read_bytes(file, LARGEST)
     try:
@@ -130,7 +132,7 @@ def read_metadata(folder: Path) -> Metadata:
         raise InputError(f"{file}: not readable ({error_line(error, 200)})") from None
 
 
-# What the unpickler raises on wrong bits: it expects that its instructions fit each other.
+# The exceptions of the unpickler on corrupt data: it assumes that the instructions are consistent.
 DAMAGED = (
     pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError, OverflowError, MemoryError,
     RecursionError,
@@ -189,7 +191,7 @@ def _record(value: Any, name: str) -> _Record:
 
 
 def _state(value: Any, name: str) -> dict[str, Any]:
-    """The fields of a record of class `name`."""
+    """The fields of `value`, a record of class `name`."""
     return _is(_record(value, name).state, dict, f"the state of {name}")
 
 

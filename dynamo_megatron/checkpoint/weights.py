@@ -1,4 +1,4 @@
-"""Hugging Face weights into one rank's Megatron stage."""
+"""Loads Hugging Face weights into one rank's Megatron stage."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def load_weights(
     ep_rank: int = 0,
     ep_size: int = 1,
 ) -> None:
-    """Fills the parameters of a GPTModel, in their dtype and on their device; its first layer is the model's layer
-    `layer_offset`. A stage of several chunks (interleaved pipeline) calls it once for each.
+    """Fills the parameters of a GPTModel, in their dtype and on their device. The GPTModel's first layer is the model's
+    layer `layer_offset`. A stage of several chunks (interleaved pipeline) calls this once for each chunk.
 
-    Raises ValueError naming the parameter: unknown to the family, of another shape than its shard, filled twice, or a
-    tensor of one of the chunk's layers (its own experts' only) with no parameter; or naming a tensor whose values here
-    are not all finite.
+    Raises ValueError naming a parameter that is unknown to the family, whose shape differs from its shard's, or that
+    needs a tensor which another parameter has used. Raises ValueError naming a tensor that has no parameter (in the
+    chunk's layers, and of this rank's experts), or whose values are not all finite in the parameter's dtype.
     """
     experts = spec.experts_of(ep_rank, ep_size)
     used: dict[str, str] = {}
@@ -69,8 +69,8 @@ def load_weights(
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
-    """The weights in a model's folder, safetensors or a Megatron checkpoint; opening checks every name and shape.
+    """Opens the weights in a model's folder, safetensors or a Megatron checkpoint, and checks every name and shape.
 
-    Raises ValueError, one line.
+    Raises ValueError (one line).
     """
     return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

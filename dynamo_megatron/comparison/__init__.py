@@ -1,1 +1,1 @@
-"""`dynamo-megatron compare`: arms x seeds x learning rates of one task, and what it took them to reach a target."""
+"""`dynamo-megatron compare`: arms x seeds x learning rates on one task, and their costs to reach a target."""

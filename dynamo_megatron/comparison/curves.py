@@ -1,4 +1,4 @@
-"""What a comparison's runs have on disk: how each ended, and its curve, one row an evaluation."""
+"""Reads a comparison's runs from disk: how each ended, and its curve with one row per evaluation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import read_rows
 
-NOT_FINITE = "NonFiniteError"  # stands in the last line of a run that a NaN has ended
-BETWEEN = ("time/evaluate", "time/save")  # seconds of a step that are no training
+NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
+BETWEEN = ("time/evaluate", "time/save")  # seconds of a step that are not training
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run's process ended. `said`: its last line."""
+    """How a run's process ended: its exit code, and `said`, the last line of its output."""
 
     code: int
     said: str
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """A NaN or infinity ended it: it would again."""
+        """True where the run failed with NaN or infinity, which would happen again."""
         return not self.finished and NOT_FINITE in self.said
 
 
@@ -55,7 +55,7 @@ def write_outcome(run: Run, outcome: Outcome) -> None:
 
 
 def read_outcome(run: Run) -> Outcome | None:
-    """None where the run has not ended yet, or its folder is gone. Raises ValueError for a file that is broken."""
+    """The run's outcome; None where it has not ended, or its folder is gone. Raises ValueError for a broken file."""
     file = outcome_file(run)
     if not (file.is_file() and run.folder.is_dir()):
         return None
@@ -67,17 +67,18 @@ def read_outcome(run: Run) -> Outcome | None:
 
 
 def to_do(runs: Sequence[Run]) -> list[Run]:
-    """Those that have not ended, or failed by what need not happen again. Raises ValueError as `read_outcome`."""
+    """The runs that have not ended, or that failed but did not diverge. Raises ValueError as `read_outcome`."""
     outcomes = [(run, read_outcome(run)) for run in runs]
     return [run for run, o in outcomes if o is None or not (o.finished or o.diverged)]
 
 
 def read_curve(run: Run) -> list[dict[str, Any]]:
-    """A row for each evaluation that the run has made so far: what it had cost until then, and its metrics.
+    """One row for each evaluation so far: the run's cost until then, and the evaluation's metrics.
 
-    `rollouts` counts every rollout that was asked for, those of dropped groups and those that were aborted, failed or
-    rejected too; `tokens` those of all responses that came; `seconds` the time of the steps without evaluations and
-    saves. Steps that a killed run has made twice count once. Raises ValueError (path:line) for a line that is broken.
+    `rollouts` counts every rollout that was requested, including those of dropped groups and those that were aborted,
+    failed or rejected. `tokens` counts the tokens of all responses that arrived. `seconds` is the time of the steps
+    without evaluations and saves. Steps that were repeated after a kill count once. Raises ValueError (path:line) for a
+    broken line.
     """
     total = np.zeros(len(UNITS))
     costs = {0: total}
@@ -90,7 +91,7 @@ def read_curve(run: Run) -> list[dict[str, Any]]:
         costs[row["step"]] = total
     rows = []
     for evaluation in read_rows(run.folder / "evaluations.jsonl", "step"):
-        if (step := evaluation["step"]) in costs:  # else a kill came before the step's metrics were on disk
+        if (step := evaluation["step"]) in costs:  # else the run was killed before it wrote the step's metrics
             rollouts, tokens, seconds = costs[step].tolist()
             cost = {"rollouts": int(rollouts), "tokens": int(tokens), "seconds": seconds}
             rows.append({"arm": run.arm, "seed": run.seed, "lr": run.rate, "step": step, **cost, **evaluation})
@@ -98,14 +99,14 @@ def read_curve(run: Run) -> list[dict[str, Any]]:
 
 
 def write_curves(path: Path, curves: Iterable[Sequence[dict[str, Any]]]) -> None:
-    """One JSON object a line. Several processes may write it at once: each writes a whole file."""
+    """Writes one JSON object per line. Several processes may write the file at once: each writes a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, shared=True) as file:
         file.writelines(f"{json.dumps(row)}\n".encode() for rows in curves for row in rows)
 
 
 def whole_seeds(spec: Spec, outcomes: dict[Run, Outcome | None]) -> list[int]:
-    """The seeds of which every run has ended, in the spec's order."""
+    """The seeds whose runs have all ended, in the spec's order."""
     missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
     return [seed for seed in spec.seeds if seed not in missing]
 
@@ -113,7 +114,8 @@ def whole_seeds(spec: Spec, outcomes: dict[Run, Outcome | None]) -> list[int]:
 def arrays(
     spec: Spec, seeds: Sequence[int], outcomes: dict[Run, Outcome | None], curves: dict[Run, list[dict[str, Any]]]
 ) -> dict[str, Arm]:
-    """The arms' runs of `seeds` as numbers. Raises ValueError where a finished run lacks evaluations of the metric."""
+    """The scores and costs of the arms' runs of `seeds`. Raises ValueError where a finished run lacks evaluations of
+    the metric."""
     by_place = {(run.arm, run.rate, run.seed): run for run in outcomes}
     longest = max(2, *(len(rows) for rows in curves.values()))
     arms = {}

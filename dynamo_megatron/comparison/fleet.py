@@ -1,7 +1,6 @@
-"""Servers of the command's own that outlive a run: every run's first push gives them its weights.
+"""Servers that the compare command starts and that outlive a run: each run's first push gives them its weights.
 
-A run reaches them as `rollout.placement: external`, at ports and with a key that stay the same when a server is
-restarted.
+A run uses them with `rollout.placement: external`. Their ports and API key stay the same when a server is restarted.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import cuda_available, listening_address
 from dynamo_megatron.rollout.supervisor import Supervisor
 
-KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable that servers and runs have their API key from
+KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
 POLL_EVERY = 0.5  # seconds
 
 
 def keeps_servers(config: Config) -> bool:
-    """Whether servers can stay up between runs: not those that take turns with the ranks on the same GPUs."""
+    """Returns True where the servers can stay up between runs: where they do not share GPUs with the ranks."""
     rollout = config.rollout
     if rollout.engine != "sglang" or rollout.placement == "external":
         return False
@@ -36,11 +35,11 @@ def keeps_servers(config: Config) -> bool:
 
 
 class _Watched:
-    """Hears of the servers."""
+    """Records which servers are up; the supervisor calls it."""
 
     def __init__(self, names: list[str], say: Callable[[str], None]):
         self.up_now: set[str] = set()
-        self.lost: dict[str, str] = {}  # for good: name -> why
+        self.lost: dict[str, str] = {}  # servers that will not be restarted: name -> reason
         self._names, self._say = names, say
 
     def up(self, endpoint: Endpoint) -> None:
@@ -61,10 +60,10 @@ class _Watched:
 async def servers(
     config: Config, folder: Path, say: Callable[[str], None], stopped: Callable[[], bool]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Starts `rollout.servers` servers, with logs in FOLDER/logs, and ends them with the block, or with this process,
-    however that ends. Yields, once all are up or `stopped` says so, the keys by which runs reach them.
+    """Starts `rollout.servers` servers, with logs in FOLDER/logs. They end with the block, or with this process however
+    it ends. Once all are up, or `stopped` returns True, yields the `rollout` keys for the runs that use them.
 
-    Raises RolloutError where one does not come up, ConfigError where host or port cannot be used.
+    Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
     """
     names = server_names(config.rollout.servers, 1, 0)
     try:

@@ -1,4 +1,4 @@
-"""The picture of a comparison: scores over rollouts, and the ratios of the costs or, of few seeds, the final scores."""
+"""The picture of a comparison: scores over rollouts; ratios of the costs, or with few seeds the final scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo_megatron.comparison.curves import finished
 from dynamo_megatron.comparison.table import SHARE_NAMES, Measured
 from dynamo_megatron.reports.picture import COLOURS, GREY
 
-WIDEST = 4.0  # ratio: the axis ends there, and an interval that goes on has an arrow
+WIDEST = 4.0  # the largest ratio on the axis; a longer interval ends in an arrow
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 MARKERS = dict(zip(SHARE_NAMES.values(), ("o", "s"), strict=True))
 
@@ -44,7 +44,7 @@ def draw(measured: Measured, found: dict[str, Any], path: Path) -> None:
 def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict[str, str]) -> None:
     for name, colour in colours.items():
         curves = [measured.curves[run] for run in measured.runs(name, measured.final_rate(name))]
-        shared = min(map(len, curves))  # 0: it stands in the legend alone
+        shared = min(map(len, curves))  # 0: the arm is only in the legend
         rollouts = np.mean([[row["rollouts"] for row in rows[:shared]] for rows in curves], axis=0)
         scores = 100 * np.array([[row[found["metric"]] for row in rows[:shared]] for rows in curves])
         failed = found["arms"][name]["failed"]
@@ -67,7 +67,7 @@ def _curves(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict
 
 
 def _ratios(axes: Axes, found: dict[str, Any], colours: dict[str, str]) -> None:
-    """One row for each arm but the control, in it one interval for each target."""
+    """One row for each arm except the control, with one interval for each target."""
     others = [name for name in found["arms"] if name != found["control"]]
     shown = [0.5, 2.0]
     for row, name in enumerate(others):
@@ -102,7 +102,7 @@ def _ratios(axes: Axes, found: dict[str, Any], colours: dict[str, str]) -> None:
 
 
 def _finals(axes: Axes, measured: Measured, found: dict[str, Any], colours: dict[str, str]) -> None:
-    """One point a seed."""
+    """One point per seed."""
     for row, (name, colour) in enumerate(colours.items()):
         runs = measured.runs(name, measured.final_rate(name))
         done = [measured.curves[run][-1][found["metric"]] for run in runs if finished(measured.outcomes[run])]

@@ -1,4 +1,4 @@
-"""Carries out a comparison's runs, one after the other, as `dynamo-megatron train` does each of them."""
+"""Carries out a comparison's runs one after the other, each with `dynamo-megatron train`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dynamo_megatron.rollout.server import cuda_available
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent
 
-RESUMABLE = (75, 130)  # exit codes of a run that was asked to stop
-REFUSED = 2
-RELEASED_WITHIN = 60.0  # seconds for the ranks of a comparison that was killed to leave a run's folder
+RESUMABLE = (75, 130)  # exit codes of a run that stopped on request
+REFUSED = 2  # exit code of a run whose configuration is refused
+RELEASED_WITHIN = 60.0  # seconds to wait for the ranks of a killed comparison to release a run's folder
 POLL_EVERY = 0.5  # seconds
 
 
 class Stop:
-    """A signal that asked this process to stop, passed on to the processes that work for it."""
+    """Receives the signal that asks this process to stop, and forwards it to the child processes."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
@@ -49,7 +49,7 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code of what was asked to stop."""
+        """The exit code after a request to stop."""
         return 130 if self.asked == signal.SIGINT else 75
 
     async def child(
@@ -59,20 +59,20 @@ class Stop:
         output: int | None = None,
         cores: Sequence[int] = (),
     ) -> int:
-        """Runs `command` to its end, with stdout and stderr to the descriptor `output` (None: this process's) and on
-        `cores` (none: this process's); its exit code. It is killed when this process ends."""
+        """Runs `command` to its end and returns its exit code. stdout and stderr go to the descriptor `output` (None:
+        this process's). The command runs on `cores` (empty: this process's), and is killed when this process ends."""
         child = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            process_group=0,  # a terminal's Ctrl-C comes through this process
+            process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
             preexec_fn=partial(_begin, os.getpid(), cores),
         )
         self._children.add(child)
         try:
-            if self.asked is not None:  # while it was started
+            if self.asked is not None:  # the signal came while the child was being started
                 self._pass_on(self.asked)
             return await child.wait()
         finally:
@@ -86,10 +86,12 @@ def _begin(parent: int, cores: Sequence[int]) -> None:
 
 
 async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -> None:
-    """Trains what is left of `runs`, of `every` runs that the comparison has, until all have ended or `stop` is asked.
+    """Trains the unfinished runs among `runs`, until all have ended or `stop` gets a signal. The comparison has `every`
+    runs in all its parts.
 
-    Servers that can stay up do so until a run needs others or has failed, which may be their fault. `folder` gets their
-    logs. Raises ConfigError where a run is refused, ValueError as `to_do`, RolloutError where servers do not come up.
+    Servers that can stay up do so until a run needs other servers, or has failed: the servers may be the reason.
+    `folder` gets their logs. Raises ConfigError where a run is refused, ValueError as `to_do`, RolloutError where
+    servers do not come up.
     """
     left = to_do(runs)
     if len(left) < len(runs):
@@ -119,10 +121,10 @@ async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -
 
 
 async def _train(run: Run, keys: dict[str, Any] | None, stop: Stop) -> Outcome | None:
-    """None: it was asked to stop. Raises ConfigError where it is refused."""
+    """Trains one run. Returns None where it stopped on request. Raises ConfigError where the run is refused."""
     await _released(run.folder)
     console = console_file(run)
-    outcome_file(run).unlink(missing_ok=True)  # of a run that failed, and is tried again
+    outcome_file(run).unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
     own = [f"rollout.{key}={value}" for key, value in (keys or {}).items()]
     environment = {**os.environ, **(_gpus_left(run.config) if keys is not None else {})}
     descriptor, start = open_log(console, 0o644), mark(console)
@@ -145,7 +147,7 @@ async def _train(run: Run, keys: dict[str, Any] | None, stop: Stop) -> Outcome |
 
 
 def _gpus_left(config: Config) -> dict[str, str]:
-    """The environment in which a run leaves the first GPUs to the servers that stay up."""
+    """The environment variables with which a run leaves the first GPUs to the servers that stay up."""
     if not cuda_available():
         return {}
     visible, taken = visible_gpus(), config.rollout.servers * config.rollout.tp
@@ -158,7 +160,7 @@ def _gpus_left(config: Config) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """Names of this process's GPUs as CUDA_VISIBLE_DEVICES takes them."""
+    """The names of this process's GPUs, for CUDA_VISIBLE_DEVICES."""
     if not cuda_available():
         return []
     import torch
@@ -168,7 +170,7 @@ def visible_gpus() -> list[str]:
 
 
 async def _released(folder: Path) -> None:
-    """Waits until no process trains in the run's folder. Raises ConfigError where one goes on doing so."""
+    """Waits until no process trains in the run's folder. Raises ConfigError after RELEASED_WITHIN seconds."""
     lock, deadline = folder / ".lock", time.monotonic() + RELEASED_WITHIN
     if not lock.is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +179,7 @@ async def _released(folder: Path) -> None:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return  # closing the file lets go of it
+                return  # closing the file releases the lock
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
@@ -187,8 +189,9 @@ async def _released(folder: Path) -> None:
 
 
 async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
-    """Runs `command` `jobs` times with `--part I/JOBS`, each with its share of the cores and GPUs; the exit code of the
-    worst. Raises ConfigError where there are fewer of them."""
+    """Runs `command` `jobs` times with `--part I/JOBS`, each with its share of the GPUs or cores. Returns REFUSED where
+    a part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or, without GPUs,
+    cores) than jobs."""
     cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
@@ -198,7 +201,7 @@ async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share : (i + 1) * share])
         else:
-            environment.setdefault("OMP_NUM_THREADS", "1")  # a rank takes a share of all cores else
+            environment.setdefault("OMP_NUM_THREADS", "1")  # else a rank would take a share of all cores
         words = [*command, "--part", f"{i + 1}/{jobs}"]
         return await stop.child(words, environment, cores=cores[i::jobs])
 

@@ -1,4 +1,4 @@
-"""The file of a comparison, and the runs that it asks for."""
+"""The spec file of a comparison, and the runs that it defines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dynamo_megatron.config.method import Section
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
-SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # key -> the spec's
-# What scores must share to be compared.
+SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # run's key -> spec's key
+# Scores are comparable only where these keys are equal.
 SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", "k", "temperature", "max_new_tokens")))
-# Keys that differ with the servers that answer a run, not with the run.
+# These keys depend on the servers that a run uses, not on the run.
 ADDRESS = tuple(f"rollout.{key}" for key in ("placement", "urls", "api_key_env", "port", "servers"))
-WIDEST_FACTOR = 1.5  # between neighbouring learning rates of a good spec
+WIDEST_FACTOR = 1.5  # the largest factor between neighbouring learning rates without a note
 
 
 class Spec(Section):
-    base: list[str] = Field(default=[])  # config files and key=value of every run
-    arms: dict[str, list[str]]  # name -> config files and key=value that come after those of `base`
+    base: list[str] = Field(default=[])  # config files and key=value words of every run
+    arms: dict[str, list[str]]  # name -> config files and key=value words, after those of `base`
     control: str  # the arm that the others are compared with
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    learning_rates: list[float] | dict[str, list[float]]  # of every arm, or by arm
-    metric: str = "eval/pass@1"  # of the evaluations during training: the score
+    learning_rates: list[float] | dict[str, list[float]]  # one list for all arms, or a list by arm
+    metric: str = "eval/pass@1"  # the score: this metric of the evaluations during training
     output_dir: str
 
     @field_validator("arms")
@@ -69,11 +69,11 @@ class Spec(Section):
         return self
 
     def rates(self, arm: str) -> list[float]:
-        """Ascending."""
+        """The arm's learning rates, ascending."""
         return sorted(self.learning_rates[arm] if isinstance(self.learning_rates, dict) else self.learning_rates)
 
     def wide(self) -> list[str]:
-        """A line for each arm whose learning rates are so far apart that the best one may lie between them."""
+        """A line for each pair of neighbouring rates that are so far apart that the best one may lie between them."""
         return [
             f"{arm}: learning rates {low:g} and {high:g} are more than a factor {WIDEST_FACTOR:g} apart"
             for arm in self.arms
@@ -87,7 +87,7 @@ class Run:
     arm: str
     seed: int
     rate: float
-    words: tuple[str, ...]  # of `dynamo-megatron train`
+    words: tuple[str, ...]  # arguments of `dynamo-megatron train`
     config: Config
 
     @property
@@ -100,12 +100,13 @@ class Run:
 
     @property
     def server_options(self) -> tuple[Any, ...]:
-        """Runs for which these are equal can be answered by the same servers."""
+        """Runs with equal values can use the same servers."""
         return self.config.rollout, self.config.model, self.config.trainer.deterministic
 
 
 def read_spec(word: str) -> Spec:
-    """`word`: a file, or the name of a shipped one (`compare/demo`). Raises ConfigError, one line for each fault."""
+    """Parses the spec `word`: a file, or the name of a shipped one (`compare/demo`). Raises ConfigError with one line
+    for each fault."""
     path = Path(word) if Path(word).is_file() else shipped.path(word)
     if path is None:
         near = _near(word, [name for name in shipped.names() if name.startswith("compare/")])
@@ -119,7 +120,7 @@ def read_spec(word: str) -> Spec:
 def _lines(error: ValidationError) -> Iterator[str]:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
-        if key.startswith("learning_rates"):  # a fault for each of the types that it may have
+        if key.startswith("learning_rates"):  # pydantic reports a fault for each of the two types
             yield "learning_rates: not numbers; give a list for all arms, or a list for each arm by its name"
         elif fault["type"] == "extra_forbidden":
             yield f"unknown key {key}{_near(key, Spec.model_fields)}; the keys are {', '.join(Spec.model_fields)}"
@@ -136,10 +137,11 @@ def _near(name: str, known: Any) -> str:
 
 
 def planned_runs(spec: Spec) -> list[Run]:
-    """Every run, those of one kind of servers together, in them seed after seed: what is stopped early has whole seeds.
+    """All runs. Those that can use the same servers come together, and among them seed after seed, so that a comparison
+    that is stopped early has complete seeds.
 
-    Raises ConfigError for a config that is refused, arms whose scores could not be compared, or a run on disk that is
-    not the one that is asked for.
+    Raises ConfigError for a config that is refused, arms whose scores could not be compared, or another run on disk in
+    the folder of one of the runs.
     """
     configs = {arm: _compose(spec, arm) for arm in spec.arms}
     reference = configs[spec.control]
@@ -207,5 +209,5 @@ def _check_on_disk(run: Run) -> None:
 
 
 def _comparable(plain: dict[str, Any]) -> dict[str, Any]:
-    """dotted key -> value of what the spec decides."""
+    """dotted key -> value of the keys that identify a run, without those of the servers' addresses."""
     return {key: value for key, value in identity(plain, list(plain)).items() if key not in ADDRESS}

@@ -1,17 +1,18 @@
-"""What arms of a comparison cost and reach, with intervals: pure functions of numbers. docs/compare.md has the reasons.
+"""Scores and costs of a comparison's arms, with intervals: pure functions of numbers. docs/compare.md has the reasons.
 
 An arm has R learning rates, all arms have the same S seeds, and every run has up to E evaluations, the first before
 training. A choice of seeds (int [n], with repetitions where it is a resample) determines everything below:
 
-- the best rate of an arm: that of the highest mean final score over the seeds;
+- the best rate of an arm: the rate with the highest mean final score over the seeds;
 - the gain: the control's mean final score at its best rate, less its mean score before training at this rate; the
   target of a share q is that score before training plus q times the gain;
-- the cost of a run to a target: of its first evaluation at or above the target, interpolated linearly between that and
-  the evaluation before. A run that never reaches it, or has failed, costs +inf;
-- the cost of an arm: the least, over its rates, of the median over the seeds. A rate at which one of the seeds has
+- the cost of a run to a target: its cost where its score reaches the target, by linear interpolation between its first
+  evaluation at or above the target and the evaluation before. A run that never reaches the target, or has failed, costs
+  +inf;
+- the cost of an arm: the minimum over its rates of the median over the seeds. A rate at which one of the seeds has
   failed costs +inf: a divergence is never averaged away.
 
-So an arm's learning rate is selected anew for every figure and in every resample.
+So an arm's learning rate is selected separately for every figure and in every resample.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SHARES = (0.5, 0.9)  # of the control's gain
 
 @dataclass(frozen=True)
 class Arm:
-    scores: np.ndarray  # float64 [R, S, E]; NaN after a run's last evaluation; a failed run may have NaN alone
-    costs: np.ndarray  # float64 [R, S, E, UNITS]: spent until the evaluation; finite
+    scores: np.ndarray  # float64 [R, S, E]; NaN after a run's last evaluation; a failed run may have only NaN
+    costs: np.ndarray  # float64 [R, S, E, UNITS]: the run's cost until the evaluation; finite
     failed: np.ndarray  # bool [R, S]
 
     @property
     def finals(self) -> np.ndarray:
-        """Score of each run's last evaluation, -inf for one that has failed, float64 [R, S]."""
+        """The score of each run's last evaluation, -inf for a failed run, float64 [R, S]."""
         last = np.maximum(np.isfinite(self.scores).sum(axis=-1) - 1, 0)
         finals = np.take_along_axis(self.scores, last[..., None], axis=-1)[..., 0]
         return np.where(self.failed, -np.inf, finals)
@@ -48,11 +49,12 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one choice of seeds. A arms in the order of the mapping; indices are into an arm's learning rates."""
+    """The figures of one choice of seeds. There are A arms, in the order of the mapping. Rates are indices into an
+    arm's learning rates."""
 
     final_rate: np.ndarray  # int64 [A]
     final: np.ndarray  # float64 [A], mean over the seeds; -inf where every rate has a failed run
-    start: float  # the control's before training; NaN where it has no rate without a failed run
+    start: float  # the control's mean score before training; NaN where it has no rate without a failed run
     targets: np.ndarray  # float64 [SHARES]; NaN where the control has gained nothing
     cost_rate: np.ndarray  # int64 [A, SHARES, UNITS]
     cost: np.ndarray  # float64 [A, SHARES, UNITS]
@@ -60,8 +62,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Findings:
-    """`difference`: of the mean final score to the control's, by arm; `ratio`: of the cost to the control's, by arm,
-    [SHARES][UNITS]; NaN: neither of the two reaches the target."""
+    """`difference`: by arm, its mean final score less the control's. `ratio`: by arm, [SHARES][UNITS], its cost over
+    the control's; NaN: neither of the two reaches the target."""
 
     summary: Summary
     difference: dict[str, Estimate]
@@ -69,7 +71,7 @@ class Findings:
 
 
 def cost_to(arm: Arm, target: float) -> np.ndarray:
-    """What each run has spent when it first reaches `target`, float64 [R, S, UNITS]; +inf: never, or failed."""
+    """The cost of each run when it first reaches `target`, float64 [R, S, UNITS]; +inf: it never does, or failed."""
     reached = arm.scores >= target  # False for NaN
     first = reached.argmax(axis=-1)[..., None]
     before = np.maximum(first - 1, 0)
@@ -82,7 +84,7 @@ def cost_to(arm: Arm, target: float) -> np.ndarray:
 
 
 def summarise(arms: Mapping[str, Arm], control: str, seeds: np.ndarray) -> Summary:
-    """`seeds`: int [n], n >= 1, indices of the seeds that count, each as often as it is named."""
+    """The figures for `seeds`: int [n], n >= 1, indices of the seeds. A seed that occurs k times counts k times."""
     means = [arm.finals[:, seeds].mean(axis=1) for arm in arms.values()]
     final_rate = np.array([mean.argmax() for mean in means])
     final = np.array([mean.max() for mean in means])
@@ -102,7 +104,7 @@ def summarise(arms: Mapping[str, Arm], control: str, seeds: np.ndarray) -> Summa
 
 
 def _arm_cost(arm: Arm, target: float, seeds: np.ndarray) -> np.ndarray:
-    """Of each rate, float64 [R, UNITS]."""
+    """The arm's cost to `target` at each rate, float64 [R, UNITS]."""
     cost = np.median(cost_to(arm, target)[:, seeds], axis=1)
     cost[arm.failed[:, seeds].any(axis=1)] = np.inf
     return cost
@@ -111,16 +113,17 @@ def _arm_cost(arm: Arm, target: float, seeds: np.ndarray) -> np.ndarray:
 def find(
     arms: Mapping[str, Arm], control: str, *, resamples: int = 2000, seed: int = 0, level: float = 0.95
 ) -> Findings:
-    """Everything of all seeds, with percentile intervals of a bootstrap over the seeds.
+    """The findings of all seeds, with percentile intervals of a bootstrap over the seeds.
 
-    Paired: a resample takes the same seeds in every arm. Target and learning rates are those of the resample. Where a
-    resample gives no ratio or difference, since control and arm both have none, it counts as the lowest for the lower
-    end and as the highest for the upper one. The same seed gives the same intervals.
+    The bootstrap is paired: a resample has the same seeds in every arm. Each resample has its own target and learning
+    rates. Where a ratio or difference is NaN in a resample, since both control and arm are infinite, the resample
+    counts as the lowest value for the lower end and as the highest for the upper end. The same `seed` gives the same
+    intervals.
     """
     count = arms[control].failed.shape[1]
     whole = summarise(arms, control, np.arange(count))
     drawn = np.sort(np.random.default_rng(seed).integers(count, size=(resamples, count)), axis=1)
-    different, which = np.unique(drawn, axis=0, return_inverse=True)  # of few seeds, few
+    different, which = np.unique(drawn, axis=0, return_inverse=True)  # few seeds have few different resamples
     summaries = [summarise(arms, control, seeds) for seeds in different]
     samples = [summaries[i] for i in which.ravel()]
     reference = list(arms).index(control)
@@ -141,7 +144,7 @@ def find(
 
 
 def _estimate(value: float, sample: np.ndarray, level: float, lowest: float) -> Estimate:
-    """Order statistics, the outer ones: no arithmetic with infinities."""
+    """The interval's ends are order statistics, rounded outwards: no interpolation between infinities."""
     ends = [np.sort(np.where(np.isnan(sample), extreme, sample)) for extreme in (lowest, np.inf)]
     last = len(sample) - 1
     low = ends[0][int(np.floor(last * (1 - level) / 2))]

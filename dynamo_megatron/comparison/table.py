@@ -22,17 +22,17 @@ UNIT_NAMES = {"rollouts": "rollouts", "tokens": "response tokens", "seconds": "s
 
 @dataclass(frozen=True)
 class Measured:
-    """What the tables are made of. `seeds`: those of which every run has ended, at least one."""
+    """The data of the tables. `seeds`: the seeds whose runs have all ended, at least one."""
 
     spec: Spec
     seeds: list[int]
-    outcomes: dict[Run, Outcome | None]  # None: it has not ended
+    outcomes: dict[Run, Outcome | None]  # None: the run has not ended
     curves: dict[Run, list[dict[str, Any]]]
-    arms: dict[str, Arm]  # of `seeds`
+    arms: dict[str, Arm]  # only with the runs of `seeds`
     findings: Findings
 
     def runs(self, arm: str, rate: float | None = None) -> list[Run]:
-        """Of the seeds that count, in their order; of one rate or of all."""
+        """The arm's runs of `seeds`, ordered by rate and seed; `rate`: only the runs of this rate."""
         own = [r for r in self.outcomes if r.arm == arm and r.seed in self.seeds and rate in (None, r.rate)]
         return sorted(own, key=lambda run: (run.rate, self.seeds.index(run.seed)))
 
@@ -46,7 +46,7 @@ def finite(value: float) -> float | None:
 
 
 def as_plain(measured: Measured) -> dict[str, Any]:
-    """Everything that the tables say, survives JSON. null: infinite, or there is none."""
+    """All content of the tables as plain data that survives JSON. None stands for infinity or a missing value."""
     spec, summary = measured.spec, measured.findings.summary
     enough = len(measured.seeds) >= LEAST_SEEDS
     arms = {name: _arm(measured, a, enough) for a, name in enumerate(spec.arms)}
@@ -99,7 +99,7 @@ def _plain(estimate: Estimate) -> dict[str, float | None]:
 
 
 def _passes(measured: Measured, arm: str, rate: float) -> dict[str, float | None]:
-    """Mean final pass@k over the seeds; null where a run has failed."""
+    """The mean final pass@k over the seeds, by name; empty where a run has failed."""
     runs = measured.runs(arm, rate)
     if not all(finished(measured.outcomes[run]) for run in runs):
         return {}
@@ -108,7 +108,7 @@ def _passes(measured: Measured, arm: str, rate: float) -> dict[str, float | None
 
 
 def as_markdown(found: dict[str, Any], notes: Sequence[str]) -> str:
-    """The text of comparison.md but for its picture."""
+    """The text of comparison.md without its picture."""
     names, control, seeds = list(found["arms"]), found["control"], found["seeds"]
     many = f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"
     parts = [f"# Comparison of {', '.join(names)}: {found['metric']}, {many}", _failures(found), _finals(found)]
@@ -185,7 +185,7 @@ def _percent(value: float | None) -> str:
 
 
 def _interval(estimate: dict[str, float | None] | None, form: str, factor: float = 1.0, without: str = "never") -> str:
-    """An end that is infinite is written as such. `without`: what stands for an estimate without a value."""
+    """The text "value (low to high)", also with infinite ends. `without`: the text for an estimate without a value."""
     if estimate is None:
         return ABSENT
     if estimate["value"] is None:
@@ -195,7 +195,7 @@ def _interval(estimate: dict[str, float | None] | None, form: str, factor: float
 
 
 def notes(measured: Measured, found: dict[str, Any]) -> list[str]:
-    """What the reader should know of the runs besides."""
+    """Remarks on the runs: wide steps between rates, missing seeds, best rates at an end, reasons of failures."""
     spec, said = measured.spec, list(measured.spec.wide())
     if left := found["seeds left out"]:
         ended = sum(outcome is not None for outcome in measured.outcomes.values())

@@ -1,4 +1,4 @@
-"""The prompts of a function of the user's, in its order, read as the run needs them."""
+"""The prompts that a function of the user's yields, in that order, read as the run needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo_megatron.data.sources import content_digest, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
-SKIPPED_IN_A_ROW = 10_000  # prompts that are too long, until that is an error: an endless iterator may have no other
+SKIPPED_IN_A_ROW = 10_000  # too long prompts in a row are an error: an endless iterator may have no others
 
 
 def _nothing() -> None:
@@ -23,8 +23,8 @@ def _nothing() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where reading stands: how many items of the epoch were taken, a hash of their ids and contents, and how many
-    prompts were too long, in all epochs."""
+    """The position in the iterator: `taken` items of the epoch, with `digest`, a hash of their ids and contents, and
+    `skipped` prompts that were too long, counted over all epochs."""
 
     epoch: int = 0
     taken: int = 0
@@ -35,19 +35,18 @@ class _Place:
 class IteratorStream:
     """Prompts without end, in the order in which the function `config.source` yields them.
 
-    Where the iterator ends, the function is called again: a new epoch. At most a first batch is read ahead, so that
-    what is wrong with the data shows before the run. Of every item that was read, skipped ones too, the id and a hash
-    of the content stay in memory (docs/data.md has the bytes): an id that comes again is the same problem, and an error
-    where its content differs. Items are read on a thread of their own (`ReadingThread`). `encode`, `max_prompt_length`
-    and errors are as for `PromptStream`; `on_progress` is called with the number of prompts that the first batch has so
-    far.
+    Where the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead,
+    so that errors in the data show before the run. The ids of all items, also of skipped ones, stay in memory with a
+    hash of the content (docs/data.md has the bytes). An id that occurs again is the same problem; it is an error where
+    its content differs. Items are read on a separate thread (`ReadingThread`). `encode`, `max_prompt_length` and errors
+    are as for `PromptStream`. `on_progress` is called with the number of prompts that the first batch has so far.
 
-    The state is the number of items taken: a resume calls the function again and skips that number. It therefore has
-    to yield the same items each time.
+    The state is the number of items taken. A resumed run calls the function again and skips that number of items, so
+    the function has to yield the same items each time.
     """
 
-    prompts: tuple[Prompt, ...] = ()  # those known before the run
-    size: int | None = None  # prompts that can be drawn: not known
+    prompts: tuple[Prompt, ...] = ()  # none is known before the run
+    size: int | None = None  # the number of prompts is not known
 
     def __init__(
         self,
@@ -66,12 +65,12 @@ class IteratorStream:
             self._ahead.append(self._draw(_nothing))
             if on_progress is not None:
                 on_progress(len(self._ahead))
-        # The first prompt's tokens stand for tokenizer and template.
+        # The first prompt's tokens show a change of tokenizer or template.
         self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
 
     @property
     def skipped(self) -> int:
-        """Prompts that were too long up to the one drawn last; one that comes again counts again."""
+        """The number of too long prompts before the prompt drawn last. A prompt that occurs again counts again."""
         return self._drawn.skipped
 
     @property
@@ -80,18 +79,19 @@ class IteratorStream:
         return self._drawn.epoch
 
     def next(self, n: int, on_poll: Callable[[], None] = _nothing) -> list[Prompt]:
-        """The next `n` prompts, with `tokens` set. `on_poll` is called while it waits for the iterator; what it raises
-        ends the wait, and what was drawn until then is not drawn again. Raises ValueError: as the constructor."""
+        """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
+        of `on_poll` ends the wait; the prompts drawn until then are not drawn again. Raises ValueError as the
+        constructor does."""
         batch: list[Prompt] = []
         while len(batch) < n:
             prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
             batch.append(prompt)
         return batch
 
-    candidates = next  # they are read with their tokens
+    candidates = next  # prompts are encoded as they are read
 
     def encoded(self, prompt: Prompt) -> Prompt:
-        """One of the `candidates`, as it is."""
+        """Returns `prompt`, one of the `candidates`, as it is."""
         return prompt
 
     def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
@@ -112,7 +112,7 @@ class IteratorStream:
         )
 
     def _take(self, on_poll: Callable[[], None]) -> Prompt:
-        """The iterator's next item, of the next epoch where it has ended."""
+        """The iterator's next item; where the iterator has ended, the first item of the next epoch."""
         source, place = self._config.source, self._read
         item = self._thread.next(self._items, on_poll)
         if item is None:
@@ -134,13 +134,13 @@ class IteratorStream:
         return prompt
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of a fixed size: how many items of which epoch were drawn, what they were, and how many were
+        """Plain data of a fixed size: how many items of which epoch were drawn, a hash of them, and how many were
         skipped."""
         return {**dataclasses.asdict(self._drawn), "rendering": self._rendering}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises ValueError where the function yields other items, or tokenizer or
-        template have changed."""
+        """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
+        the tokenizer or template has changed."""
         self._items, self._read = located_prompts(self._config), _Place(state["epoch"])
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):

@@ -8,9 +8,9 @@ from dynamo_megatron.models.spec import ModelSpec
 
 
 def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> int:
-    """Tokens that the response limit leaves of the model's length, or `data.max_prompt_length`.
+    """The largest number of prompt tokens: `data.max_prompt_length`, else the model's length less the response limit.
 
-    Raises ValueError where prompt and response do not fit the model.
+    Raises ValueError where prompt and response together exceed the model's length, or `model.max_length` does.
     """
     limit = config.model.max_length or spec.max_positions
     if limit > spec.max_positions:

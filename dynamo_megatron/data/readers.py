@@ -1,4 +1,4 @@
-"""Rows of the file formats that prompts come in, each with the text that says where it stands."""
+"""Reads the rows of prompt files, each with a text that names its place in the file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dynamo_megatron.runtime.plain_text import error_line
 
 DATASETS = "datasets:"
 LONGEST_LINE = 64 << 20  # bytes; a prompt of that length has more tokens than any model takes
-TEXT_OPTIONS = ("name", "split")  # taken as written: to YAML the configuration "no" (Norwegian) is False
+TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """("path:line", value) of every line that is not empty, JSON as `plain_json.parse` has it. Raises ValueError (one
+    """("path:line", value) of every line that is not empty, parsed by `plain_json.parse`. Raises ValueError (one
     line)."""
     if not path.is_file():
         raise InputError(f"data.source: there is no file {path}")
@@ -37,9 +37,10 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("path row N", row) with N from 1; one row group in memory at a time, its values as plain Python.
+    """("path row N", row) with N from 1, its values as plain Python. One row group is in memory at a time.
 
-    Raises ValueError (one line): no such file, not (or a damaged) parquet file, a row that has no value in Python.
+    Raises ValueError (one line) where there is no such file, where it is not a valid parquet file, and for a row that
+    cannot be converted to Python values.
     """
     import pyarrow.parquet
 
@@ -57,7 +58,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 table = file.read_row_group(group)
                 try:
                     rows: Iterable[dict[str, Any]] = plain(table)
-                except unreadable:  # one row after another, to the one that it is
+                except unreadable:  # row by row, so that the error names the row
                     rows = (plain(table.slice(i, 1))[0] for i in range(len(table)))
                 for row in rows:
                     number += 1
@@ -68,10 +69,11 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`; the split is "train" if not given.
+    """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`. The default split is "train".
 
-    NAME is a folder of the `datasets` library's `save_to_disk`, or what its `load_dataset` takes, which gets the
-    options. Raises ValueError (one line): package missing, no such dataset, split or configuration, refused option.
+    NAME is a folder written by the `datasets` library's `save_to_disk`, or a name for its `load_dataset`, which gets
+    the options. Raises ValueError (one line) where the package, dataset, split or configuration is missing, or an
+    option is refused.
     """
     name, _, query = source.removeprefix(DATASETS).partition("?")
     options = {
@@ -90,7 +92,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             dataset = datasets.load_dataset(name, **{"split": "train"} | options)
     except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
-        # While it builds a dataset, the library wraps what went wrong in an error that does not say it.
+        # When building a dataset fails, the library wraps the cause in an error that does not name it.
         raise InputError(f"data.source: {source}: {error_line(error.__cause__ or error)}") from error
     if saved:
         dataset = _saved_split(dataset, source, options)
@@ -103,7 +105,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _saved_split(dataset: Any, source: str, options: dict[str, Any]) -> Any:
-    """The split asked for of what `load_from_disk` gave: a dataset, or a dictionary of them by split."""
+    """The requested split of what `load_from_disk` returned: a dataset, or a dictionary of datasets by split."""
     if others := [key for key in options if key != "split"]:
         raise InputError(f"data.source: {source}: a dataset saved to disk takes no option {others[0]!r}, only split")
     if not isinstance(dataset, dict):
@@ -126,7 +128,7 @@ def query_options(source: str, query: str) -> Iterator[tuple[str, str]]:
 
 
 def yaml_value(source: str, key: str, value: str) -> Any:
-    """What the text `value` is in YAML. Raises ValueError (one line)."""
+    """The text `value` parsed as YAML. Raises ValueError (one line)."""
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:

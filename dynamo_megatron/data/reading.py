@@ -1,4 +1,4 @@
-"""Reading an iterator of the user's in such a way that a stop ends the wait for it."""
+"""Reads the user's iterator on a thread, so that a request to stop ends the wait for an item."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ POLL_EVERY = 0.1  # seconds
 
 
 class ReadingThread:
-    """Takes items from iterators on one thread of its own, which does not keep the process alive.
+    """Takes items from iterators on a separate thread, which does not keep the process alive.
 
-    An item is read when it is asked for and not before, so that at most one is ahead: that of a wait which was ended.
+    An item is read only when it is requested, so at most one item is read ahead: that of an interrupted wait.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class ReadingThread:
         threading.Thread(target=self._read, name="data", daemon=True).start()
 
     def next(self, items: Iterator[T], on_poll: Callable[[], None]) -> T | None:
-        """The next one of `items`, None at their end; raises what they raise.
+        """The next item of `items`, None at their end. Raises what the iterator raises.
 
-        `on_poll` is called every POLL_EVERY seconds of the wait. What it raises ends the wait; the next call gets the
-        item that this one has asked for.
+        `on_poll` is called every POLL_EVERY seconds of the wait. An exception of `on_poll` ends the wait, and the next
+        call gets the item that this call requested.
         """
         if not self._waits:
             self._asked.put(items)
@@ -48,5 +48,5 @@ class ReadingThread:
             items = self._asked.get()
             try:
                 self._answers.put((next(items, None), None))
-            except BaseException as error:  # whatever it is, it belongs to the thread that asked
+            except BaseException as error:  # any exception is for the thread that called `next`
                 self._answers.put((None, error))

@@ -1,4 +1,4 @@
-"""The prompts of each step: the stream's next ones, or some of them (`data.selection`)."""
+"""Chooses the prompts of each step: the stream's next prompts, or some of them (`data.selection`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dynamo_megatron.types import Prompt, RolloutBatch
 
 
 class PromptSelection:
-    """What a step draws depends on the stream's position, what `history` has, the seed of the order
-    (`config.shuffle_seed`), the step and the round: a resumed run draws the same. `stream` and `state_dict` are saved
-    apart.
+    """Draws the prompts of each step. The draw depends on the stream's position, the contents of `history`,
+    `config.shuffle_seed`, the step and the round, so a resumed run draws the same prompts. `stream` and `state_dict`
+    are saved separately.
     """
 
     def __init__(self, config: DataConfig, stream: PromptStream | IteratorStream, history: History) -> None:
@@ -39,9 +39,9 @@ class PromptSelection:
         on_poll: Callable[[], None],
         under_way: Collection[str] = (),
     ) -> list[Prompt]:
-        """`wanted` prompts with `tokens` and `weight` set. The candidates that are left out come again when the stream
-        gives them again. So do prompts `under_way` (ids), whose outcomes the rule does not know yet: without weights
-        they are no candidates where there are enough others. Raises what the stream's `candidates` does."""
+        """Returns `wanted` prompts with `tokens` and `weight` set. Candidates that are not chosen come again when the
+        stream next gives them. `under_way`: ids of prompts whose outcomes the rule does not know yet. Without weights
+        they are left out too, where there are enough other candidates. Raises what the stream's `candidates` raises."""
         if self._rule is None:
             return self.stream.next(wanted, on_poll)
         rng = np.random.default_rng(derived_seed(self._seed, "prompt selection", str(step), str(round_)))
@@ -53,7 +53,7 @@ class PromptSelection:
             self._candidates += len(candidates)
             distinct = {prompt.prompt_id: prompt for prompt in candidates}
             others = {id_: prompt for id_, prompt in distinct.items() if id_ not in under_way or self._weighs}
-            if len(distinct) >= missing:  # else the data have fewer prompts than a batch
+            if len(distinct) >= missing:  # else there are fewer distinct prompts than a batch needs
                 candidates = list((others if len(others) >= missing else distinct).values())
             choice = self._rule.choose([prompt.prompt_id for prompt in candidates], missing, rng)
             for index, weight in zip(choice.taken.tolist(), choice.weights.tolist(), strict=True):
@@ -61,13 +61,13 @@ class PromptSelection:
         return drawn
 
     def observe(self, step: int, rollouts: RolloutBatch) -> None:
-        """The outcomes of a round of `step`, after `history` has them."""
+        """Passes the outcomes of a round of `step` to the rule, after `history` has got them."""
         if self._rule is not None:
             self._rule.observe(step, rollouts.prompt_ids, rollouts.group_ids, rollouts.rewards, rollouts.successes)
 
     def metrics(self) -> dict[str, float]:
-        """`data/epoch` and `data/skipped_prompts` (too long) of the stream; where prompts are chosen, of the last step
-        `data/candidates` (the number that they were chosen from) and what the rule has to say."""
+        """`data/epoch` and `data/skipped_prompts` (too long) of the stream. Where prompts are chosen, also
+        `data/candidates`, the number of candidates in the last step, and the rule's metrics."""
         where = {"data/epoch": self.stream.epoch, "data/skipped_prompts": self.stream.skipped}
         return where if self._rule is None else {**where, "data/candidates": self._candidates, **self._rule.metrics()}
 

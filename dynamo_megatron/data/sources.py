@@ -1,4 +1,4 @@
-"""Where prompts come from: a file, a dataset library, a reasoning-gym dataset, or the user's own iterator."""
+"""Reads prompts from a file, the `datasets` library, a reasoning-gym dataset, or the user's own iterator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
 )
 REPEATS_IN_A_ROW = 10_000
-# Where a key is not configured, the first of these that a row has: the usual columns, then those of verl's files.
+# Where a key is not configured, the first of these that the row has is used: the usual columns, then verl's.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
     "answer_key": ("answer", "reward_model.ground_truth"),
@@ -43,34 +43,33 @@ USUAL_KEYS = {
 
 
 def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None = None) -> list[Prompt]:
-    """All prompts of `config.source`, in its order, or the first `config.limit`.
+    """All prompts of `config.source` in their order there, or the first `config.limit`.
 
-    A source of rows, or of prompts:
-    - `PATH.jsonl`: one JSON object a line.
-    - `PATH.parquet`: with pyarrow, one row group at a time.
-    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: with the `datasets` library, a folder of `save_to_disk` or what
-      `load_dataset` takes; the split is "train" unless given.
-    - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists; the seed is 0 unless given, since
-      the library's own default is a random one. The entry stays in `Prompt.meta["reasoning_gym"]` for its scorer.
+    A source has rows or prompts. It is one of:
+    - `PATH.jsonl`: one JSON object per line.
+    - `PATH.parquet`: read with pyarrow, one row group at a time.
+    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: read with the `datasets` library. NAME is a folder written by
+      `save_to_disk`, or a name for `load_dataset`. The default split is "train".
+    - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists. The default seed is 0, since the
+      library's own default is random. The entry is kept in `Prompt.meta["reasoning_gym"]` for the dataset's scorer.
     - `module:iterator`: a function without arguments that returns `Prompt`s or rows, finitely many unless
       `config.limit` is set (`IteratorStream` reads endless ones).
 
-    In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. A key that is
-    None is looked for in each row: the prompt in "problem", "question" or "prompt", the answer in "answer" or
-    "reward_model.ground_truth", the first that the row has. The columns that these keys do not name are kept in
-    `Prompt.meta`. A row without an id gets one from the hash of its prompt and answer, which does not depend on the
-    row's place.
+    In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. Where a key is
+    None, the first column that the row has is used: "problem", "question" or "prompt" for the prompt, "answer" or
+    "reward_model.ground_truth" for the answer. All other columns are kept in `Prompt.meta`. A row without an id gets
+    one from the hash of its prompt and answer, which does not depend on the row's place.
 
-    One problem has one id: a row that repeats an id with the same content is dropped (with a warning that counts them),
-    with other content it is an error; rows without an id are the same where prompt and answer are. `on_progress` is
-    called with the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N` where
-    there is one).
+    One problem has one id. A row that repeats an id with the same content is dropped (one warning counts these rows);
+    with other content it is an error. Rows without an id are the same problem where prompt and answer are equal.
+    `on_progress` is called with the number of problems read so far. Raises ValueError (one line, with `path:line` or
+    `path row N` where there is one).
     """
     return _unique(located_prompts(config), config, on_progress)
 
 
 def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
-    """(its place in the source, prompt) of every row, repeated ones included. Raises ValueError as `load_prompts`."""
+    """(place in the source, prompt) of every row, including repeated rows. Raises ValueError as `load_prompts`."""
     source = config.source
     if source.startswith(REASONING_GYM):
         located = _reasoning_gym_prompts(source)
@@ -128,18 +127,18 @@ def _unique(
 
 
 def _has_digest_as_id(prompt: Prompt) -> bool:
-    """An id made from prompt and answer vouches for both; the columns beside them may number the rows."""
+    """Returns True where the id is the hash of prompt and answer. Other columns (row numbers) may then differ."""
     return prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
 
 
 def content_digest(prompt: Prompt) -> str:
-    """16 hexadecimal digits: equal for rows that may have one id."""
+    """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
     columns = [] if _has_digest_as_id(prompt) else [prompt.meta]
     return _digest(prompt.messages, prompt.text, prompt.answer, *columns)
 
 
 def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
-    """(found, value); a key that stands in the row as it is comes before its reading as a path."""
+    """(found, value) of `key`: the row's column of that name, else `key` as a dotted path."""
     if key in row:
         return True, row[key]
     value: Any = row
@@ -155,7 +154,7 @@ def _row_prompts(rows: Iterable[tuple[str, Any]], config: DataConfig) -> Iterato
 
 
 def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None) -> tuple[str, Any]:
-    """(key, value) of what data.`name` stands for in this row."""
+    """(key, value) of the column that data.`name` selects in this row. Raises InputError where there is none."""
     keys = USUAL_KEYS[name] if configured is None else (configured,)
     for key in keys:
         found, value = look_up(row, key)
@@ -169,7 +168,7 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
 
 
 def _inside(row: dict[str, Any], key: str) -> str | None:
-    """What the deepest column on the path `key` that the row has holds; None where it has not the first one."""
+    """Describes for an error message the deepest column on the path `key` that the row has; None where it has none."""
     while "." in key:
         key = key.rpartition(".")[0]
         found, value = look_up(row, key)
@@ -209,7 +208,7 @@ def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
 
 
 def _without_nulls(message: Any) -> Any:
-    # In arrow files a field of one message is in all of them; chat templates ask whether it is there, not for null.
+    # In Arrow files a field of one message is null in the others; chat templates test whether a field exists.
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
 
 
@@ -256,7 +255,7 @@ def _check_values(value: Any, where: str) -> None:
 
 
 def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
-    """`items`. Raises ValueError (one line) for what the user's iterator raises."""
+    """Yields `items`. Raises ValueError (one line) where the user's iterator raises anything."""
     iterator, taken = iter(items), 0
     while True:
         try:
@@ -270,9 +269,10 @@ def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
 
 
 def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
-    """The reasoning-gym dataset `name` with the fields `options` of its configuration.
+    """The reasoning-gym dataset `name`; `options` are fields of its configuration.
 
-    Raises ValueError (one line): package missing, unknown name or option (with the nearest one), refused value.
+    Raises ValueError (one line) where the package is missing, for an unknown name or option (naming the nearest one),
+    and for a value that the dataset refuses.
     """
     try:
         import reasoning_gym
@@ -300,7 +300,8 @@ def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
         value = yaml_value(source, option, text)
         options[option] = text if isinstance(value, datetime.date) else value  # a YAML date is not plain data
     dataset = reasoning_gym_dataset(name, options)
-    # The resolved configuration, so that writing a default out, or an upgrade that changes one, is seen in the ids.
+    # The hash of the resolved configuration: ids change with a default that an upgrade changed, but not where a default
+    # is written out.
     digest = _digest(name, dataclasses.asdict(dataset.config))
     for index in range(len(dataset)):
         entry = dataset[index]
@@ -311,7 +312,7 @@ def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
 
 
 def _digest(*values: Any) -> str:
-    """16 hexadecimal digits of plain data's hash."""
+    """The first 16 hexadecimal digits of the SHA-256 of plain data."""
     canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""What `algorithm.allocation.prior_by` says of every prompt."""
+"""The value of the column `algorithm.allocation.prior_by` for every prompt."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dynamo_megatron.types import Prompt
 
 
 def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:
-    """prompt_id -> the value of the prompt's column `prior_by`; None without one.
+    """prompt_id -> the value of the prompt's column `prior_by`; None where `prior_by` is None.
 
-    `source` is `Prompt.source` where the prompt has no column of that name. Raises ValueError naming the prompt that
-    has no such column, or something other than a string or a number in it.
+    `prior_by="source"` is `Prompt.source` where the prompt has no column of that name. Raises ValueError naming a
+    prompt that has no such column, or whose value there is not a string or a number.
     """
     if prior_by is None:
         return None

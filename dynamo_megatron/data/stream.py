@@ -25,8 +25,9 @@ def open_stream(
     before: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> PromptStream | IteratorStream:
-    """The stream of `config.source`. `before`: the state that the run will load, None where it starts: a run that began
-    when iterators were read at the start goes on so. `on_progress` is called with the number of problems read so far.
+    """The stream of `config.source`. `before`: the state that the run will load, None for a new run. A run that began
+    with a `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the
+    number of problems read so far.
 
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
     """
@@ -43,11 +44,11 @@ def open_stream(
 class PromptStream:
     """Prompts without end, in a new order each epoch.
 
-    The order depends on `config.shuffle_seed`, the epoch and the number of prompts alone. Epochs flow into each other:
-    a batch may span two, and then hold the same prompt twice. `encode` gives a prompt's tokens; it is called as prompts
-    are drawn. A prompt of more than `max_prompt_length` tokens (None: any length) is skipped and counted, or is an
-    error at once (`config.on_long_prompt`). Raises ValueError for no prompts, or none that is short enough, and what
-    `encode` raises.
+    The order depends only on `config.shuffle_seed`, the epoch and the number of prompts. A batch may span two epochs,
+    and may then have the same prompt twice. `encode` gives a prompt's tokens; it is called once for every prompt at the
+    start, and again for each prompt that is drawn. A prompt of more than `max_prompt_length` tokens (None: any length)
+    is skipped and counted, or raises an error in the constructor (`config.on_long_prompt`). Raises ValueError where
+    there are no prompts, or none that is short enough, and what `encode` raises.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class PromptStream:
 
     @property
     def size(self) -> int:
-        """Prompts that can be drawn."""
+        """The number of prompts that can be drawn."""
         return len(self.prompts) - len(self._too_long)
 
     @property
     def skipped(self) -> int:
-        """Distinct prompts found too long so far."""
+        """The number of distinct prompts that were skipped so far because they are too long."""
         return len(self._skipped)
 
     @property
@@ -109,8 +110,8 @@ class PromptStream:
         return dataclasses.replace(prompt, tokens=self._encode(prompt))
 
     def _check_lengths(self) -> set[int]:
-        """Which prompts are too long. Every one is encoded before the run: one that cannot be would end it in its
-        middle, and each resume again."""
+        """The indices of the prompts that are too long. All prompts are encoded here, before the run: a prompt that
+        cannot be encoded would stop the run in the middle, and again after each resume."""
         too_long = set()
         for index, prompt in enumerate(self.prompts):
             length = len(self._encode(prompt))
@@ -129,14 +130,14 @@ class PromptStream:
         return too_long
 
     def _shuffled(self, epoch: int) -> list[int]:
-        # Python promises that the same integer seed gives the same random() for ever; of shuffle() it promises nothing.
+        # Python guarantees that an integer seed gives the same random() in all versions, but not the same shuffle().
         seed = hashlib.sha256(f"{self._config.shuffle_seed}/{epoch}".encode()).digest()
         generator = random.Random(int.from_bytes(seed, "big"))
         keys = [generator.random() for _ in self.prompts]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: where the stream stands, and a fingerprint of the prompts' ids in their order."""
+        """Plain data: the stream's position, and a fingerprint of the prompts (`_fingerprint`)."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -146,7 +147,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises ValueError where it was taken over other prompts or another seed."""
+        """Continues from `state`. Raises ValueError where `state` belongs to other prompts or another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise InputError(
                 "data.source: the checkpoint's stream is over other prompts (ids or their order differ); "
@@ -163,7 +164,8 @@ class PromptStream:
 
 
 def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
-    """Of the problems and their answers in order; the first one's tokens stand for tokenizer and template."""
+    """A hash of the ids, problems and answers in order, and of the first prompt's tokens: these show a change of
+    tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
     for p in prompts:
         digest.update(repr((p.prompt_id, p.messages, p.text, p.answer)).encode("utf-8", "backslashreplace"))

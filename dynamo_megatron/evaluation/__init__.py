@@ -1,1 +1,1 @@
-"""Evaluation: what sampled responses to held-out problems say, and how surely."""
+"""Evaluation: pass@k of sampled responses to held-out problems, with intervals."""

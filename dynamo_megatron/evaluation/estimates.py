@@ -16,10 +16,10 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
-    """Unbiased probability that at least one of `k` responses to a problem is right, float64 [N].
+    """Unbiased estimate of the probability that at least one of `k` responses to a problem is right, float64 [N].
 
-    1 - C(n - c, k) / C(n, k) for c `successes` among n `samples`, int [N] each (arXiv 2107.03374). Raises ValueError
-    naming the entry where 0 <= c <= n and 1 <= k <= n do not hold.
+    The estimate is 1 - C(n - c, k) / C(n, k) for c `successes` among n `samples`, int [N] each (arXiv 2107.03374).
+    Raises ValueError naming an entry that does not satisfy 0 <= c <= n and 1 <= k <= n.
     """
     n, c = np.asarray(samples), np.asarray(successes)
     if n.shape != c.shape:
@@ -30,16 +30,16 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
         few = f"entry {np.argmax(n < k)} has {n[n < k][0]} samples" if (n < k).any() else "k is at least 1"
         raise ValueError(f"k: pass@{k} cannot be had, {few}")
     drawn = np.arange(k)
-    # A product of k ratios, for the binomials overflow. It passes through 0 where fewer than k responses are wrong.
+    # A product of k ratios, since the binomials would overflow. It is 0 where fewer than k responses are wrong.
     all_wrong = np.prod(np.maximum((n - c)[:, None] - drawn, 0) / (n[:, None] - drawn), axis=1)
     return 1.0 - all_wrong
 
 
 def bootstrap(values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95) -> Interval:
-    """The mean of `values`, float [N], one a problem, with its percentile bootstrap interval over the problems.
+    """The mean of `values`, float [N], one per problem, with its percentile bootstrap interval over the problems.
 
-    Equal values give an interval without width: a sample without spread says nothing about spread. The same seed gives
-    the same interval. Raises ValueError without values.
+    Equal values give an interval of width 0, which does not mean that the mean is certain. The same seed gives the same
+    interval. Raises ValueError where there are no values.
     """
     return average_bootstrap([values], resamples=resamples, seed=seed, level=level)
 
@@ -47,10 +47,10 @@ def bootstrap(values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level:
 def average_bootstrap(
     sets: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The mean of the means of `sets`, float [N_s] each, one a problem: every set has the same weight, whatever N_s.
+    """The mean of the means of `sets`, float [N_s] each, one value per problem. Each set has the same weight.
 
-    The interval is as that of `bootstrap`; a resample draws the problems of each set from this set. Raises ValueError
-    without sets or where one has no values.
+    The interval is as in `bootstrap`; a resample draws each set's problems from that set. Raises ValueError where there
+    are no sets, or a set has no values.
     """
     values = [np.asarray(x, np.float64) for x in sets]
     if not values or not all(x.size for x in values):
@@ -65,7 +65,7 @@ def average_bootstrap(
 def paired_bootstrap(
     before: ArrayLike, after: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """`bootstrap` of after - before, float [N] each, where entry i of both is about the same problem.
+    """`bootstrap` of after - before, float [N] each, where entry i of both belongs to the same problem.
 
     Raises ValueError where the two differ in length or are empty.
     """

@@ -1,4 +1,4 @@
-"""Problems of an evaluation that training prompts contain, found by n-grams of words: pure functions."""
+"""Finds problems of an evaluation that training prompts contain, by n-grams of words: pure functions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import NamedTuple
 from dynamo_megatron.types import Prompt
 
 LENGTH = 13  # words of an n-gram, as in arXiv 2005.14165
-SHARE = 0.5  # of a problem's n-grams; competitions have sentences that many problems share
-COMMON = 0.03  # of the training prompts: an n-gram that more of them have is that of an instruction
-FEW, MOST = 10, 1000  # training prompts: an n-gram of FEW is never common, one of more than MOST always is
+SHARE = 0.5  # of a problem's n-grams; less is no overlap, since problems of a competition share some sentences
+COMMON = 0.03  # of the training prompts; an n-gram that more of them have belongs to an instruction
+FEW, MOST = 10, 1000  # training prompts; an n-gram in FEW of them is never common, one in more than MOST always is
 WORD = re.compile(r"\w+|[-+*/^=<>]")
 
 
 class Overlap(NamedTuple):
     problem: Prompt  # of the evaluation
-    share: float  # of its n-grams that one training prompt has, the highest of all
-    training_id: str  # of this prompt
+    share: float  # the share of its n-grams that the most similar training prompt has
+    training_id: str  # prompt_id of this training prompt
 
 
 def overlaps(
     problems: Sequence[Prompt], training: Iterable[Prompt], *, length: int = LENGTH, share: float = SHARE
 ) -> list[Overlap]:
-    """The problems of which one training prompt has at least `share` of the n-grams of `length` words, in their order.
+    """The problems, in order, of whose n-grams of `length` words one training prompt has at least the share `share`.
 
-    Words are compared in lower case and without punctuation, except signs of arithmetic. System messages are ignored. A
-    text with fewer words is one n-gram as a whole. N-grams that more than COMMON of the training prompts have do not
-    count, unless a problem has no others. What is held in memory are the n-grams of `problems`, each with the places of
-    at most MOST + 1 training prompts: `training` is read once.
+    Words are compared in lower case and without punctuation, except arithmetic signs. System messages are ignored. A
+    text of fewer than `length` words is a single n-gram. N-grams that more than COMMON of the training prompts have do
+    not count, unless a problem has no others. `training` is read once. Only the n-grams of `problems` are held in
+    memory, each with the positions of at most MOST + 1 training prompts.
     """
     texts = [_words(problem) for problem in problems]
     numbers = [set(_ngrams(words, length, _starts(words, length))) for words in texts]
-    # 13 words in a row have one of the blocks 0 to 6, 7 to 13, ... of their text, of which few are in `problems`.
+    # Any 13 words in a row contain a whole block of their text (words 0 to 6, 7 to 13, ...). Few of these blocks are in
+    # `problems`, so only the n-grams around them are hashed.
     block = (length + 1) // 2
     blocks = {number for words in texts for number in _ngrams(words, block, _starts(words, block))}
     places: dict[int, list[int]] = {ngram: [] for ngrams in numbers for ngram in ngrams}
@@ -63,8 +64,8 @@ def overlaps(
 
 
 def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training: str) -> str:
-    """One line on what `overlaps` has found in the `problems` problems of the evaluation `name` and the source
-    `training`."""
+    """A one-line warning about what `overlaps` found between the evaluation `name`, of `problems` problems, and the
+    source `training`."""
     worst = max(found, key=lambda overlap: overlap.share)
     return (
         f"eval.data: {len(found)} of {problems} problems of {name} have at least {SHARE:.0%} of their {LENGTH}-grams "
@@ -78,17 +79,17 @@ def _words(prompt: Prompt) -> list[str]:
 
 
 def _starts(words: Sequence[str], length: int) -> range:
-    """Where n-grams begin; a text of fewer words is one."""
+    """The positions where n-grams begin; a text of fewer words is one n-gram."""
     return range(max(1, len(words) - length + 1))
 
 
 def _ngrams(words: Sequence[str], length: int, starts: Iterable[int]) -> Iterator[int]:
-    """Their hashes, of 64 bits: it takes billions of n-grams until two that differ are likely to have the same."""
+    """The n-grams' hashes. These have 64 bits, so a collision becomes likely only with billions of n-grams."""
     return (hash(tuple(words[i : i + length])) for i in starts)
 
 
 def problem_text(prompt: Prompt) -> str:
-    """What the user says: a system message is no part of the problem."""
+    """The text of all messages but system messages, which are no part of the problem."""
     if prompt.messages is None:
         return prompt.text or ""
     return "\n".join(message["content"] for message in prompt.messages if message["role"] != "system")

@@ -1,6 +1,7 @@
-"""Evaluation during training: other problems, the same server, and nothing of the training touched.
+"""Evaluation during training: held-out problems, answered by the same servers.
 
-Prompt order, allocator and random state belong to the training; an evaluation only asks the server.
+An evaluation only sends requests to the servers. It does not change the prompt order, the allocator or the random state
+of training.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class AnswersProblems(Protocol):
 
 
 class PeriodicEvaluation:
-    """Rank 0's. `prompts` are tokenized. `under_way`: the step that `begin` has begun to evaluate, and when (monotonic
-    seconds)."""
+    """Evaluates the policy during training, on rank 0. `prompts` are tokenized. `under_way`: the step whose evaluation
+    `begin` has started, and when (monotonic seconds)."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: AnswersProblems):
         self._config, self._prompts, self._rollout = config, prompts, rollout
@@ -40,16 +41,16 @@ class PeriodicEvaluation:
         self.under_way: tuple[int, float] | None = None
 
     def due(self, step: int) -> bool:
-        """Before the first step, every `eval.every` steps, and after the last."""
+        """Returns True before the first step (`step` 0), every `eval.every` steps, and after the last step."""
         return step % self._config.eval.every == 0 or step == self._config.trainer.steps
 
     def begin(self, step: int, on_poll: Callable[[], None]) -> None:
-        """Has the servers, which have the weights of `step`, begin to answer. The next push waits for them."""
+        """Starts the evaluation on the servers, which have the weights of `step`. The next push waits for its end."""
         self.under_way = step, time.monotonic()
         self._rollout.begin_evaluation(self._prompts, on_poll)
 
     def end(self, on_poll: Callable[[], None]) -> dict[str, float]:
-        """As `run`, of what `begin` has begun. Raises PushNeeded where that was lost with its servers."""
+        """As `run`, for the evaluation that `begin` started. Raises PushNeeded where it was lost with its servers."""
         (step, start), self.under_way = self.under_way, None
         return self._summary(step, start, self._rollout.end_evaluation(on_poll))
 
@@ -60,9 +61,9 @@ class PeriodicEvaluation:
         on_count: Callable[[int, int], None],
         say: Callable[[str], None],
     ) -> dict[str, float]:
-        """Evaluates the weights that the server has, those of `step`; writes eval/step-NNNNNN.jsonl. With `eval.cache`
-        the responses of step 0, those of `model.path`, are kept for other runs, or come from one; not those of
-        somebody else's servers, whose engine is not known, nor those of an agent, which is not known either."""
+        """Evaluates the servers' weights, which are those of `step`; writes eval/step-NNNNNN.jsonl and returns the
+        metrics. With `eval.cache` the responses of step 0, which are those of `model.path`, are kept for other runs, or
+        taken from another run. External servers and agents are excluded, since their engine or code is not known."""
         start, rollout = time.monotonic(), self._config.rollout
         kept = step == 0 and self._config.eval.cache and rollout.placement != "external" and rollout.agent is None
 

@@ -17,14 +17,14 @@ from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
-UNLIMITED = 10_000  # problems that a function may yield without eval.limit: it may be endless
+UNLIMITED = 10_000  # problems that a function may yield without eval.limit; more are an error: it may be endless
 
 
 def load_problems(
     config: Config, encode: Callable[[Prompt], list[int]], max_length: int, training: Iterable[Prompt] = ()
 ) -> list[Prompt]:
-    """The problems of `read_problems`, `tokenized`. Those that are in `training` too (`overlaps`) are warned about, not
-    left out. Raises ValueError."""
+    """The problems of `read_problems`, `tokenized`. Logs a warning about problems that are also in `training`
+    (`overlaps`), but keeps them. Raises ValueError as these functions do."""
     problems = tokenized(read_problems(config), encode, max_length)
     if found := overlaps(problems, training):
         evaluated = config.eval.data or config.data.source
@@ -45,8 +45,8 @@ def read_problems(config: Config) -> list[Prompt]:
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:
-    """Raises ValueError naming a prompt of more than `max_length` tokens: a score that leaves problems out is another
-    score."""
+    """Copies of `prompts` with `tokens` set. Raises ValueError naming a prompt of more than `max_length` tokens:
+    without this problem the scores could not be compared."""
     problems = [dataclasses.replace(prompt, tokens=encode(prompt)) for prompt in prompts]
     for prompt in problems:
         if len(prompt.tokens) > max_length:
@@ -58,14 +58,14 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
 
 
 def is_local(source: str) -> bool:
-    """Whether `data.source` is a file, or a folder for the `datasets` library: it ends, and needs no network."""
+    """Returns True where `source` is a file, or a folder of the `datasets` library: finite, and needs no network."""
     if source.startswith(DATASETS):
         return Path(source.removeprefix(DATASETS).partition("?")[0]).is_dir()
     return source.endswith((".jsonl", ".parquet"))
 
 
 def training_prompts(config: Config) -> Iterator[Prompt]:
-    """The prompts of `data.source`, or the first `data.limit` rows, one after another. Raises ValueError."""
+    """Yields the prompts of `data.source`, or of its first `data.limit` rows. Raises ValueError as `load_prompts`."""
     rows = (prompt for _, prompt in located_prompts(config.data))
     return itertools.islice(rows, config.data.limit)
 

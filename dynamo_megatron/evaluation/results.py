@@ -1,4 +1,4 @@
-"""The responses of an evaluation, on disk and in numbers; tables of them in Markdown."""
+"""The responses of an evaluation: their files, summaries and Markdown tables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def results_file(folder: Path, step: int) -> Path:
 
 
 def write_results(path: Path, results: Sequence[ProblemResult], shared: bool = False) -> None:
-    """One line a problem. The file appears when complete; `shared`: several processes may write it at once."""
+    """Writes one line per problem. The file appears when complete; `shared`: several processes may write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, shared=shared) as file:
         file.writelines(f"{result.to_json()}\n".encode() for result in results)
 
 
 def read_results(path: Path) -> list[ProblemResult]:
-    """Raises ValueError: no such file, or (path:line) a line that is not a result."""
+    """The results in the file `path`. Raises ValueError where it does not exist, and (path:line) for a line that is not
+    a result."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; it holds the responses of an evaluation")
     results = []
@@ -46,10 +47,10 @@ def problem_pass_at_k(results: Sequence[ProblemResult], k: int) -> np.ndarray:
 
 
 def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, float]:
-    """The numbers of one evaluation, plain data. Intervals are 95 %, bootstrapped over problems.
+    """The metrics of one evaluation, as plain data. Intervals are 95 %, bootstrapped over problems.
 
-    `eval/samples` counts all responses, `eval/length_mean` is in tokens; pass@k, truncated and failed are fractions.
-    Raises ValueError without a problem or where a problem has fewer than k samples.
+    `eval/samples` counts all responses. `eval/length_mean` is in tokens. pass@k, truncated and failed are fractions.
+    Raises ValueError where there are no problems, or a problem has fewer than k samples.
     """
     if not results:
         raise InputError("results: no problems were evaluated")
@@ -73,7 +74,7 @@ def summary_k(summary: Mapping[str, float]) -> list[int]:
 
 
 def in_percent(interval: Interval, sign: str = "") -> str:
-    """`interval` is in fractions; sign "+" writes it for differences, too."""
+    """The text of `interval`, whose numbers are fractions, in percent; with `sign` "+" all numbers have a sign."""
     mean, low, high = (f"{100 * x:{sign}.1f}" for x in interval)
     return f"{mean} ({low} to {high})"
 
@@ -118,9 +119,9 @@ def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[
 
 
 def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
-    """The evaluations with their problems in the order of the first one.
+    """The evaluations with their problems in the order of the first evaluation.
 
-    Raises ValueError naming a problem that is not in all of them, or that is in one more than once.
+    Raises ValueError naming a problem that is not in all evaluations, or that is in one of them more than once.
     """
     by_id = [{r.prompt_id: r for r in results} for results in evaluations]
     for results, ids in zip(evaluations, by_id, strict=True):
@@ -133,9 +134,9 @@ def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
 
 
 def compare_table(before: Sequence[ProblemResult], after: Sequence[ProblemResult], k: Sequence[int]) -> str:
-    """pass@k in percent of the same problems before and after, and the difference with its paired 95 % interval.
+    """A Markdown table: pass@k in percent before and after, and the difference with its paired 95 % interval.
 
-    Raises ValueError naming a problem that is in one of them only.
+    Raises ValueError naming a problem that is in only one of the two.
     """
     before, after = align(before, after)
     lines = [

@@ -14,7 +14,7 @@ from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.convert import find_checkpoint, run_config
 from dynamo_megatron.runtime import plain_json
 
-LONGEST_NAME = 60  # characters of a file's name: file systems take 255 bytes
+LONGEST_NAME = 60  # characters of a file's name; file systems allow 255 bytes
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,17 @@ class Subject:
     """A model that is evaluated."""
 
     config: Config
-    url: str | None = None  # of a server that has the model; config.model.path has its tokenizer
-    folder: Path | None = None  # where its responses go, a set a file; None: OUT/problems.jsonl
+    url: str | None = None  # of a server that has the model; the tokenizer is in config.model.path
+    folder: Path | None = None  # of the responses, one file per set; None: they go to OUT/problems.jsonl
 
 
 def find_subjects(
     files: Sequence[str], overrides: Sequence[str], models: Sequence[str], out: Path, single: bool
 ) -> dict[str, Subject]:
-    """By the names that tables have. `models`: as `evaluate`; `single`: the responses of one go into `out` itself.
+    """The subjects by their names in tables. `models`: model folders, checkpoints and server URLs. `single`: where
+    there is only one model, its responses go into `out` itself.
 
-    Raises ConfigError, also where what scores depend on besides the model is not the same for all.
+    Raises ConfigError for a bad configuration, and where settings that scores depend on differ between the models.
     """
     if not models:
         config = _config(files, overrides, None, None, out)
@@ -60,7 +61,8 @@ def _last_part(model: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """Of a model or a set: the last LONGEST_NAME characters, all of them letters, digits, _, . and -."""
+    """A file name for a model or set named `text`: its last LONGEST_NAME characters. Runs of characters other than
+    letters, digits, _, . and - become one -."""
     return re.sub(r"[^\w.-]+", "-", text)[-LONGEST_NAME:].strip("-.") or "unnamed"
 
 
@@ -78,7 +80,7 @@ def _check_folders(names: Sequence[str], models: Sequence[str], out: Path) -> No
 
 
 def _check_comparable(configs: Mapping[str, Config]) -> None:
-    """Raises ConfigError where responses or scores differ by more than the model."""
+    """Raises ConfigError where the configs differ in settings that responses or scores depend on."""
     first, *others = configs
     settings = {name: _settings(config) for name, config in configs.items()}
     for name in others:
@@ -90,7 +92,7 @@ def _check_comparable(configs: Mapping[str, Config]) -> None:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What responses and their scores depend on besides the model, by key."""
+    """The settings that responses and scores depend on, apart from the model: dotted key -> value."""
     plain = to_plain(config)
     keys = {
         "data": ("prompt_key", "answer_key", "id_key", "template", "chat_template", "system_prompt", "few_shot"),
@@ -105,11 +107,12 @@ def _settings(config: Config) -> dict[str, Any]:
 def _config(
     files: Sequence[str], overrides: Sequence[str], model: str | None, checkpoint: Path | None, out: Path
 ) -> Config:
-    """A checkpoint brings its run's config; what a model alone does not need to say has a default."""
+    """The config of one subject. A checkpoint has its run's config as the default; a model alone has defaults for the
+    keys that an evaluation does not need."""
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(_without_prime(run_config(checkpoint)))
-        del defaults["rollout"]["servers"]  # of the run's machine
+        del defaults["rollout"]["servers"]  # they belong to the run's machine
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
     elif model is not None:
@@ -121,18 +124,19 @@ def _config(
         raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
     if checkpoint is None and model is not None and "://" not in model:
         config = with_model(config, model)
-    # The server's and the rollout process's logs go where the evaluation goes.
+    # The logs of the servers and the rollout process go to the evaluation's folder.
     return _without_prime(config.model_copy(update={"output_dir": str(out)}))
 
 
 def _without_prime(config: Config) -> Config:
-    """`config` without the rewards of tokens, which no evaluation has: runs with and without them are comparable."""
+    """`config` without PRIME's token rewards, which an evaluation does not compute: so runs with and without them can
+    be compared."""
     reward = config.reward.model_copy(update={"functions": config.reward.outcomes, "prime": PrimeConfig()})
     return config.model_copy(update={"reward": reward})
 
 
 def _dtype(folder: Path) -> str:
-    """What the folder's weights are used in, unless the config says otherwise."""
+    """The default dtype for the model in `folder`: "float32" where its config.json says so, else "bfloat16"."""
     config = plain_json.read_object(folder / "config.json")
     return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 

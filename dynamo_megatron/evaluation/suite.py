@@ -1,4 +1,4 @@
-"""Several evaluation sets, several models side by side: what the responses say, in plain data and in Markdown."""
+"""Scores of several models on several evaluation sets, as plain data and in Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo_megatron.evaluation.results import (
 from dynamo_megatron.types import ProblemResult
 
 TABLE = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")  # of the table in arXiv 2602.19208
-AVERAGE = "average"  # its column: the mean of the sets' figures, each with the same weight
+AVERAGE = "average"  # the column with the mean of the sets' figures; each set has the same weight
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class SetScores:
 
     prompt_ids: tuple[str, ...]
     passes: dict[int, np.ndarray]  # k -> pass@k of every problem, float64 [N]
-    summary: dict[str, float]  # of `summarise`
+    summary: dict[str, float]  # from `summarise`
 
 
-Scores = Mapping[str, Mapping[str, SetScores]]  # model -> set -> scores; the same sets of every model
+Scores = Mapping[str, Mapping[str, SetScores]]  # model -> set -> scores; the same sets for every model
 
 
 def suite_sets(suite: str, folder: str) -> dict[str, str]:
-    """Name -> source of the sets of `suite`: "table", or names with commas between them, each FOLDER/NAME.jsonl.
+    """Name -> source of each set of `suite`: "table", or names separated by commas. The source is FOLDER/NAME.jsonl.
 
-    Raises ValueError naming what is not there.
+    Raises ValueError naming a set that does not exist.
     """
     names = TABLE if suite == "table" else tuple(dict.fromkeys(suite.split(",")))
     for name in names:
@@ -53,15 +53,15 @@ def suite_sets(suite: str, folder: str) -> dict[str, str]:
 
 
 def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
-    """Raises ValueError as `summarise`."""
+    """The scores of one model on one set. Raises ValueError as `summarise`."""
     passes = {each: problem_pass_at_k(results, each) for each in k}
     return SetScores(tuple(result.prompt_id for result in results), passes, summarise(results, k))
 
 
 def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
-    """Plain data: `models` with the figures of each of their `sets` (`summarise`) and the `average` of pass@k over the
-    sets; `differences` of pass@k to the first model in the same form, paired by problem. Intervals are 95 %,
-    bootstrapped over the problems of each set."""
+    """Plain data with two keys. `models`: for each model the figures of its `sets` (`summarise`), and the `average` of
+    pass@k over the sets. `differences`: pass@k of each other model less that of the first, in the same form, paired by
+    problem. Intervals are 95 %, bootstrapped over the problems of each set."""
     first, *others = scores
     return {
         "models": {
@@ -81,7 +81,7 @@ def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
 def _figures(
     sets: Iterable[SetScores], k: Sequence[int], reference: Iterable[SetScores] | None = None
 ) -> dict[str, float]:
-    """pass@k averaged over `sets`, less that of `reference` if there is one, and its ends."""
+    """pass@k averaged over `sets`, less that of `reference` if there is one, and the ends of the interval."""
     sets = list(sets)
     references = [None] * len(sets) if reference is None else list(reference)
     found: dict[str, float] = {}
@@ -96,8 +96,8 @@ def _figures(
 
 
 def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
-    """`suite_summary` in Markdown: for each k a table of models by sets, with the differences to the first model; then
-    the lengths and faults of the responses."""
+    """`suite_summary` in Markdown: for each k a table of models by sets, with the differences from the first model;
+    then a table of the responses' lengths, and of the shares that were truncated and that failed."""
     models, differences = summary["models"], summary["differences"]
     first = next(iter(models))
     sets = models[first]["sets"]
@@ -117,7 +117,7 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
 
 
 def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:
-    """Of each set, and the average where there are several."""
+    """The figures of each set, and of the average where there are several sets."""
     sets = list(found["sets"].values())
     return [*sets, found[AVERAGE]] if len(sets) > 1 else sets
 

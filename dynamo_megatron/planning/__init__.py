@@ -1,1 +1,1 @@
-"""What a run will need, before anything runs: `dynamo-megatron plan`. Arithmetic alone, without ranks or a GPU."""
+"""`dynamo-megatron plan`: estimates the memory and time that a run will need, by arithmetic, without ranks or a GPU."""

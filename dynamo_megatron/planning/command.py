@@ -20,7 +20,7 @@ UNNEEDED = {"data": {"source": "none"}, "output_dir": "none"}
 
 
 def model_spec(config: Config) -> tuple[ModelSpec, str]:
-    """The model's shape and where it is from. Raises ConfigError."""
+    """(the model's shape, a text that says where it comes from). Raises ConfigError."""
     path, family = config.model.path, config.model.family
     shape = published_config(path)
     if Path(path).is_dir() or shape is None:
@@ -33,7 +33,8 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
 
 
 def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
-    """Raises ConfigError for an unknown kind of GPU, and for nodes that are not full."""
+    """The cluster of `gpus` GPUs of the kind `gpu`. Raises ConfigError for an unknown kind, and where the GPUs do not
+    fill whole nodes."""
     if gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
@@ -42,7 +43,7 @@ def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
 
 
 def stop_before(config: Config, cluster: Cluster) -> int:
-    """`Plan.stop_before` of the config on the cluster. Raises ConfigError where there is no plan."""
+    """`Plan.stop_before` of the config on the cluster. Raises ConfigError where no plan can be made."""
     spec, _ = model_spec(config)
     check_ranks(config, spec, cluster.gpus)
     return make_plan(config, spec, cluster, workload(config, spec, None)).stop_before
@@ -58,8 +59,8 @@ def plan(
     response_tokens: int | None,
     search: bool,
 ) -> int:
-    """Prints the plan, or the ranked layouts; returns 0 where the run (or one of the layouts) fits, else 1, as where
-    the longest responses could never end. Raises ConfigError."""
+    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) fits, else
+    1. A plan in which the longest responses would always time out gives 1, too. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
     cluster = cluster_of(gpu, gpus, gpus_per_node)
     spec, origin = model_spec(config)

@@ -1,4 +1,4 @@
-"""Host memory of the node that needs most: what a run keeps there, and its peak."""
+"""Estimates the host memory of the node that needs most: the parts of it, and the peak."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 
-PROCESS_BYTES = 2 << 30  # what torch, Megatron and CUDA's context take in a rank's host memory, or a server's rank
+PROCESS_BYTES = 2 << 30  # host memory of torch, Megatron and the CUDA context, per rank or rank of a server
 
 
 @dataclass(frozen=True)
 class Host:
-    """Bytes on one node. `state` and `servers` are on GPUs where there are any."""
+    """Bytes of host memory on one node. `state` and `servers` are 0 where there are GPUs, which then hold them."""
 
     processes: float
     state: float  # parameters, gradients, optimizer
-    servers: float  # their weights
+    servers: float  # the servers' weights
     load: float
     save: float
     rollouts: float
     reference: float
-    offloaded: float  # copies of what waits while servers generate; they stay for the next time
+    offloaded: float  # copies of the training state while servers generate; the memory is kept for the next time
 
     @property
     def parts(self) -> dict[str, float]:
-        """What -> bytes, of those that there are: their sum is the peak. A checkpoint is loaded before there is
-        anything of a step."""
+        """name -> bytes of the parts that are not 0 and whose sum is the peak. Loading a checkpoint and the parts of a
+        step never coincide, so only the larger of the two counts."""
         held = {
             "processes": self.processes,
             "weights, gradients and optimizer": self.state,
@@ -51,18 +51,20 @@ class Host:
 
 
 def shares_memory(config: Config) -> bool:
-    """Servers and training ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
+    """Returns True where servers and ranks on the same GPUs release their memory for each other (`rollout.offload`)."""
     return config.rollout.placement == "colocated" and config.rollout.offload is not False
 
 
 def pinned(size: float) -> int:
-    """Bytes that torch takes for `size` bytes of pinned memory: the next power of two (its CachingHostAllocator)."""
+    """Bytes that torch allocates for `size` bytes of pinned memory: the next power of two (its
+    CachingHostAllocator)."""
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
 def pinned_copies(chunks: Sequence[formulas.Chunk], dtype: str, dp_cp: int, expert_dp: int) -> float:
-    """Bytes of pinned memory for what policy/offload.py copies, of a rank on average: the parameters in a buffer for
-    each chunk and kind, and the optimizer's state tensor by tensor. A parameter larger than a rank's share is cut."""
+    """Bytes of pinned memory per rank, on average, for the copies of policy/offload.py: the parameters in one buffer
+    for each chunk and kind, and the optimizer's state tensor by tensor. A parameter that is larger than a rank's share
+    is divided into pieces."""
     copies, total = 3 if dtype == "bfloat16" else 2, 0.0
     for chunk in chunks:
         kinds = (chunk.dense, chunk.shared_embedding, dp_cp), (chunk.experts, 0, expert_dp)
@@ -77,7 +79,8 @@ def pinned_copies(chunks: Sequence[formulas.Chunk], dtype: str, dp_cp: int, expe
 
 @dataclass(frozen=True)
 class SaveTraffic:
-    """Bytes that a save sends over gloo to the ranks that gather optimizer state, and what of it leaves a node."""
+    """The bytes that a save sends over gloo to the ranks that gather optimizer state (`gathered`), and how many of them
+    go to another node (`between_nodes`). `gatherers`: the number of ranks that receive some."""
 
     gathered: int
     between_nodes: int
@@ -85,8 +88,9 @@ class SaveTraffic:
 
 
 def save_traffic(config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int) -> SaveTraffic:
-    """Main parameters and two moments in float32, from every rank to the first of those that hold the same parameters;
-    [M] optimizer/distrib_optimizer.py, get_parameter_state_dp_zero. Ranks as in `host_memory`."""
+    """The traffic of main parameters and two moments in float32, from every rank to the first rank with the same
+    parameters; [M] optimizer/distrib_optimizer.py, get_parameter_state_dp_zero. Ranks are numbered as in
+    `host_memory`."""
     p, per_stage = config.parallel, ranks // config.parallel.pp
     gathered, between, to = 0, 0, set()
     for stage in range(p.pp):
@@ -105,8 +109,8 @@ def save_traffic(config: Config, spec: ModelSpec, ranks: int, ranks_per_node: in
 def host_memory(
     config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int, tokens: float, *, cuda: bool = True
 ) -> Host:
-    """Of `ranks` in all, numbered tp, cp, dp, pp, the first fastest (policy/layout.py); a rollout has `tokens`
-    tokens on average. The layout must fit the ranks."""
+    """The host memory of the node with the highest peak. The `ranks` ranks are numbered in the order tp, cp, dp, pp,
+    with tp fastest (policy/layout.py). A rollout has `tokens` tokens on average. The layout must fit the ranks."""
     p, dtype = config.parallel, config.model.dtype
     stages = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
     copied = [float(stage.static.parameters + stage.static.optimizer) for stage in stages]

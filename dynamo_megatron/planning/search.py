@@ -1,4 +1,4 @@
-"""Layouts of a model on a cluster, ranked by the floor of a step."""
+"""Ranks the layouts of a model on a cluster by the lower bound on the time of a step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from dynamo_megatron.planning.report import cautions, table
 
 SHOWN = 20
 CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
-# Not `selective`: it saves nothing where attention keeps no scores (formulas.saved_activations).
+# Not `selective`: it saves no memory where attention does not store its scores (formulas.saved_activations).
 RECOMPUTE = ("none", "full")
 
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
-    """A plan of every layout that model, method and cluster allow, with its best size of the servers: those that fit,
-    the shortest step first (within 10 % of it the simpler one), then those that do not, the least too much first.
-    Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split the cluster is divided
-    between ranks and servers in every way."""
+    """A plan for every layout that model, method and cluster allow, with the best server size for it. Layouts that fit
+    come first, by the time of a step in classes of 10 %, and in each class the simpler layouts first. The others
+    follow, by the memory that they need.
+
+    Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split, every division of the
+    cluster between ranks and servers is tried."""
     plans = []
     divided = _divided(cluster) if _divides(config) else [(cluster, None)]
     for ranks, serving in divided:
@@ -38,14 +40,15 @@ def _divides(config: Config) -> bool:
 
 
 def _divided(cluster: Cluster) -> Iterator[tuple[Cluster, int]]:
-    """(the ranks' part, the servers' GPUs): whole nodes, or of a single node any numbers."""
+    """Yields (the ranks' part of the cluster, the servers' GPUs): whole nodes, or any division of a single node."""
     unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
     for gpus in range(unit, cluster.gpus, unit):
         yield replace(cluster, gpus=gpus), cluster.gpus - gpus
 
 
 def _of_ranks(config: Config, spec: ModelSpec, cluster: Cluster, serving: int | None, work: Workload) -> list[Plan]:
-    """`cluster`: the ranks'. `serving`: GPUs of the servers where they have their own; None: as configured."""
+    """The plans for ranks on `cluster`, one per layout. `serving`: number of the servers' own GPUs; None: as
+    configured."""
     plans = []
     for parallel, recompute in itertools.product(_layouts(config, spec, cluster), RECOMPUTE):
         options = []
@@ -65,7 +68,7 @@ def _of_ranks(config: Config, spec: ModelSpec, cluster: Cluster, serving: int | 
             try:
                 options.append(make_plan(candidate, spec, cluster, work))
             except ConfigError:
-                continue  # the model's heads do not divide by this number of ranks
+                continue  # the model's heads cannot be divided among server_tp ranks
         if options:
             plans.append(_in_order(options)[0])
     return plans
@@ -78,7 +81,7 @@ def _in_order(plans: list[Plan]) -> list[Plan]:
         if not plan.fits:
             return (1, plan.peak)
         p, step = plan.config.parallel, plan.times.step
-        slower = int(math.log(step / shortest, 1.1))  # by this many times 10 %
+        slower = int(math.log(step / shortest, 1.1))  # step is at least shortest * 1.1**slower
         return (0, slower, p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
 
     return sorted(plans, key=key)
@@ -89,7 +92,8 @@ def _powers(most: int) -> list[int]:
 
 
 def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[ParallelConfig]:
-    """Layouts that model, method and cluster allow; tensor parallelism, always sequence-parallel, within a node."""
+    """Yields the layouts that model, method and cluster allow. Tensor parallelism stays within a node and always has
+    sequence parallelism."""
     modulation = config.algorithm.modulation
     whole = modulation and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean")
     experts = [e for e in _powers(cluster.gpus) if spec.num_experts and spec.num_experts % e == 0] or [1]
@@ -108,7 +112,7 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
 
 
 def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
-    """The best SHOWN of them, and what to write into a config for the first."""
+    """A text with the best SHOWN plans, and with the config words for the first."""
     fitting = sum(plan.fits for plan in plans)
     divides = bool(plans) and _divides(plans[0].config)
     titles = ["rank", "tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "server tp", "GiB", "step s", "train s", "fits"]

@@ -1,1 +1,1 @@
-"""What is checked before a run: each check a small function, the cheap ones called by `train` itself too."""
+"""The checks before a run. Each is a small function; `train` calls the cheap ones, too."""

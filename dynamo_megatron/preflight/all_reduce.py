@@ -2,8 +2,9 @@
 
     python -P -m dynamo_megatron.preflight.all_reduce
 
-runs as a rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and prints one JSON object. A process of its
-own, because a collective that hangs can only be killed; it imports torch alone, because a node starts several.
+runs as a rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and prints one JSON object. It is a separate
+process, because a collective that hangs can only be killed. It imports little besides torch, because each node starts
+several.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch.distributed as dist
 from dynamo_megatron.runtime.coordination import connect_store
 from dynamo_megatron.runtime.listening import gloo_listens_on, ranks_address
 
-MEETING_TIMEOUT = 60.0  # seconds until all ranks have come
-NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # float32, of the tensor that is added
+MEETING_TIMEOUT = 60.0  # seconds until all ranks must have joined
+NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # float32 values in the tensor that is reduced
 
 
 def main() -> None:
-    """Raises what went wrong: the last line on stderr is what the parent tells."""
+    """Runs the all-reduces. Exceptions are not caught: the parent reports the last line on stderr."""
     cuda = torch.cuda.is_available()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -47,14 +48,14 @@ def main() -> None:
             timeout=datetime.timedelta(seconds=MEETING_TIMEOUT),
         )
     report["sums"] = {"nccl": add(rank, device)} if cuda else {}
-    report["sums"]["gloo"] = add(rank, torch.device("cpu"))  # what the ranks agree on and save goes this way
+    report["sums"]["gloo"] = add(rank, torch.device("cpu"))  # the ranks coordinate and save over gloo
     report["expected"] = world_size * (world_size + 1) / 2
     dist.destroy_process_group()
     print(json.dumps(report), flush=True)
 
 
 def add(rank: int, device: torch.device) -> dict[str, float]:
-    """Over all ranks, twice: the first time also builds the connections."""
+    """Sums a tensor over all ranks twice and times the second sum; the first one also builds the connections."""
     tensor = torch.full((NUMBERS[device.type],), float(rank + 1), device=device)
     dist.all_reduce(tensor)
     total = float(tensor[-1])

@@ -25,7 +25,7 @@ from dynamo_megatron.preflight.findings import Check, Finding, ok, run_checks
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.runtime.plain_text import show
 
-# Of the job, in the order of what they need; one rank looks at them.
+# Checks of the job, in the order of their dependencies. Rank 0 runs them.
 OF_THE_JOB = (
     ("plan", plan_check.plan),
     ("model config", model_checks.model_config),
@@ -38,7 +38,7 @@ OF_THE_JOB = (
     ("reward", data_checks.reward),
     ("evaluation", data_checks.evaluation),
 )
-# Of a node; the first rank of each looks at them.
+# Checks of a node. The first rank of each node runs them.
 OF_A_NODE = (
     ("ports", machine_checks.ports),
     ("disk", machine_checks.disk),
@@ -47,19 +47,19 @@ OF_A_NODE = (
     ("optional packages", lambda subject: machine_checks.optional_packages()),
     ("memory saver", memory_saver_check.memory_saver),
 )
-MOST_ON_A_CPU = 4  # ranks that are tried
+MOST_ON_A_CPU = 4  # ranks that are started
 
 
 def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
-    """Prints what each check finds; returns the exit code. Under a launcher (RANK set) each rank reports what it has
-    seen, with its node's name."""
+    """Prints the findings of each check. Returns the exit code, 1 where a check failed. Under a launcher (RANK set)
+    each rank reports its own findings, with its node's name."""
     under_launcher = "RANK" in os.environ
     if under_launcher:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:  # of a run on many nodes, what this one can try
+    else:  # this node's part of a run that may have more nodes
         here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
     subject = Subject(config, ranks, here)
-    # All ranks meet in `devices`, which waits a minute: before the checks that one rank of them has to itself.
+    # All ranks meet in `devices` within a minute, so it comes before the checks that only one rank runs.
     checks: list[tuple[str, Check]] = [
         ("layout", partial(layout, subject)),
         ("devices", partial(device_checks.devices, subject)),
@@ -77,7 +77,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
         if finding.level == "FAILED":
             failures.append(name)
         elif under_launcher and not subject.leads and finding.level == "ok":
-            return  # of many nodes only what is wrong
+            return  # other ranks report only problems
         show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
 
     count = run_checks(checks, say)
@@ -89,7 +89,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
 
 
 def layout(subject: Subject) -> Iterator[Finding]:
-    """Model, layout and the number of ranks, as `train` checks them."""
+    """Checks model, layout and the number of ranks as `train` does."""
     spec = check_layout(subject.config, subject.ranks)
     for what, text in describe_layout(subject.config, spec, subject.ranks).items():
         yield ok(f"{what}: {text}")

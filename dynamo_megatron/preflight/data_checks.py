@@ -1,4 +1,4 @@
-"""Data and reward: three samples through what the run will do with them, and problems that are in both sets."""
+"""Checks data and reward: three samples go through the run's own code. Also finds problems that are in both sets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.types import Prompt
 
 SAMPLES = 3
-MEASURED = 1000  # prompts whose length is looked at
+MEASURED = 1000  # prompts whose length is measured
 WRONG = "I do not know."
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """All prompts are read, those of a first step where they are read while the run goes on; the first so many are
-    encoded."""
+    """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
     lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
@@ -47,8 +46,8 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 
 def reward(subject: Subject) -> Iterator[Finding]:
-    """The reward functions on the answer of three prompts and on a wrong one, in its worker, under the deadline. A
-    reward model whose servers start with the run is left out."""
+    """Runs the reward functions on the right answer and on a wrong answer of three prompts, in reward workers and under
+    the deadline. A reward model whose servers start with the run is left out."""
     config = subject.config.reward
     if config.servers is not None:
         functions = [name for name in config.outcomes if name != "reward_model"]
@@ -103,7 +102,7 @@ def _score(config: RewardConfig, prompts: list[Prompt]) -> list[tuple[Score, Sco
 
 
 def evaluation(subject: Subject) -> Iterator[Finding]:
-    """The evaluation's problems, their lengths, and which of them are trained on."""
+    """Checks the evaluation's problems and their lengths, and notes those that are also in the training data."""
     config = subject.config
     if config.eval.data is None:
         yield skipped("eval.data is not set")

@@ -1,4 +1,7 @@
-"""Devices and the way between the ranks: one small process a rank (`all_reduce.py`) adds a tensor over all of them."""
+"""Checks the devices and the network between the ranks: one small process per rank joins an all-reduce.
+
+`all_reduce.py` is that process.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from dynamo_megatron.preflight.findings import Finding, failed, note, ok
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.runtime.rank_variables import rank_variables
 
-TIMEOUT = 120.0  # seconds for all ranks to start, meet and add up
-BUSY_SHARE = 0.1  # of a GPU's memory, taken by others
+TIMEOUT = 120.0  # seconds for all ranks to start, meet and finish the all-reduce
+BUSY_SHARE = 0.1  # of a GPU's memory; a note where other processes take more
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
-    """A rank's device computes and all ranks reach each other."""
+    """Checks that the device of each rank computes, and that all ranks reach each other."""
     if not torch.cuda.is_available() and (sign := gpus_given()):
         raise InputError(
             f"devices: {sign}, and torch {torch.__version__} sees no GPU; install its CUDA build, see that nvidia-smi "
@@ -48,7 +51,7 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 
 def gpus_given() -> str | None:
-    """What says that this process was meant to have GPUs; None where nothing does, or they are hidden from it."""
+    """A text on why this process seems to be meant to have GPUs; None where nothing says so, or GPUs are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return None if visible in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES is {visible}"
@@ -77,12 +80,12 @@ def _judge(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _environments(subject: Subject) -> list[dict[str, str]]:
-    """One a process to start: a launcher's rank tries its own, else this process all of them."""
-    # Under torchrun's own variables rank 0 would wait for a store that its agent serves, at another port.
+    """One environment per process to start here: one under a launcher, otherwise one for each rank on this node."""
+    # With torchrun's own variables rank 0 would not serve the store but wait for torchrun's, at another port.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     inherited = {**rank_variables(subject.config), **inherited}
     if "RANK" in inherited:
-        # The port after: rank 0's own process may hold the launcher's for something else.
+        # The next port: rank 0's own process may already use the launcher's port.
         return [{**inherited, "MASTER_PORT": str(int(inherited.get("MASTER_PORT", "29500")) + 1)}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -93,13 +96,13 @@ def _environments(subject: Subject) -> list[dict[str, str]]:
 
 
 def _run_ranks(environments: list[dict[str, str]], timeout: float = TIMEOUT) -> list[dict[str, Any]]:
-    """What each rank reports, or {"rank", "error"}: all within `timeout` seconds."""
+    """The report of each rank, or {"rank", "error"}. All ranks together have `timeout` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for environment in environments:
             with open(os.path.join(folder, environment["RANK"]), "w+b") as log:
                 command = [sys.executable, "-P", "-m", "dynamo_megatron.preflight.all_reduce"]
-                # stderr too goes to a file: a child that is killed must not leave a pipe that someone waits for
+                # a file, not a pipe: descendants of a killed child could keep a pipe open, and reading would not end
                 started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log.name))
         end = time.monotonic() + timeout
         reports = []

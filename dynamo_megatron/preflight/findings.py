@@ -1,4 +1,4 @@
-"""What a check finds, and running a list of checks so that one that fails does not hide the others."""
+"""The findings of checks, and `run_checks`, which continues after a failed check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Level = Literal["ok", "note", "FAILED", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. A failure says what, where and how to mend it."""
+    """One line of output. The text of a failure says what is wrong, where, and how to correct it."""
 
     level: Level
     text: str
@@ -25,7 +25,7 @@ def ok(text: str) -> Finding:
 
 
 def note(text: str) -> Finding:
-    """Worth knowing, and no reason not to start."""
+    """A finding that is worth knowing but does not keep the run from starting."""
     return Finding("note", text)
 
 
@@ -41,10 +41,11 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], say: Callable[[str, Finding, float], None]) -> int:
-    """Runs all (name, check); returns how many failed.
+    """Runs all (name, check). Returns the number of checks that failed.
 
-    `say` hears the check's name, each finding and the check's seconds so far. A check fails with each `failed` finding,
-    or by raising. One that raises what an earlier one did, of something that both need, is skipped.
+    `say` is called with the check's name, each finding and the check's seconds so far. A check fails if it yields a
+    `failed` finding or raises an exception. If it raises the same error as an earlier check, since both need the same
+    thing, it counts as skipped.
     """
     failures: set[str] = set()
     count = 0

@@ -1,4 +1,4 @@
-"""`dynamo-megatron preflight --install`: what this environment (a venv, a container) lacks, without a configuration."""
+"""`dynamo-megatron preflight --install`: shows what this environment (a venv, a container) lacks, without a config."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PROGRAMS = {
 
 
 def report(python: str | None) -> int:
-    """Prints what is there and what is not; returns the exit code, 1 where something needed is missing or too old.
+    """Prints what is installed and what is not. Returns the exit code, 1 where something needed is missing or too old.
 
-    `python`: the server's interpreter, None: this one."""
+    `python`: the server's interpreter; None: this one."""
     python = python or sys.executable
     checks: list[tuple[str, Check]] = [
         ("python", interpreter),
@@ -53,7 +53,7 @@ def interpreter() -> Iterator[Finding]:
 
 
 def gpu() -> Iterator[Finding]:
-    """The driver, what torch was built for, and the compiler that transformer-engine and apex are built with."""
+    """The driver, torch's CUDA version, and the compiler for building transformer-engine and apex."""
     driver = _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     nvcc = re.search(r"release ([\d.]+)", _said("nvcc", "--version") or "")
     toolkit = f"nvcc {nvcc[1]}" if nvcc else "no nvcc: needed only to build transformer-engine or apex"
@@ -73,7 +73,7 @@ def gpu() -> Iterator[Finding]:
 
 
 def trainer() -> Iterator[Finding]:
-    """The trainer's packages, and what those that are not there would give."""
+    """The trainer's packages, and for each missing one what it is for."""
     yield from _packages(TRAINER, trainer_version)
     yield from trainer_faults()
     yield from optional_packages()
@@ -108,7 +108,7 @@ def _packages(packages: tuple[Package, ...], version_of: Callable[[str], str | N
 
 
 def _said(*command: str) -> str | None:
-    """What a program prints, None where it is not there, fails or takes long."""
+    """The output of a program; None where it is not installed, fails, or takes more than 20 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

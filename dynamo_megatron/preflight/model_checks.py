@@ -1,4 +1,4 @@
-"""The model's folder: config, weights, tokenizer, context length."""
+"""Checks the model's folder: config, weights, tokenizer, context length."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ if TYPE_CHECKING:
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
-    """config.json against what Megatron will build."""
+    """Compares config.json with the model that Megatron will build."""
     spec, path = subject.spec, Path(subject.config.model.path)
     from dynamo_megatron.policy.backend import Fusions
 
-    Fusions.detect()  # what Megatron would fail on
-    from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+    Fusions.detect()  # raises where Megatron would fail
+    from dynamo_megatron.policy.config_check import check_config  # takes seconds: it imports Megatron
 
     check_config(path, spec)
     yield ok(f"{spec.family}, {spec.num_layers} layers, {model_elements(spec):,} parameters; Megatron builds the same")
 
 
 def weights(subject: Subject) -> Iterator[Finding]:
-    """Every file of the index, every tensor's name and shape, from the headers."""
+    """Checks every file of the index, and every tensor's name and shape by the files' headers."""
     with open_weights(subject.config.model.path, subject.spec) as folder:
         names = folder.names
     yield ok(f"{len(names)} tensors, every name and shape as Megatron needs it")
 
 
 def round_trip(subject: Subject) -> Iterator[Finding]:
-    """The first and the last layer from Hugging Face's tensors to the tensor-parallel shards and back, bit for bit."""
+    """Converts the first and the last layer from Hugging Face's tensors to tensor-parallel shards and back, and checks
+    that they are bit-identical."""
     spec, tp = subject.spec, subject.config.parallel.tp
     spec.check_parallel(tp, 1)
     layers = sorted({0, spec.num_layers - 1})
@@ -72,9 +73,9 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
 
 
 def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where the tokenizer has ids, or an end token lies, beyond the embedding, or where the tokenizer
-    does not know an end token: of a smaller one all ids fit. What transformers 5 itself adds to a Qwen2 folder, which
-    the folder's files do not name, may lie beyond it."""
+    """Raises ValueError where a token id or an end token is beyond the embedding, or where the tokenizer does not know
+    an end token, which also detects another model's smaller tokenizer, whose ids all fit. Tokens that transformers 5
+    itself adds to a Qwen2 tokenizer, and that the folder's files do not name, may be beyond the embedding."""
     added = tokenizer.get_added_vocab()
     named = "".join(file.read_text(encoding="utf-8") for file in Path(path).glob("*token*.json"))
     highest = max(id for token, id in tokenizer.get_vocab().items() if token not in added or token in named)
@@ -96,7 +97,7 @@ def check_vocabulary(path: str | os.PathLike, spec: ModelSpec, tokenizer: PreTra
             )
 
 
-UNUSED_SHARE = 0.2  # of the embedding's rows that no token needs: published models pad by a few per cent at most
+UNUSED_SHARE = 0.2  # of the embedding's rows may belong to no token; published models pad by a few per cent at most
 
 
 SAMPLE = "What is 12 * (3 + 4)? So x = 84."
@@ -107,7 +108,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
-    """The tokenizer against the embedding, and whether text survives it."""
+    """Checks the tokenizer's size against the embedding, and that encoding and decoding preserve text."""
     spec, path, tokenizer = subject.spec, subject.config.model.path, subject.tokenizer
     check_vocabulary(path, spec, tokenizer)
     size = len(tokenizer.get_vocab())
@@ -116,7 +117,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
             f"model.path: the tokenizer in {path} has {size:,} tokens, the embedding {spec.vocab_size:,} rows, far "
             "more than a padding; it is another model's tokenizer: copy the model's own tokenizer files there"
         )
-    # A model of one task (the demo's) may have no tokens for other text than the task's.
+    # A model for one task (like the demo's) may have no tokens for other text than the task's.
     prompt = problem_text(subject.prompts[0]).strip()
     survives = {text: _decoded(tokenizer, text) for text in (SAMPLE, prompt)}
     if not any(back == text for text, back in survives.items()):
@@ -135,7 +136,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def template(subject: Subject) -> Iterator[Finding]:
-    """Renders the first prompt."""
+    """Shows the first prompt with the chat template applied."""
     tokens = subject.encode(subject.prompts[0])
     text = subject.tokenizer.decode(tokens)
     shown = text if len(text) <= 160 else f"{text[:80]} ... {text[-80:]}"
@@ -143,7 +144,7 @@ def template(subject: Subject) -> Iterator[Finding]:
 
 
 def context_length(subject: Subject) -> Iterator[Finding]:
-    """Prompt + response against the model's length."""
+    """Checks that prompt and response together fit the model's length."""
     config, spec = subject.config, subject.spec
     limit = max_prompt_length(config, spec)
     used = limit + config.rollout.max_new_tokens

@@ -1,4 +1,4 @@
-"""What `dynamo-megatron plan` says of the run on the GPUs that are here."""
+"""Runs `dynamo-megatron plan` for the GPUs of this node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamo_megatron.preflight.subject import Subject
 
 
 def plan(subject: Subject) -> Iterator[Finding]:
-    """Memory, servers and times of the whole run, if all its nodes are as this one."""
+    """Plans memory, servers and times of the whole run, on the assumption that all its nodes are like this one."""
     if not torch.cuda.is_available():
         yield skipped("no GPU here to reckon with: dynamo-megatron plan takes --gpu and --gpus")
         return

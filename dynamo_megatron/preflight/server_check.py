@@ -1,4 +1,4 @@
-"""The server's smallest slice: two layers of random weights, a tiny KV cache, one generation."""
+"""Starts a minimal server: two layers of random weights, a tiny KV cache, one generation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dynamo_megatron.rollout.server import SGLangServer
 
 LAYERS = 2
 TOKENS = 8  # generated
-# Random weights, no graphs to capture: what is tried is interpreter, kernels, ranks and protocol.
+# Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
 
 
 def server(subject: Subject) -> Iterator[Finding]:
-    """SGLang starts in its interpreter and answers a request with tokens and logprobs."""
+    """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
     config = subject.config
     if config.rollout.engine != "sglang":
         yield skipped("recorded rollouts need no server")
@@ -38,7 +38,7 @@ def server(subject: Subject) -> Iterator[Finding]:
     try:
         said = asyncio.run(_try(config, subject, log))
     except (RolloutError, ServerLost, TimeoutError) as error:
-        # The folder stays: the message names the log in it.
+        # The folder is kept: the message names the log in it.
         raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None

@@ -1,4 +1,4 @@
-"""What the checks are about: a configuration, the number of its ranks, and what several checks read from it."""
+"""The subject of the checks: a configuration, the number of its ranks, and data that several checks need."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """Reads each thing once, when a check first asks for it. Raises what reading it does: ValueError for bad input."""
+    """Reads model config, tokenizer and prompts once each, at the first access. Raises ValueError for bad input."""
 
     def __init__(self, config: Config, ranks: int, ranks_here: int):
         self.config, self.ranks, self.ranks_here = config, ranks, ranks_here
 
     @property
     def leads(self) -> bool:
-        """False on the ranks of a launcher but the first."""
+        """False on all ranks of a launcher except the first."""
         return os.environ.get("RANK", "0") == "0"
 
     @cached_property
@@ -37,7 +37,7 @@ class Subject:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """Of a source that is read while the run goes on, those of a first step."""
+        """All prompts; of a source that is read during the run, those of a first step."""
         data = self.config.data
         return load_prompts(data.model_copy(update={"limit": self.config.batch_prompts}) if data.streamed else data)
 

@@ -1,4 +1,4 @@
-"""The versions that this repository's tests ran with, and the oldest that can work. The one place that has them."""
+"""The package versions that this repository's tests ran with, and the oldest that can work. No other file has them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dynamo_megatron.preflight.findings import Finding, failed, note
 
 @dataclass(frozen=True)
 class Package:
-    """`tested` None: on no machine of ours yet. `at_least` None: any version may do. `gives`: what it is there for.
-    `cost`: what a run on GPUs without it, which works, loses."""
+    """`tested` None: no version was tested yet. `at_least` None: any version may work. `gives`: what the package is
+    for. `cost`: for an optional package, what a run on GPUs loses without it."""
 
     name: str
     tested: str | None
@@ -81,7 +81,7 @@ SERVER = (
     Package("sglang-kernel", None, None, "SGLang's CUDA kernels", gpu_only=True),
     Package("flashinfer-python", None, None, "SGLang's attention on GPUs", needed=False, gpu_only=True),
 )
-OLD_NAMES = {"sglang-kernel": "sgl-kernel"}  # what it was called before
+OLD_NAMES = {"sglang-kernel": "sgl-kernel"}  # package -> its earlier name
 
 
 def installed(name: str, version_of: Callable[[str], str | None]) -> str | None:
@@ -90,12 +90,12 @@ def installed(name: str, version_of: Callable[[str], str | None]) -> str | None:
 
 
 def same_release(found: str, tested: str) -> bool:
-    """Whether a version is the tested one, whatever its build (+cpu, +cu130) and the post-release."""
+    """Returns True where both versions are the same release; build (+cpu, +cu130) and post-release are ignored."""
     return _release(found) == _release(tested)
 
 
 def costs(packages: tuple[Package, ...], version_of: Callable[[str], str | None]) -> Iterator[str]:
-    """A line for each package whose lack makes a run on GPUs slow."""
+    """A line for each missing package without which a run on GPUs is slow."""
     for package in packages:
         if package.cost and installed(package.name, version_of) is None:
             yield f"WITHOUT {package.name}: {package.cost}"
@@ -104,10 +104,11 @@ def costs(packages: tuple[Package, ...], version_of: Callable[[str], str | None]
 def faults(
     packages: tuple[Package, ...], version_of: Callable[[str], str | None], where: str, mend: str, *, cuda: bool
 ) -> Iterator[Finding]:
-    """Failures of needed packages that are missing and of any that are too old; a note for each that is untested, or
-    that is missing and makes runs on GPUs slow.
+    """Yields a failure for each needed package that is missing and each package that is too old. Yields a note for each
+    untested version, and for each missing package without which a run on GPUs is slow.
 
-    `version_of` gives an installed version or None; `where` names the interpreter, `mend` what installs into it.
+    `version_of` returns a package's installed version or None. `where` names the interpreter, and `mend` is the command
+    that installs into it.
     """
     for package in packages:
         found = installed(package.name, version_of)
@@ -135,5 +136,5 @@ def _release(version: str) -> str:
 def _older(found: str, least: str) -> bool:
     try:
         return Version(found) < Version(least)
-    except InvalidVersion:  # a build of one's own: nothing to compare
+    except InvalidVersion:  # a custom build: its version cannot be compared
         return False

@@ -1,1 +1,1 @@
-"""What each allocator would have given each prompt of a recorded run."""
+"""Computes the rollout counts that each allocator would have given each prompt of a recorded run."""

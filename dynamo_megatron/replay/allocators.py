@@ -10,20 +10,20 @@ from dynamo_megatron.replay.recording import Recording
 
 
 def base_allocator(recording: Recording) -> AllocationConfig:
-    """A run's own allocator, or for the dump of another trainer the defaults. Raises ConfigError."""
+    """The run's own allocator; for the dump of another trainer the defaults. Raises ConfigError."""
     return _allocation(recording, [])
 
 
 def parse_allocator(text: str, recording: Recording) -> AllocationConfig:
-    """`text`: keys of algorithm.allocation with a comma between them; a first word without "=" is the kind.
+    """`text`: keys of algorithm.allocation, separated by commas; a first word without "=" is the kind.
 
-    Keys that are not set are `base_allocator`'s. Raises ConfigError for an unknown key or kind, and for a budget:
-    every allocator has the step's.
+    Keys that are not set have the values of `base_allocator`. Raises ConfigError for an unknown key or kind, and for a
+    budget, because every allocator gets the step's budget.
     """
     kind, *rest = text.split(",")
     words = [kind if "=" in kind else f"kind={kind}", *rest]
     if words[0].startswith("kind=") and words[0] != "kind=neyman":
-        words.insert(0, "cost=rollouts")  # the run's own may be tokens, which is for neyman alone
+        words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
     if any(word.startswith("budget=") for word in words):
         raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
     return _allocation(recording, words)
@@ -34,7 +34,7 @@ def _allocation(recording: Recording, words: Sequence[str]) -> AllocationConfig:
         "model": {"path": "none"},
         "data": {"source": "none", "batch_prompts": len(recording.steps[0].prompt_ids)},
         "output_dir": str(recording.folder),
-        # No advantages are made here: a group of one is as good as any.
+        # A replay computes no advantages, so groups of one are allowed.
         "algorithm": {"allocation": recording.allocation, "advantage": {"kind": "history"}},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)

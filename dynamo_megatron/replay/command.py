@@ -1,4 +1,4 @@
-"""`dynamo-megatron replay RUN`: what each allocator would have given each prompt, in a table, JSON and a picture."""
+"""`dynamo-megatron replay RUN`: the counts that each allocator would have given, as tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from dynamo_megatron.reports.report import rate_classes
 def write_replay(
     folder: Path, allocators: Sequence[str] | None, threshold: float | None, reward_key: str | None, out: Path | None
 ) -> str:
-    """Writes replay.md, replay.json and replay.png into `out` (None: `folder`); returns the text.
+    """Writes replay.md, replay.json and replay.png into `out` (None: `folder`). Returns the text of replay.md, and
+    where the files are.
 
-    `threshold` and `reward_key` are for the dumps of other trainers. Raises ValueError, one line, for a folder that
-    holds no rollouts, a line of it that is broken, or an allocator that is not understood.
+    `threshold` and `reward_key` are for the dumps of other trainers. Raises ValueError (one line) for a folder without
+    rollouts, for a broken line in it, and for an allocator that cannot be parsed.
     """
     result = outcomes(_read(folder, threshold, reward_key), allocators)
     out = out or folder
@@ -156,7 +157,7 @@ def _number(value: float | None, form: str = ".3f") -> str:
 
 
 def _plain(result: Outcomes) -> dict[str, Any]:
-    """What replay.json holds. Lists of counts are over a prompt's visits, lists of variances over the steps."""
+    """The content of replay.json. Lists of counts have an entry per visit of a prompt, lists of variances per step."""
     recording = result.recording
     visits: dict[str, list[int]] = {}
     for visit, prompt_id in enumerate(recording.prompt_ids):

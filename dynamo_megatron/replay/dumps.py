@@ -1,4 +1,4 @@
-"""Rollout dumps of other trainers: verl's `trainer.rollout_data_dir`, slime's `--save-debug-rollout-data`."""
+"""Reads rollout dumps of other trainers: verl's `trainer.rollout_data_dir`, slime's `--save-debug-rollout-data`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from dynamo_megatron.tracking.metrics import read_rows
 @dataclass(frozen=True)
 class Sample:
     prompt: str
-    group: Hashable  # of one dispatch
-    reward: float | None  # None: no response, or none that was scored
+    group: Hashable  # the same for all rollouts of one dispatch
+    reward: float | None  # None: there is no response, or it was not scored
 
 
 def verl_files(folder: Path) -> dict[int, Path]:
-    """step -> STEP.jsonl."""
+    """step -> path of STEP.jsonl."""
     return {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
 
 
 def slime_files(folder: Path) -> list[Path]:
-    """Those of training: of an evaluation the name that slime fills in is `eval_ID`."""
+    """The dump files of training, without those of evaluations, which slime names `eval_ID`."""
     return sorted(path for path in folder.glob("*.pt") if not re.search(r"eval_\d+$", path.stem))
 
 
 def read_verl(folder: Path, threshold: float, reward_key: str | None) -> Recording:
-    """A line is a response: `input`, `score` (or `reward_key`). Lines of one input in a step are one group.
+    """The record of verl's dump. A line is a response with `input` and `score` (or `reward_key`). The lines of a step
+    with the same input are one group.
 
-    A rollout succeeds where its reward is at least `threshold`. Raises ValueError (path:line) for what is broken.
+    A rollout succeeds where its reward is at least `threshold`. Raises ValueError (path:line) for a broken line.
     """
     key = reward_key or "score"
     steps = {}
@@ -55,7 +56,8 @@ def read_verl(folder: Path, threshold: float, reward_key: str | None) -> Recordi
 
 
 def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Recording:
-    """A file holds `rollout_id` and `samples`: `prompt`, `group_index`, `reward` (`reward_key` names one of several).
+    """The record of slime's dump. A file has `rollout_id` and `samples`, each with `prompt`, `group_index` and `reward`
+    (where there are several rewards, `reward_key` names one).
 
     Raises ValueError as `read_verl`.
     """
@@ -123,7 +125,8 @@ def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sam
 
 
 def _allocation(steps: list[RecordedStep]) -> dict[str, Any]:
-    """Other trainers have no bounds: ours (2 to 24, 8 to explore, at a mean of 8), in proportion to the mean."""
+    """The section algorithm.allocation for a dump. Other trainers have no bounds, so ours are used (2 to 24 at a mean
+    of 8, and 8 to explore), in proportion to the dump's mean count."""
     mean = max(1, round(np.concatenate([step.given for step in steps]).mean()))
     return {
         "rollout_n_min": max(1, mean // 4),

@@ -1,4 +1,4 @@
-"""What each kind of allocator optimises, of the counts of any: with what the whole record shows of every prompt."""
+"""Evaluates the objective of each kind of allocator on any counts, with statistics of the whole record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import History, Observed
 from dynamo_megatron.replay.recording import RecordedStep
 
-# name -> what it is and who optimises it; the lower, the better, but for knapsack's
+# name -> formula; lower is better, except for knapsack
 OBJECTIVES = {
     "energy": "sum of p (1-p)^2 S1/n + p^2 (1-p) S0/n, the variance of `variance: energy` (S1, S0: mean energies)",
     "tokens": "sum of n times a prompt's mean response tokens",
@@ -24,7 +24,7 @@ OBJECTIVES = {
 
 
 class Objectives:
-    """`rates`: the success rate of every visit's prompt over the record, float64 [V]."""
+    """The objectives on one record. `rates`: the success rate over the record of every visit's prompt, float64 [V]."""
 
     def __init__(self, steps: Sequence[RecordedStep], rates: np.ndarray) -> None:
         history = History()
@@ -42,7 +42,7 @@ class Objectives:
         self._unknown = (() if measured else ("energy", "gvm", "cures")) + (() if pool.tokens.any() else ("tokens",))
 
     def of(self, counts: np.ndarray) -> dict[str, float | None]:
-        """Of counts int64 [V]; None where the record has no energies or lengths."""
+        """The objectives of `counts`, int64 [V], by name; None where the record lacks the energies or lengths."""
         p, q, right, wrong = self._rates, 1 - self._rates, self._right, self._wrong
         solved = p > 0
         safe = np.where(solved, p, 1.0)

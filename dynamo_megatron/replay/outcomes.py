@@ -1,4 +1,4 @@
-"""A record under every allocator: the numbers that table, JSON and picture show."""
+"""Replays every allocator on a record: the numbers that the tables, the JSON file and the picture show."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy"
 
 @dataclass(frozen=True)
 class Outcomes:
-    """`counts`: a name -> rollouts of every visit, int64 [V]: as recorded, the allocators, the oracle."""
+    """`counts`: name -> rollouts of every visit, int64 [V]. The names are the record, the allocators and the oracle."""
 
     recording: Recording
-    base: AllocationConfig  # the run's own, or for another trainer's dump the one that allocators start from
+    base: AllocationConfig  # from `base_allocator`
     counts: dict[str, np.ndarray]
-    configs: dict[str, AllocationConfig]  # of the names that are allocators
+    configs: dict[str, AllocationConfig]  # of those names that are allocators
     rates: np.ndarray  # float64 [V], success rate of the visit's prompt over the record
-    uniform: np.ndarray  # int64 [V]
-    checked: bool  # the record names its allocator, which was replayed
-    difference: Difference | None  # where that gave something else than what the record says
+    uniform: np.ndarray  # int64 [V], the counts of the uniform allocator
+    checked: bool  # the run's own allocator was replayed and compared with the record
+    difference: Difference | None  # the first visit where this replay differs from the record
 
     def variance(self, counts: np.ndarray) -> np.ndarray:
         """Expected variance of every step, float64 [steps]: sum of p(1-p)/n over its visits."""
@@ -38,17 +38,17 @@ class Outcomes:
 
     @property
     def energies(self) -> bool:
-        """Whether the record has estimates of them."""
+        """True where the record has estimates of the rollouts' energies."""
         return any(step.energy is not None for step in self.recording.steps)
 
     @cached_property
     def degenerate_share(self) -> float:
-        """Of the groups that were sampled."""
+        """The share of the sampled groups whose rewards are all equal."""
         return what_if.degenerate_share(self.recording.steps)
 
     @cached_property
     def rounds(self) -> dict[str, dict[str, float]]:
-        """Of what was asked for, and of rules that look at a step's outcomes: as `replay.rounds` has it."""
+        """name -> the numbers of `replay.rounds`, for all `counts` and for the rules that use a step's outcomes."""
         before = {name: rounds.one_round(self.rates, counts) for name, counts in self.counts.items()}
         return before | rounds.rounds(self.recording.steps, self.rates)
 
@@ -77,18 +77,18 @@ class Outcomes:
 
 
 def by_energy(config: AllocationConfig) -> bool:
-    """Whether the allocator goes by the energies of rollouts."""
+    """Returns True where the allocator uses the energies of rollouts."""
     return config.kind in ("gvm", "cures") or config.variance == "energy"
 
 
 def outcomes(recording: Recording, asked: Sequence[str] | None) -> Outcomes:
-    """Replays the allocators `asked` for (None: the usual ones) beside what was recorded and the oracle.
+    """Replays the allocators `asked` (None: DEFAULT_ALLOCATORS), beside the recorded counts and the oracle.
 
-    Raises ValueError for an allocator that is not understood or does not fit the budget.
+    Raises ValueError for an allocator that cannot be parsed or does not fit the budget.
     """
     steps, base = recording.steps, base_allocator(recording)
     ours = recording.trainer == "dynamo-megatron"
-    # A record has only estimates of energies, and with prices not the budget that its rollouts were bought with.
+    # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
     checked = ours and not by_energy(base) and base.cost == "rollouts"
     rates, recorded = what_if.success_rates(steps), what_if.given(steps)
     difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) if checked else None

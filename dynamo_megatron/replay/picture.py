@@ -1,4 +1,4 @@
-"""The picture of a replay: variance by step, degenerate groups, and who would have got the rollouts."""
+"""The picture of a replay: variance by step, degenerate groups, and rollouts by success rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = (
     "#56b4e9",
     "#882255",
     "#999933",
-)  # told apart by the colour-blind, too
+)  # distinguishable for the colour-blind, too
 ORACLE = "#000000"
 WINDOW = 10  # steps of the moving average
 
@@ -72,7 +72,7 @@ def _variance(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
 
 
 def _later_visits(result: Outcomes) -> np.ndarray:
-    """Visits of every step to prompts of earlier rounds."""
+    """The number of visits in every step to prompts that were visited before, int64 [steps]."""
     seen: set[str] = set()
     later = []
     for step in result.recording.steps:
@@ -90,7 +90,7 @@ def _degenerate(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     axes.axvline(observed, color=ORACLE, linestyle=":", label=f"of the sampled groups: {observed:.1f} %")
     axes.set(title="Groups that teach nothing", xlabel="all right or all wrong, % expected", yticks=[])
     axes.set_xlim(0, 1.25 * max(*shares, observed, 1))
-    axes.set_ylim(len(names) - 0.5, -1.1)  # the first on top, above it room for the legend
+    axes.set_ylim(len(names) - 0.5, -1.1)  # the first bar on top, with room for the legend above it
     axes.legend(fontsize=8, loc="upper right")
 
 

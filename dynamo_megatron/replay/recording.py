@@ -1,4 +1,4 @@
-"""What was sampled, step by step, whoever trained: the record that allocators are replayed on."""
+"""The record that allocators are replayed on: what a run, or another trainer, sampled in each step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dynamo_megatron.types import NOT_TRAINED
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step's N dispatches (a prompt drawn twice is two) and those S rollouts of theirs that have a reward."""
+    """A step's N dispatches (a prompt that is drawn twice has two), and the S rollouts of them that have a reward."""
 
     step: int
     prompt_ids: list[str]  # [N], in the order of the batch
-    given: np.ndarray  # int64 [N], rollouts asked for
-    dispatch: np.ndarray  # int64 [S], which of the N a rollout belongs to
+    given: np.ndarray  # int64 [N], rollouts requested
+    dispatch: np.ndarray  # int64 [S], index in [0, N) of the rollout's dispatch
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
-    energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 of the server: half of the energy to all of it
+    energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 by the server: 0.5 to 1 times the energy
     lengths: np.ndarray | None = None  # int64 [S], response tokens
-    version: int | None = None  # its allocation knew the steps up to this one; None: all earlier steps and rounds
+    version: int | None = None  # the last step that the allocator had observed; None: all earlier steps and rounds
 
     @property
     def budget(self) -> int:
@@ -39,38 +39,39 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Recording:
-    """`steps`: at least one, in the order of training; the rounds of a step are several."""
+    """`steps`: at least one entry, in the order of training; each round of a step is an entry."""
 
     folder: Path
     trainer: str  # "dynamo-megatron", "verl" or "slime"
     steps: list[RecordedStep]
-    allocation: dict[str, Any]  # the section algorithm.allocation that allocators start from; a run's own
+    allocation: dict[str, Any]  # algorithm.allocation of the run, which allocators start from
     texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
-    notes: list[str] = field(default_factory=list)  # what was left out, one line each
-    strata: dict[str, Hashable] | None = None  # prompt_id -> what algorithm.allocation.prior_by says of it
+    notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
+    strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
 
     @property
     def prompt_ids(self) -> list[str]:
-        """[V], of all dispatches of all steps."""
+        """[V]: the prompt_ids of all dispatches of all steps."""
         return [prompt_id for step in self.steps for prompt_id in step.prompt_ids]
 
     @property
     def step_numbers(self) -> np.ndarray:
-        """int64, ascending: the training steps; with dynamic sampling one may have several `steps`, its rounds."""
+        """int64, ascending: the numbers of the training steps. A step with several rounds has several `steps`."""
         return np.unique([step.step for step in self.steps])
 
     @property
     def step_index(self) -> np.ndarray:
-        """int64 [V]: the place in `step_numbers` of every dispatch."""
+        """int64 [V]: the index in `step_numbers` of every dispatch."""
         numbers = [step.step for step in self.steps]
         return np.repeat(np.searchsorted(self.step_numbers, numbers), [len(step.prompt_ids) for step in self.steps])
 
 
 def read_run(folder: Path) -> Recording:
-    """The record of a run of ours. Rollouts that failed were never observed and are left out.
+    """The record of a run of dynamo-megatron. Failed rollouts are left out, since no allocator observed them.
 
-    A run on recorded rollouts (`rollout.engine=recorded`) has them in the folder that it names. A last step whose
-    allocation was torn by a kill is left out. Raises ValueError for what is missing or broken.
+    A run on recorded rollouts (`rollout.engine=recorded`) has its rollouts in the folder that its config names. A last
+    step whose lines in allocation.jsonl are incomplete after a kill is left out. Raises ValueError for a missing or
+    broken file.
     """
     config, notes = read_config(folder), []
     rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
@@ -87,7 +88,7 @@ def read_run(folder: Path) -> Recording:
 
 
 def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:
-    """That `step` has drawn at least."""
+    """The number of prompts that `step` has drawn at least."""
     if (prompts := config["data"]["batch_prompts"]) != "auto":
         return prompts
     rows = read_rows(folder / "metrics.jsonl", "step", "allocation/prompts")
@@ -95,9 +96,9 @@ def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
-    """The rounds of a step, one without dynamic sampling: each was observed before the next was allocated.
+    """The rounds of a step, one without dynamic sampling. Each round was observed before the next was allocated.
 
-    The k-th dispatch of a prompt is its k-th group, of which it has the first n rollouts (as `RecordedRollouts`).
+    The k-th dispatch of a prompt has the first n rollouts of the prompt's k-th group (as in `RecordedRollouts`).
     """
     step = rows[0]["step"]
     path = step_file(source, step)

@@ -1,7 +1,7 @@
-"""Rules that look at a step's outcomes (`algorithm.sequential`) on a record: what they would sample and train on.
+"""Simulates the rules that use a step's outcomes (`algorithm.sequential`): what they would sample and train on.
 
-A record has a fixed number of rollouts of a visit, and such a rule asks for more where it likes. So the outcomes of all
-rollouts are drawn: right with probability p, the visit's prompt's success rate over the whole record, by which
+A record has a fixed number of rollouts per visit, and such a rule may request more. So the outcomes of all rollouts are
+drawn at random. A rollout is right with probability p, the prompt's success rate over the whole record, by which
 allocators are judged too.
 """
 
@@ -17,12 +17,13 @@ from dynamo_megatron.config.allocation import SequentialConfig
 from dynamo_megatron.replay.recording import RecordedStep
 from dynamo_megatron.replay.what_if import degenerate_chance
 
-DRAWS = 5  # of every step
+DRAWS = 5  # simulations of every step
 
 
 def published_rules(prompts: int, budget: int) -> dict[str, Rule]:
-    """With the published proportions, for a step of `budget` rollouts. pilot: half of them in the first round, up to
-    four times the first round's for a prompt. reinforce_ada: up to 4 rounds of 8, whatever the budget."""
+    """The rules with their published proportions, for a step of `budget` rollouts. pilot: half of the budget in the
+    first round; a prompt gets up to four times its rollouts of the first round. reinforce_ada: up to 4 rounds of 8,
+    whatever the budget."""
     first = max(2, budget // (2 * prompts))
     ada = {"kind": "reinforce_ada", "round_n": 8}
     return {
@@ -33,8 +34,8 @@ def published_rules(prompts: int, budget: int) -> dict[str, Rule]:
 
 
 def rounds(steps: Sequence[RecordedStep], rates: np.ndarray) -> dict[str, dict[str, float]]:
-    """Of every rule, means over DRAWS of the whole record: `rollouts` sampled, `trained` on, and `groups` trained on
-    whose rewards differ. `rates`: p of every visit, float64 [V]."""
+    """For every rule, sums over the record, averaged over DRAWS simulations: `rollouts` sampled, rollouts `trained` on,
+    and `groups` trained on whose rewards differ. `rates`: p of every visit, float64 [V]."""
     found: dict[str, dict[str, int]] = {}
     rng, place = np.random.default_rng(0), 0
     for step in steps:
@@ -54,6 +55,6 @@ def rounds(steps: Sequence[RecordedStep], rates: np.ndarray) -> dict[str, dict[s
 
 
 def one_round(rates: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """The same of counts that were decided before, int64 [V]; expected."""
+    """The expected values of the same numbers for counts that do not depend on outcomes, int64 [V]."""
     rollouts = float(counts.sum())
     return {"rollouts": rollouts, "trained": rollouts, "groups": float((1 - degenerate_chance(rates, counts)).sum())}

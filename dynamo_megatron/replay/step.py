@@ -1,7 +1,7 @@
-"""`dynamo-megatron replay --step RUN N`: repeats the pass of step N that gave NaN or infinity, as a job of its own.
+"""`dynamo-megatron replay --step RUN N`: a job that repeats the pass of step N that gave NaN or infinity.
 
-In the run's layout the pass is the same, bit for bit on a CPU and in deterministic mode on a GPU. Keys may change the
-layout, the kernels or the micro-batches, to see what the fault depends on.
+In the run's layout the pass is bit-identical on a CPU, and in deterministic mode on a GPU. Keys may change the layout,
+the kernels or the micro-batches, to find what the fault depends on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def find_failed_step(output: Path, step: int) -> Path:
-    """The folder that step `step` of the run in `output` has left. Raises ConfigError if there is no complete one."""
+    """The folder that the failed step `step` of the run in `output` has left. Raises ConfigError where there is no
+    complete one."""
     steps = dict(checkpoint_folders(output / FAILED_STEPS))
     if step not in steps:
         there = f"there is {', '.join(map(str, steps))}" if steps else "no step of it ended in NaN or infinity"
@@ -41,8 +42,8 @@ def find_failed_step(output: Path, step: int) -> Path:
 
 
 def step_config(folder: Path, keys: Sequence[str]) -> tuple[Config, int]:
-    """The configuration of the run with `keys`, and how many ranks the run had; output_dir is the folder. Raises
-    ConfigError."""
+    """(the run's configuration with `keys` and with `folder` as output_dir, the number of ranks that the run had).
+    Raises ConfigError."""
     try:
         plain, ranks = read_state(folder)["failure"]["config"], read_manifest(folder)["layout"]["ranks"]
     except (InputError, KeyError, TypeError) as error:
@@ -52,7 +53,8 @@ def step_config(folder: Path, keys: Sequence[str]) -> tuple[Config, int]:
 
 
 def local_ranks(asked: int | None, had: int) -> int:
-    """Ranks to start here: as many as asked for, else as the run `had`. Raises ConfigError if the GPUs are too few."""
+    """The number of ranks to start here: `asked`, or else as many as the run `had`. Raises ConfigError where there are
+    GPUs, but too few."""
     ranks = asked or had
     if 0 < (gpus := torch.cuda.device_count()) < ranks:
         what = f"the run had {had}" if asked is None else str(asked)
@@ -64,7 +66,8 @@ def local_ranks(asked: int | None, had: int) -> int:
 
 
 class StepReplay(Job):
-    """On the ranks of `replay --step`. Its exit code is 0 where the pass gives NaN or infinity again, else 1."""
+    """The job of `replay --step` on each rank. `code`, its exit code, is 0 where the pass gives NaN or infinity again,
+    else 1."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -75,10 +78,10 @@ class StepReplay(Job):
         return {}
 
     def prepare(self, spec: ModelSpec) -> None:
-        """There is nothing to open: no data, no servers."""
+        """Nothing to prepare: there are no data and no servers."""
 
     def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
-        """No process has been started."""
+        """Nothing to wait for: no process was started."""
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
         from dynamo_megatron.checkpoint.policy_state import load_checkpoint  # these need Megatron
@@ -112,7 +115,7 @@ class StepReplay(Job):
 
 
 def repeat(policy: Policy, inputs: PassInputs) -> str:
-    """The pass again, on all ranks; returns what it gives, for people. Raises NonFiniteError as it did."""
+    """Repeats the pass on all ranks. Returns a text of its result; raises NonFiniteError where it fails again."""
     sequences, rate = inputs.sequences, inputs.learning_rate
     if inputs.kind == "fit":
         return str(policy.fit(sequences, inputs.weights, rate))

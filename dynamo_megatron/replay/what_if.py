@@ -1,7 +1,7 @@
-"""What allocators would have given, and what that would have been worth: pure functions of a record.
+"""The counts that allocators would have given, and measures of them: pure functions of a record.
 
-A visit is a dispatch of a prompt in a step; V of them, in the order of steps and batches. p is the success rate of a
-visit's prompt over the whole record: known only afterwards, and of a policy that changed on the way.
+A visit is a dispatch of a prompt in a step. There are V visits, in the order of steps and batches. p is the success
+rate of a visit's prompt over the whole record. It is known only afterwards, and averages over a policy that changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dynamo_megatron.replay.recording import RecordedStep
 
 
 class Difference(NamedTuple):
-    """A visit that was given another number of rollouts than a replay gives it."""
+    """A visit whose recorded count differs from the count of a replay."""
 
     step: int
     prompt_id: str
@@ -29,11 +29,11 @@ class Difference(NamedTuple):
 def replay(
     steps: Sequence[RecordedStep], config: AllocationConfig, strata: Mapping[str, Hashable] | None = None
 ) -> np.ndarray:
-    """Rollouts for every visit, int64 [V], by an allocator that sees the record as it would have in training.
+    """Rollouts for every visit, int64 [V], by an allocator that observes the record as in training.
 
-    Before a step it has observed the rollouts of the earlier ones, of a run that samples ahead those that were trained
-    on by then: what was sampled, whatever it would have asked for. Its budget is the step's. `strata`: as for
-    `RolloutAllocator`. Raises ValueError as `RolloutAllocator`.
+    Before a step the allocator has observed the rollouts of the earlier steps; if the run sampled ahead, of the steps
+    that were trained on by then. It observes what was sampled, even where it would have requested other counts. Its
+    budget is the step's. `strata` and errors: as for `RolloutAllocator`.
     """
     allocator, counts, observed = RolloutAllocator(config, strata), [], 0
     for index, step in enumerate(steps):
@@ -47,12 +47,12 @@ def replay(
 
 
 def given(steps: Sequence[RecordedStep]) -> np.ndarray:
-    """Rollouts that every visit was given, int64 [V]."""
+    """The recorded count of every visit, int64 [V]."""
     return np.concatenate([step.given for step in steps])
 
 
 def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> Difference | None:
-    """The first visit that was given something else than `counts`, int64 [V]."""
+    """The first visit whose recorded count differs from `counts`, int64 [V]; None where there is none."""
     place = 0
     for step in steps:
         replayed = counts[place : place + len(step.given)]
@@ -64,7 +64,7 @@ def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> Diffe
 
 
 def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
-    """p of every visit, float64 [V]. The rate of all rollouts stands in for a prompt that has none."""
+    """p of every visit, float64 [V]. A prompt without rollouts gets the rate of all rollouts."""
     trials: Counter[str] = Counter()
     won: Counter[str] = Counter()
     for step in steps:
@@ -76,7 +76,7 @@ def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
 
 
 def oracle(steps: Sequence[RecordedStep], rates: np.ndarray, config: AllocationConfig) -> np.ndarray:
-    """The counts with the least sum of p(1-p)/n in every step under its budget and the bounds, int64 [V]."""
+    """The counts, int64 [V], that minimise the sum of p(1-p)/n in every step, under its budget and the bounds."""
     counts, place = [], 0
     for step in steps:
         p = rates[place : place + len(step.prompt_ids)]
@@ -92,12 +92,12 @@ def expected_variance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def degenerate_chance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The chance that all of n rollouts succeed or all fail, p^n + (1-p)^n, float64 [V]."""
+    """The probability that all of n rollouts succeed or all fail, p^n + (1-p)^n, float64 [V]."""
     return rates**counts + (1 - rates) ** counts
 
 
 def degenerate_share(steps: Sequence[RecordedStep]) -> float:
-    """Share of the recorded groups whose rewards are all equal; a visit without rollouts is no group."""
+    """The share of the recorded groups whose rewards are all equal. A visit without rollouts is not a group."""
     equal = []
     for step in steps:
         low, high = np.full(len(step.given), np.inf), np.full(len(step.given), -np.inf)
@@ -108,7 +108,7 @@ def degenerate_share(steps: Sequence[RecordedStep]) -> float:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Spearman's, ties by mean rank, of [V] and [V]; None where either has one value only."""
+    """Spearman's rank correlation of two arrays [V], with mean ranks for ties; None where one of them is constant."""
     ranks = []
     for values in (x, y):
         _, place, times = np.unique(values, return_inverse=True, return_counts=True)

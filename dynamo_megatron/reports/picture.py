@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dynamo_megatron.reports.run_record import Revisits, RunRecord
 
-# Distinct also for the colour-blind.
+# Distinguishable for the colour-blind, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 BLUE, ORANGE, GREY = COLOURS[0], COLOURS[1], "#666666"
 WINDOW = 10  # steps of the moving average
@@ -32,7 +32,7 @@ def draw_run(run: RunRecord, revisits: Revisits | None, path: Path) -> None:
 
 
 def title(run: RunRecord) -> str:
-    """What the picture is of; whether the run has improved is for its curves to show."""
+    """The picture's title: folder, steps and allocator."""
     kind = run.config["algorithm"]["allocation"]["kind"]
     return f"{run.folder}: {run.metrics[-1]['step']} of {run.config['trainer']['steps']} steps, {kind} allocation"
 
@@ -54,14 +54,14 @@ def draw_runs(runs: Mapping[str, RunRecord], path: Path) -> None:
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and up to window - 1 before it, float64 [N]."""
+    """The mean of each value and up to window - 1 values before it, float64 [N]."""
     sums = np.cumsum(values, dtype=np.float64)
     sums[window:] -= sums[:-window].copy()
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
 def rate_bins(rate: np.ndarray) -> np.ndarray:
-    """The bin of each success rate, [V]. Never and always differ in kind from all else: they are bins of their own."""
+    """The bin of each success rate, [V]. Rates of exactly 0 and exactly 1 have bins of their own."""
     return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
 
 

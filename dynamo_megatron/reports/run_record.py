@@ -1,4 +1,4 @@
-"""What a run has left in its folder, finished or not."""
+"""Reads the files in a run's folder, whether the run has finished or not."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from dynamo_megatron.types import NOT_TRAINED
 class RunRecord:
     folder: Path
     config: dict[str, Any]  # config.yaml
-    metrics: list[dict[str, Any]]  # one a step, at least one
-    evaluations: list[dict[str, Any]]  # `step` and `summarise`'s numbers, one an evaluation; may be empty
+    metrics: list[dict[str, Any]]  # one entry per step, at least one
+    evaluations: list[dict[str, Any]]  # `step` and the numbers of `summarise`, one entry per evaluation; may be empty
 
     @property
     def steps(self) -> np.ndarray:
-        """int64 [steps]."""
+        """The steps' numbers, int64 [steps]."""
         return self.metric("step")
 
     def metric(self, key: str) -> np.ndarray:
-        """Its value at every step, [steps]."""
+        """The metric's value at every step, [steps]. Raises KeyError where a step lacks it."""
         return np.array([m[key] for m in self.metrics])
 
     def pass_at(self, k: int) -> np.ndarray:
-        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, of the evaluations that have it."""
+        """float64 [evaluations, 4]: step, pass@k and the ends of its interval, for the evaluations that have pass@k."""
         name = f"eval/pass@{k}"
         rows = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in self.evaluations if name in e]
         return np.array(rows, np.float64).reshape(-1, 4)
@@ -51,20 +51,21 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Revisits:
-    """Allocations to problems that had rollouts before: V of them. `first_visits` counts the others.
+    """The V visits of problems that already had rollouts. `first_visits` counts the other visits.
 
-    A problem's success rate is that of all its rollouts of earlier steps that were trained on.
+    A problem's success rate is the mean over all its rollouts of earlier steps that were trained on.
     """
 
     steps: np.ndarray  # int64 [V]
     success_rates: np.ndarray  # float64 [V]
-    rollouts: np.ndarray  # int64 [V], given
+    rollouts: np.ndarray  # int64 [V], the rollouts that the visit was given
     first_visits: int
-    uniform: float  # rollouts that every problem would have been given by an even split
+    uniform: float  # rollouts per visit with an even split
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises ValueError: not a run's folder, no step in it, or (path:line) a line that is broken."""
+    """The record of the run in `folder`. Raises ValueError where it is not a run's folder or has no step, and
+    (path:line) for a broken line."""
     config = read_config(folder)
     metrics = list(read_rows(folder / "metrics.jsonl", "step"))
     if not metrics:
@@ -80,7 +81,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's config.yaml. Raises ValueError where there is none, or it is not one."""
+    """A run's config.yaml. Raises ValueError where there is none, or it is not a run's config."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise InputError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
@@ -91,12 +92,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-@lru_cache(maxsize=4096)  # steps, of 64 kB with 256 prompts each
+@lru_cache(maxsize=4096)  # steps; one with 256 prompts takes 64 kB
 def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """(prompt_id, position in the step) -> trials, successes, of the rollouts of a file that were trained on.
+    """(prompt_id, position in the step) -> (trials, successes) of the rollouts in a file that were trained on.
 
-    `changed`: when the file was, st_mtime_ns. A report that is written again and again reads each step once. Raises
-    ValueError as `read_rollouts`."""
+    `changed`: the file's st_mtime_ns, part of the cache's key. So a report that is written repeatedly reads each step
+    once. Raises ValueError as `read_rollouts`."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for rollout in read_rollouts(path):
         if rollout.status not in NOT_TRAINED:
@@ -107,14 +108,15 @@ def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[in
 
 
 def read_revisits(folder: Path) -> Revisits | None:
-    """None where an allocation or its rollouts are not in the folder, as after a replay of another run's rollouts.
+    """The revisits of the run in `folder`; None where the allocations or their rollouts are not in the folder, as after
+    training on another run's recorded rollouts.
 
-    Raises ValueError (path:line) for a line that is broken.
+    Raises ValueError (path:line) for a broken line.
     """
     rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
-    steps, rates, given = array("q"), array("d"), array("q")  # of millions of visits
+    steps, rates, given = array("q"), array("d"), array("q")  # compact: there may be millions of visits
     visited = asked = 0
     for step, group in groupby(rows, key=lambda row: row["step"]):
         if not (path := step_file(folder, step)).is_file():
@@ -128,7 +130,7 @@ def read_revisits(folder: Path) -> Revisits | None:
                 rates.append(successes[name] / trials[name])
                 given.append(visit["n"])
         for (name, position), (n, right) in trained_outcomes(path, path.stat().st_mtime_ns).items():
-            if position < len(visits):  # what lies beyond was left by a killed run that went another way
+            if position < len(visits):  # other positions were left by a killed run with other allocations
                 trials[name] += n
                 successes[name] += right
     if not visited:

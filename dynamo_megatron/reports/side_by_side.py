@@ -21,7 +21,7 @@ from dynamo_megatron.evaluation.results import (
 )
 from dynamo_megatron.reports.run_record import RunRecord, read_run
 
-WINDOW = 5  # steps whose mean is a run's figure
+WINDOW = 5  # a run's figure is the mean over this many last steps
 ABSENT = "-"
 # name in the table, key of metrics.jsonl, format
 FIGURES = (
@@ -35,10 +35,11 @@ FIGURES = (
 
 
 def write_side_by_side(folders: Sequence[Path], out: Path) -> str:
-    """Writes OUT/comparison.md and OUT/comparison.png; returns the text. Differences are to the first run.
+    """Writes OUT/comparison.md and OUT/comparison.png; returns the text and its place. Differences are to the first
+    run.
 
-    Runs may differ in anything, in their number of steps and evaluations, too. Raises ValueError: not a run's folder,
-    no step in it, a line of its files that is broken, or a folder named twice.
+    Runs may differ in anything, also in their numbers of steps and evaluations. Raises ValueError for a folder that is
+    not a run's, has no step or is named twice, and for a broken line in a run's files.
     """
     from dynamo_megatron.reports.picture import draw_runs  # matplotlib takes a second to import
 
@@ -69,7 +70,7 @@ def _heading(runs: dict[str, RunRecord]) -> str:
 
 
 def _table(runs: dict[str, RunRecord], title: str, rows: Sequence[tuple[str, list[str], list[str]]]) -> str:
-    """Rows of (name, one cell a run, one difference a run but the first)."""
+    """The table of rows of (name, one cell per run, one difference per run except the first)."""
     first, *others = runs
     head = [title, first]
     for name in others:
@@ -82,7 +83,7 @@ def _table(runs: dict[str, RunRecord], title: str, rows: Sequence[tuple[str, lis
 
 
 def _mean(run: RunRecord, key: str, last_step: int) -> float | None:
-    """Of the last WINDOW steps up to `last_step`; None where one of them lacks the metric."""
+    """The metric's mean over the last WINDOW steps up to `last_step`; None where one of them lacks the metric."""
     values = [m.get(key) for m in run.metrics if m["step"] <= last_step][-WINDOW:]
     return None if not values or None in values else float(np.mean(values))
 
@@ -148,7 +149,8 @@ def _passes(runs: dict[str, RunRecord]) -> str:
 
 
 def _paired(first: RunRecord, other: RunRecord, k: int) -> Interval | None:
-    """pass@k of `other` minus that of `first`; None where their last evaluations are not of the same problems."""
+    """pass@k of `other` minus that of `first`, with its interval; None where their last evaluations have different
+    problems, or no file in eval/."""
     files = [results_file(run.folder, run.evaluations[-1]["step"]) for run in (first, other)]
     if not all(file.is_file() for file in files):
         return None

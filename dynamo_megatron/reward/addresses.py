@@ -1,4 +1,4 @@
-"""Where a reward service is asked: at addresses that are given, or at servers that come and go."""
+"""The addresses of a reward service: a fixed list, or those of servers that come and go."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ POLL_EVERY = 0.2  # seconds
 
 @dataclass(frozen=True)
 class Address:
-    """`api_key`: sent as "Authorization: Bearer KEY"; "": none."""
+    """`api_key` is sent as "Authorization: Bearer KEY"; with "" no such header is sent."""
 
     url: str
     api_key: str = field(default="", repr=False)
 
 
 class Addresses:
-    """Asked in turn. One thread may change them while others read."""
+    """The addresses that requests go to, in turn. One thread may change them while others read."""
 
     def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
-        """`restarts_within`: seconds in which another server comes up where none is; 0: the addresses are fixed."""
-        self._up = {address.url: address for address in given}  # replaced, never changed
+        """`restarts_within`: how long to wait for a server while none is up, in seconds; 0: the addresses are fixed."""
+        self._up = {address.url: address for address in given}  # replaced by a new dict, never changed in place
         self.keys = {address.api_key for address in self._up.values()}  # all so far
         self.restarts_within = restarts_within
         self._turns = itertools.count()
@@ -42,16 +42,16 @@ class Addresses:
         return list(self._up.values())
 
     def up(self, name: str, address: Address) -> None:
-        self.keys = self.keys | {address.api_key}  # a set that is changed cannot be read meanwhile
+        self.keys = self.keys | {address.api_key}  # a new set: another thread may be iterating over the old one
         self._up = {**self._up, name: address}
 
     def down(self, name: str, why: str, final: bool = False) -> None:
-        """`final`: no server comes up again."""
+        """Removes the server `name`; `why` is for error messages. `final`: no server will come up again."""
         self._up = {other: address for other, address in self._up.items() if other != name}
         self._why_none, self._final = f"{name}: {why}", final
 
     async def next(self) -> Address:
-        """Waits for a server where none is up. Raises NoScore where none comes."""
+        """Returns the next address; waits while no server is up. Raises NoScore where none comes up in time."""
         end = time.monotonic() + self.restarts_within
         while not (known := self.known):
             if self._final or time.monotonic() > end:

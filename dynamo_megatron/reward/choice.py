@@ -9,7 +9,7 @@ from typing import Any
 from dynamo_megatron.reward.extraction import boxed, tagged
 from dynamo_megatron.types import Prompt
 
-# A capital by itself, with any marks around it: "(B)", "**B**", "B.". Not the pronoun I, nor "A" before a noun.
+# A capital letter by itself, with any marks around it: "(B)", "**B**", "B.". Not the pronoun I, nor "A" before a noun.
 LETTER = re.compile(
     r"(?<![\w'’])(?!I['’ ])(?!A (?!(?:is|and|or|because|since|as|but|only|here|seems)\b)[a-z])([A-Z])(?![\w'’])"
 )
@@ -19,17 +19,18 @@ MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\b")
 
 
 def choice_answer(prompt: Prompt, response: str) -> float:
-    r"""1.0 where the letter that `response` chooses is `prompt.answer`, else 0.0.
+    r"""Returns 1.0 where the letter that `response` chooses is `prompt.answer`, else 0.0.
 
-    `prompt.answer` is a letter ("B", "(B)"), or the index of one as an integer, 0 for A; raises ValueError for
-    anything else. `chosen` says which letter a response chooses.
+    `prompt.answer` is a letter ("B", "(B)"), or the index of a letter as an integer, 0 for A. Raises ValueError for
+    anything else. `chosen` defines which letter a response chooses.
     """
     return float(chosen(response) == _right(prompt.answer))
 
 
 def chosen(response: str) -> str | None:
     r"""The letter in the last `<answer>` tag, else in the last `\boxed{}`, else after the last "answer is X" or
-    "Answer: X", else the last capital letter by itself; None without one, or where one of the first three has several.
+    "Answer: X", else the last capital letter by itself. None where there is no letter, or where one of the first three
+    places has several.
     """
     for find in (tagged, boxed):
         inside = find(response)

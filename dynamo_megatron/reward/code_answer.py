@@ -17,16 +17,16 @@ OUTPUT = 1 << 16  # bytes that a program may print beyond four times what is exp
 
 
 def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
-    """The reward function with the limits of `config.code`. Raises ValueError where no sandbox can be made."""
+    """Returns the reward function with the limits of `config.code`. Raises ValueError where no sandbox can be made."""
     sandbox, code = Sandbox(config.code), config.code
 
     def code_answer(prompt: Prompt, response: str) -> float:
-        """The share of the problem's tests that the program in `response` passes, or, with `score: all`, 1.0 where it
-        passes every one; 0.0 without a program.
+        """Returns the share of the problem's tests that the program in `response` passes. With `score: all` returns
+        1.0 where the program passes every test, else 0.0. Returns 0.0 where `response` has no program.
 
-        The program is the last complete fenced block marked as Python, else the last unmarked one, after `</think>`
-        where there is one. No right output enters a sandbox that has the program.
-        Raises ValueError for tests that cannot be read (`problem_tests`).
+        The program is the last complete fenced block marked as Python, else the last unmarked block; only the text
+        after the last `</think>`, if any, is searched. No expected output enters a sandbox that has the program.
+        Raises ValueError for tests that cannot be parsed (`problem_tests`).
         """
         tests = problem_tests(prompt)[: code.tests]
         found = fenced(response.rpartition("</think>")[2], PYTHON)
@@ -67,5 +67,5 @@ def _returned(output: bytes, expected: Any) -> bool:
     try:
         value = json.loads(output)
         return same_value(value, expected) or same_value([value], expected)
-    except (ValueError, RecursionError, OverflowError):  # it can write anything, nested as deep, numbers as large
+    except (ValueError, RecursionError, OverflowError):  # the program can write anything, however deeply nested
         return False

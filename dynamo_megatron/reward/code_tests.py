@@ -1,4 +1,4 @@
-"""The tests of a programming problem, from the layouts of public data sets, and when an output is right."""
+"""Parses the tests of a programming problem from the layouts of public data sets, and compares outputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from dynamo_megatron.types import Prompt
 
-TOLERANCE = 1e-6  # relative, below 1 absolute; of numbers that are expected with a decimal point or an exponent
+TOLERANCE = 1e-6  # relative, below 1 absolute; for expected numbers with a decimal point or an exponent
 RUNNING = (ast.Assert, ast.For, ast.While, ast.If, ast.With, ast.Try)
 
 
 @dataclass(frozen=True)
 class StreamTest:
-    """What the program prints for `stdin`."""
+    """The program has to print `expected` for `stdin`."""
 
     stdin: str
     expected: str
@@ -25,7 +25,8 @@ class StreamTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """What the program's function `name`, or the method of that name of its class Solution, returns for `args`."""
+    """The program's function `name`, or the method of that name of its class Solution, has to return `expected` for
+    `args`."""
 
     name: str
     args: list[Any]
@@ -34,15 +35,16 @@ class CallTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """Python code about the program's names; the program is right where nothing is raised."""
+    """Python code that uses the program's names; the test passes where the code raises nothing."""
 
     source: str
 
 
 def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
-    """The tests in `prompt.answer`, in one of these forms or as JSON text of one:
+    """The tests in `prompt.answer`, which has one of these forms or is the JSON text of one:
 
-    {"inputs": [...], "outputs": [...]}, with "fn_name" for functions (APPS, TACO); "input" and "output" (CodeContests);
+    {"inputs": [...], "outputs": [...]}, with "fn_name" for functions (APPS, TACO);
+    {"input": [...], "output": [...]} (CodeContests);
     [{"input": ..., "output": ..., "testtype": ...}, ...] (LiveCodeBench);
     ["assert ...", ...] (MBPP); Python code (HumanEval).
 
@@ -66,13 +68,14 @@ def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Equal word by word; a number that is expected with a decimal point or an exponent to within TOLERANCE."""
+    """Compares word by word. Where a number with a decimal point or an exponent is expected, a number within TOLERANCE
+    is equal."""
     found, right = output.split(), expected.split()
     return len(found) == len(right) and all(map(_same_word, found, right))
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Equal, floats to within TOLERANCE. Both as JSON gives them."""
+    """Compares two values that were parsed from JSON. Where a float is expected, a number within TOLERANCE is equal."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):
@@ -102,7 +105,7 @@ def _close(value: float, expected: float) -> bool:
 
 
 def _columns(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tests of two lists; APPS puts what a function returns into a list of one."""
+    """The tests of the layouts that have a list of inputs and a list of outputs."""
     inputs, outputs = (given.get(f"{name}s", given.get(name)) for name in ("input", "output"))
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise ValueError(f"the code reward needs as many inputs as outputs, and the answer is {given!r:.200}")
@@ -120,7 +123,7 @@ def _case(test: Mapping[str, Any], meta: Mapping[str, Any]) -> StreamTest | Call
         return StreamTest(_text(test["input"]), _text(test["output"]))
     args, expected = test["input"], test["output"]
     try:
-        if isinstance(args, str):  # LiveCodeBench: an argument a line
+        if isinstance(args, str):  # LiveCodeBench: one argument per line
             args = [json.loads(line) for line in args.splitlines() if line.strip()]
         if isinstance(expected, str) and "testtype" in test:
             expected = json.loads(expected)

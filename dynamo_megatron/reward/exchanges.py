@@ -1,6 +1,6 @@
-"""What reward services are sent, and what passes for a score in their replies, which are not trusted.
+"""The requests to reward services, and how their replies, which are not trusted, are parsed into scores.
 
-`samples` of one request are encoded one by one, so that a sample that cannot be sent is an error of its own.
+The samples of a request are encoded one by one, so that a sample that cannot be sent does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
 SHOWN = 80  # characters of a reply in a message
-LONGEST_ERROR = 200  # characters of what is wrong with a reward in it
+LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
 PLACES = re.compile(r"\{(prompt|response|answer)\}")
-READ = 20_000  # characters at the end of a judge's reply in which its number is looked for
-PATTERN_TIMEOUT = 0.5  # seconds for that: a pattern of the user's may take exponential time, and other replies wait
+READ = 20_000  # characters at the end of a judge's reply that are searched for its number
+PATTERN_TIMEOUT = 0.5  # seconds for this search: the user's pattern may take exponential time while other replies wait
 
 
 class Exchange(Protocol):
-    """One kind of service. `name` is the function's in `reward.functions`, `path` is appended to the address, `batch`
-    samples at most go in a request. `splits`: a request of several that is refused (400) is sent again in halves, since
-    one sample may be the reason."""
+    """One kind of service. `name` is its name in `reward.functions`, `path` is appended to the address, and `batch` is
+    the largest number of samples in a request. `splits`: if the service refuses a request of several samples (400), its
+    halves are sent separately, since one sample may be the reason."""
 
     name: str
     path: str
@@ -40,16 +40,16 @@ class Exchange(Protocol):
     splits: bool
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
-        """Raises ValueError, TypeError or RecursionError for what cannot be sent."""
+        """Encodes one sample. Raises ValueError, TypeError or RecursionError where that is not possible."""
 
     def body(self, samples: Sequence[bytes]) -> bytes: ...
 
     def outcomes(self, reply: bytes, characters: Sequence[int]) -> list[Outcome]:
-        """One for each sample; `characters`: of their responses. Raises NoScore where the reply holds no scores."""
+        """One outcome per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
 
 
 class OwnService:
-    """The contract of `http.py`, at `url`."""
+    """A service of the user's at `url`, with the contract in `http.py`."""
 
     path, splits = "", False
 
@@ -66,7 +66,7 @@ class OwnService:
             "meta": prompt.meta,
         }
         text = json.dumps(fields, default=str)
-        # NaN and Infinity, which Parquet columns have and JSON has not, go as null.
+        # NaN and Infinity can occur in Parquet columns but not in JSON; they are sent as null.
         return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
 
     def body(self, samples: Sequence[bytes]) -> bytes:
@@ -85,7 +85,7 @@ class OwnService:
 
 
 class Judge:
-    """Chat completions of an OpenAI-compatible endpoint, one sample a request."""
+    """The chat completions of an OpenAI-compatible endpoint, one sample per request."""
 
     name, path, batch, splits = "judge", "/chat/completions", 1, False
 
@@ -94,7 +94,7 @@ class Judge:
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         texts = {"prompt": problem(prompt), "response": response, "answer": _text(prompt.answer)}
-        # In one pass: a response that contains {answer} is not to be given it.
+        # In one pass: the text "{answer}" in a response must not be replaced by the answer.
         asked = PLACES.sub(lambda place: texts[place[1]], self._config.template)
         messages = [{"role": "user", "content": asked}]
         return json.dumps({**self._config.request, "model": self._config.model, "messages": messages}).encode()
@@ -116,7 +116,8 @@ class Judge:
         return [Outcome(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))]
 
     def _score(self, text: str, cut_off: bool) -> float:
-        """Raises NoScore, also for a number at the end of a text that was cut off: it may lack digits."""
+        """The pattern's last match as a score in [0, 1]. Raises NoScore where nothing matches, where the number is not
+        in the range, and where the text was cut off right after the number, which may then lack digits."""
         text = text[-READ:]
         try:
             matches = list(self._pattern.finditer(text, timeout=PATTERN_TIMEOUT))
@@ -140,12 +141,12 @@ class Judge:
 
 
 class RewardModel:
-    """SGLang's /classify: token ids in, the output of a sequence classifier with one label out."""
+    """SGLang's /classify: takes token ids, returns the output of a sequence classifier with one label."""
 
     name, path, splits = "reward_model", "/classify", True
 
     def __init__(self, config: RewardModelConfig, batch: int) -> None:
-        """Raises ValueError (one line) where the folder has no tokenizer, or this no chat template."""
+        """Raises ValueError (one line) where the folder has no tokenizer, or the tokenizer has no chat template."""
         self._config, self.batch = config, batch
         self._tokenizer = load_tokenizer(config.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
@@ -176,13 +177,13 @@ class RewardModel:
 
 
 def classified(reply: Any, count: int) -> list[float]:
-    """The scores of a reply of /classify to a list of `count` inputs. Raises NoScore."""
+    """The scores in a reply of /classify to a list of `count` inputs. Raises NoScore for any other reply."""
     if not isinstance(reply, list) or len(reply) != count:
         raise NoScore(f"the answer is not a list of {count} but {on_one_line(repr(reply), SHOWN)}")
     scores = []
     for entry in reply:
         said = entry.get("embedding") if isinstance(entry, dict) else None
-        said = said if isinstance(said, list) else [said]  # encoders give a number, decoders a list of one
+        said = said if isinstance(said, list) else [said]  # from an encoder a number, from a decoder a list of one
         if len(said) != 1:
             raise NoScore(f"gave {len(said)} numbers for a response; a reward model is a classifier with num_labels 1")
         if type(said[0]) not in (int, float):
@@ -195,7 +196,7 @@ def classified(reply: Any, count: int) -> list[float]:
 
 
 def problem(prompt: Prompt) -> str:
-    """The problem as one text; of a conversation with the role before each message."""
+    """The problem as one text; in a conversation the role stands before each message."""
     if prompt.messages is None or len(prompt.messages) == 1:
         return _text(prompt.text if prompt.messages is None else prompt.messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
@@ -206,7 +207,7 @@ def _text(value: Any) -> str:
 
 
 def _parsed(reply: bytes) -> Any:
-    """Raises NoScore."""
+    """The reply's JSON value. Raises NoScore where the reply is not JSON."""
     try:
         return plain_json.parse(reply, "the answer")
     except ValueError as error:

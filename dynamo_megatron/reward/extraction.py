@@ -13,8 +13,8 @@ SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` (or `\fbox{...}`) of `text`; None where there is none."""
-    # One pass, since a response that repeats itself may hold thousands that are never closed.
+    r"""The content of the last complete `\boxed{...}` (or `\fboxed{...}`) of `text`; None where there is none."""
+    # One pass, since a response that repeats itself may hold thousands of boxes that are never closed.
     open_braces: list[int | None] = []
     last: tuple[int, int] | None = None
     for match in re.finditer(r"\\f?boxed\s*\{|\\[{}\\]|[{}]", text):
@@ -28,20 +28,20 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>` of `text`; None where there is none."""
+    """The content of the last `<answer>...</answer>` of `text`; None where there is none."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty, less "the answer is" and what stands before it; "" without a line."""
+    """The last non-empty line, without "the answer is" and anything before it; "" where there is no such line."""
     lines = text.strip().splitlines()
     return ANSWER_IS.sub("", lines[-1]) if lines else ""
 
 
 def final_answer(text: str) -> str:
-    r"""What stands in the last `<answer>` tag, else in the last `\boxed{}`, else the `last_line`."""
+    r"""The content of the last `<answer>` tag, else of the last `\boxed{}`, else the `last_line`."""
     for find in (tagged, boxed):
         found = find(text)
         if found is not None:
@@ -50,8 +50,8 @@ def final_answer(text: str) -> str:
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:
-    """What stands in the last complete fenced block marked as one of `languages`, else in the last unmarked one, less
-    the indentation of the block's fence (CommonMark); None where there is neither."""
+    """The content of the last complete fenced block marked as one of `languages`, else of the last unmarked block.
+    The indentation of the block's fence is removed (CommonMark). None where there is no such block."""
     found: dict[bool, str] = {}  # marked? -> block
     opening: re.Match | None = None
     for fence in FENCE.finditer(text):
@@ -68,14 +68,16 @@ def fenced(text: str, languages: Collection[str]) -> str | None:
 
 
 def join_thousands(text: str) -> str:
-    """Removes thousands separators ("1,000", "1{,}000"), but not next to brackets, where a comma may part numbers."""
+    """Removes thousands separators ("1,000", "1{,}000"). A text with brackets is returned as it is: there a comma may
+    separate numbers."""
     if any(bracket in text for bracket in ("(", "[", "\\{")):
         return text
     return THOUSANDS.sub(lambda match: SEPARATOR.sub("", match[0]), text)
 
 
 def last_number(text: str) -> str | None:
-    """The last number of `text` (a/b and 1.5e-3 count as one) without thousands separators; None without any."""
+    """The last number of `text` without thousands separators; a/b and 1.5e-3 count as one number. None where `text` has
+    no number."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None
@@ -85,4 +87,4 @@ def last_number(text: str) -> str | None:
     if re.fullmatch(r"\d{1,3}(,\d{3})+", digits):
         return sign + digits.replace(",", "") + rest
     head, _, tail = digits.rpartition(",")
-    return ("" if head else sign) + tail + rest  # "12,34" is a list; its sign is the first number's
+    return ("" if head else sign) + tail + rest  # "-12,34" is a list; the sign belongs to its first number

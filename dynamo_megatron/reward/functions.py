@@ -1,12 +1,12 @@
 """Reward functions by name, and what they may return.
 
-A reward function is `fn(prompt: Prompt, response: str) -> float`: finite, of size 1e18 at most. One that also rewards
-the steps of a response returns
+A reward function is `fn(prompt: Prompt, response: str) -> float`; the result is finite and at most 1e18 in absolute
+value. A function that also rewards the steps of a response returns
 
     {"reward": number, "steps": [(start, end, number), ...]}
 
-with spans of characters of the response in order, none in another (`checked_steps`). One that runs elsewhere is a URL
-(`http.py`).
+The steps are spans of characters of the response, in order and without overlap (`checked_steps`). A function that runs
+behind HTTP is named by its URL (`http.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
-# Named, not imported: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
+# Names, not imports: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
 BUILT_IN = {
     "math": "dynamo_megatron.reward.math_answer:math_answer",
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
@@ -30,19 +30,19 @@ BUILT_IN = {
     "qa_exact": "dynamo_megatron.reward.question_answering:qa_exact",
     "choice": "dynamo_megatron.reward.choice:choice_answer",
 }
-# These are made from the configuration: they have settings of their own.
+# These functions are built from the configuration: they have settings of their own.
 CONFIGURED = {
     "format": "dynamo_megatron.reward.response_format:format_reward",
     "code": "dynamo_megatron.reward.code_answer:code_reward",
 }
 URLS = ("http://", "https://")
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
-SERVICES = ("judge", "reward_model")  # asked over HTTP too, at addresses of their own sections
+SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration sections have the addresses
 
 
 def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], Any]:
-    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line), also where there
-    is no sandbox for `code`."""
+    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line) where there is no
+    such function, and where `code` has no sandbox on this machine."""
     if name in CONFIGURED:
         return load_callable(CONFIGURED[name], "reward.functions")(config)
     if ":" not in name and name not in BUILT_IN:
@@ -52,7 +52,7 @@ def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], An
 
 
 def checked(value: Any) -> float:
-    """`value` as a float. Raises ValueError for what is no finite number or larger than LARGEST_REWARD."""
+    """`value` as a float. Raises ValueError where it is not finite, or larger than LARGEST_REWARD in absolute value."""
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")
@@ -64,9 +64,9 @@ def checked(value: Any) -> float:
 
 
 def checked_steps(value: Any, characters: int) -> tuple[float, list[Step]]:
-    """What a function has returned for a response of that many characters: its reward, and those of its steps, if any.
+    """Parses what a function has returned for a response of `characters` characters: (reward, steps, if any).
 
-    Raises ValueError for a reward that `checked` does not take, and for steps that are not of the form above.
+    Raises ValueError for a reward that `checked` refuses, and for steps that are not of the form above.
     """
     if not isinstance(value, Mapping):
         return checked(value), []

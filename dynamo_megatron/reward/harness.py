@@ -1,11 +1,14 @@
-"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY`.
+"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY`,
+with CPU in seconds and MEMORY in bytes.
 
-MODE `run`: the program in /program.py, as a script.
-`call`: the program's function that stdin names, {"name": text, "args": [...]}; stdout gets its result as JSON.
-`serve`: answers requests about the program's names, a JSON line each, on stdin and stdout.
-`check`: runs the tests in /test.py, whose free names are those of the program that another sandbox serves at the other
-end of stdin and stdout; "passed" on stderr where nothing was raised. There is no code of the program in this process,
-and only plain data comes back from it: it cannot read the tests, change what they call, or write the verdict.
+MODE `run`: runs the program in /program.py as a script.
+`call`: calls the program's function that stdin names, {"name": text, "args": [...]}, and writes its result to stdout as
+JSON.
+`serve`: reads requests about the program's names from stdin and answers on stdout, one JSON line each.
+`check`: runs the tests in /test.py, and writes "passed" to stderr where they raise nothing. Their free names belong to
+the program, which another sandbox serves at the other end of stdin and stdout. This process runs no code of the
+program, and only plain data comes back from it. So the program cannot read the tests, change what they call, or write
+the verdict.
 """
 
 import builtins
@@ -16,8 +19,8 @@ import types
 
 PROGRAM, TESTS, VERDICT = "/program.py", "/test.py", "passed\n"
 OPEN_FILES, THREADS = 64, 64
-OWN_PROCESS_COUNT = (5, 14)  # Linux: from here on a user namespace has a count of its own
-# Solutions to LeetCode's problems are written without these.
+OWN_PROCESS_COUNT = (5, 14)  # Linux: from this version on a user namespace counts its processes separately
+# Solutions to LeetCode's problems use these names without importing them.
 USUAL_IMPORTS = """
 from typing import *
 from collections import *
@@ -40,7 +43,7 @@ def main(mode, cpu_seconds, memory):
     }
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= OWN_PROCESS_COUNT:
         limits[resource.RLIMIT_NPROC] = THREADS
-    for name in ("exit", "quit"):  # there are none without the module site
+    for name in ("exit", "quit"):  # normally the module site adds them, and it is not imported
         setattr(builtins, name, sys.exit)
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
@@ -52,7 +55,7 @@ def run():
 
 
 def call():
-    import json  # not at the top: a script does without, and its start is most of a test's time
+    import json  # not at the top: mode `run` does not need it, and starting up is most of a test's time
 
     request, result = private(0, "r"), private(1, "w")
     wanted = json.loads(request.read())
@@ -72,7 +75,7 @@ def serve():
     for line in requests:
         try:
             reply = {"value": encoded(answer(json.loads(line), namespace, kept), kept)}
-        except Exception as error:  # the program may raise anything; the tests get it
+        except Exception as error:  # the program may raise anything; the tests get the error
             reply = {"error": type(error).__name__, "text": str(error)[:1000]}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
@@ -95,15 +98,15 @@ def check():
     dotted = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     for name in {node.id for node in dotted if isinstance(node, ast.Name)}:
         with contextlib.suppress(ImportError):
-            namespace[name] = importlib.import_module(name)  # the program may have changed its own
+            namespace[name] = importlib.import_module(name)  # the program may have changed its own copy
     exec(compile(tree, TESTS, "exec"), namespace)
     verdict.write(VERDICT)
     verdict.flush()
 
 
 def of_program(tree, known):
-    """The names in the tests that are the program's: all that neither Python nor `known` has. Where the tests call none
-    of them, the function under test is named like one of Python's: it is the innermost that they call."""
+    """The names in the tests that belong to the program: all that are neither Python's nor in `known`. Where the tests
+    call none of these, the function under test has a known name: it is the innermost function that they call."""
     import ast
 
     python = set(dir(builtins))
@@ -119,7 +122,7 @@ def of_program(tree, known):
 
 
 def load(module):
-    """Runs the program as `module`, which gets its names."""
+    """Runs the program as `module` and returns the module's names."""
     sys.modules[module.__name__] = module
     sys.argv = [PROGRAM]
     with open(PROGRAM, "rb") as file:
@@ -130,14 +133,15 @@ def load(module):
 
 
 def imported():
-    """The names of the program as another program that imports it has them."""
+    """The program's names, as after an import of the program."""
     module = types.ModuleType("program")
     exec(USUAL_IMPORTS, module.__dict__)
     return load(module)
 
 
 def private(descriptor, mode):
-    """A file on what `descriptor` is now; the program's own `descriptor` is empty, and takes what it prints."""
+    """Returns a file on what `descriptor` refers to now, and points `descriptor` to /dev/null for the program: it reads
+    nothing there, and what it prints is dropped."""
     file = os.fdopen(os.dup(descriptor), mode, encoding="utf-8")
     empty = os.open(os.devnull, os.O_RDWR)
     os.dup2(empty, descriptor)
@@ -146,7 +150,7 @@ def private(descriptor, mode):
 
 
 def listed(value):
-    """What JSON does not know, as a list."""
+    """Converts a value that JSON does not know to a list."""
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
@@ -163,7 +167,8 @@ def answer(request, namespace, kept):
 
 
 def encoded(value, kept):
-    """As JSON, with the types of Python's plain data; what is none goes to `kept`, and as its index there."""
+    """`value` as JSON that preserves the types of Python's plain data. Any other object is appended to `kept`, and its
+    index there is sent."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     for name, kind in SEQUENCES.items():
@@ -203,7 +208,7 @@ def decoded(value, look_up):
 
 
 class Program:
-    """The program behind two pipes."""
+    """The program in the other sandbox, behind two pipes."""
 
     def __init__(self, replies, requests):
         self._replies, self._requests = replies, requests
@@ -217,14 +222,14 @@ class Program:
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
-            if kind in (StopIteration, StopAsyncIteration):  # would end a loop of the tests, not the tests
+            if kind in (StopIteration, StopAsyncIteration):  # these would end a loop of the tests unnoticed
                 known = False
             raise (kind if known else RuntimeError)(str(reply.get("text")))
         return decoded(reply["value"], lambda index: Remote(self, index))
 
 
 class Remote:
-    """A function, class or object of the program: it can be called and has attributes, and is equal to itself alone."""
+    """A function, class or object of the program. It can be called and has attributes, and equals only itself."""
 
     def __init__(self, program, index):
         self._program, self._index = program, index

@@ -5,15 +5,15 @@ The contract of a URL: the service gets a POST with JSON
     {"samples": [{"prompt_id": text, "prompt": text or list of messages, "response": text,
                   "answer": ..., "source": text, "meta": {...}}, ...]}
 
-with at most 64 samples (what JSON does not know, such as a date, goes as its text) and answers 200 with
+with at most 64 samples (a value that JSON does not know, such as a date, is sent as text) and answers 200 with
 
     {"rewards": [number, ...]}
 
-as many finite numbers, in the same order, uncompressed; in place of a number also {"reward": number, "steps":
-[[start, end, number], ...]} (`functions.py`). An answer has at most 1 MiB and 64 bytes for each character of the
-request's responses. Several requests may be under way at once. A request is sent again, later and later, where the
-connection fails or the answer is 429 or 5xx; any other answer is final. Whatever a service answers becomes an outcome
-of the samples that were asked for, and nothing else. `exchanges.py` has what the others are sent.
+one finite number per sample, in the same order, uncompressed. In place of a number the service may send {"reward":
+number, "steps": [[start, end, number], ...]} (`functions.py`). An answer has at most 1 MiB plus 64 bytes per character
+of the request's responses. Several requests may be under way at once. Where the connection fails or the answer is 429
+or 5xx, the request is sent again, after increasing pauses; any other answer is final. An answer affects only the
+outcomes of the samples in its request. `exchanges.py` has the requests to `judge` and `reward_model`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from dynamo_megatron.runtime.credentials import without
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.types import Prompt
 
-BATCH = 64  # samples a request
-REQUESTS = 8  # to a URL, under way at once
+BATCH = 64  # samples per request
+REQUESTS = 8  # to one URL, under way at once
 GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
-LOSSES, LOSSES_ALONE = 2, 3  # attempts that may end with the server's end, of a request of several and of one sample
+LOSSES, LOSSES_ALONE = 2, 3  # attempts in which the server may go away: for a request of several samples, of one sample
 LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
-LARGEST_STEP = 64  # bytes more for each character of the responses: every one may be a step
+LARGEST_STEP = 64  # more bytes for each character of the responses: each character may be a step
 SHOWN = 200  # characters of an answer in a message
 UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # nothing was sent
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`deadline`: seconds of a request. `requests`: under way at once. `per_second`: requests, repeats included; None:
-    any number. `cached`: scores that are kept."""
+    """`deadline`: seconds that a request may take. `requests`: how many may be under way at once. `per_second`: how
+    many may be sent per second, repeats included; None: no limit. `cached`: how many scores are kept."""
 
     deadline: float
     requests: int
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A sample whose outcome somebody awaits; `since`: monotonic seconds."""
+    """A sample whose outcome a caller of `score` awaits, since `since` (monotonic seconds)."""
 
     sample: bytes
     characters: int  # of its response
@@ -74,7 +74,7 @@ class _Waiting:
 
 
 class _Refused(NoScore):
-    """The request as it is will hardly be answered otherwise: it was refused (400), or servers ended over it."""
+    """The same request would most likely fail again: it was refused (400), or servers went away while they had it."""
 
 
 class _EndsServers(_Refused):
@@ -82,7 +82,7 @@ class _EndsServers(_Refused):
 
 
 class _Gone(Exception):
-    """A server that is restarted has gone away. `unreached`: before it was sent anything. The message is one line."""
+    """A server that will be restarted has gone away. `unreached`: nothing was sent to it. The message is one line."""
 
     def __init__(self, text: str, unreached: bool) -> None:
         super().__init__(text)
@@ -90,15 +90,15 @@ class _Gone(Exception):
 
 
 class HttpReward:
-    """The reward function of an exchange; a request has `limits.deadline` seconds from when it is first sent, its
-    repeats included.
+    """The reward function of an exchange. A request and its repeats have `limits.deadline` seconds in total.
 
-    Time that a sample waits for a free request, for its turn by `limits.per_second`, or for a server that is restarted
-    does not count, nor does an attempt that ended with its server. After such an attempt a request is sent only while
-    no other of this kind is under way: where one of them ends servers, this does not count against the others. Where an
-    address is fixed and nothing was answered for a whole deadline, samples that waited all that time share the outcome
-    of the request that failed: a service that is down does not take a deadline for each of thousands of samples. Owns a
-    thread with an event loop of its own, so that samples may come from any event loop and thread, and share requests.
+    The deadline does not include the time that a sample waits for a free request, for its turn under
+    `limits.per_second`, or for a server that is restarted, nor an attempt during which the server went away. Requests
+    that were in such an attempt are repeated one at a time, so that a request that crashes servers does not count
+    against the others. Where the addresses are fixed and no request was answered for a whole deadline, the samples that
+    waited all that time get the outcome of the failed request: otherwise a service that is down would cost a deadline
+    for each of thousands of samples. This object has a thread with its own event loop, so that samples may come from
+    any event loop and thread, and share requests.
     """
 
     def __init__(self, exchange: Exchange, addresses: Addresses, limits: Limits) -> None:
@@ -114,7 +114,7 @@ class HttpReward:
         self._failure = NoScore("")  # the one at `_failed_at`
 
     def start(self) -> None:
-        """Raises ValueError (one line) for a malformed URL, and where nothing takes connections there."""
+        """Raises ValueError (one line) for a malformed URL, and where no service accepts connections at the URL."""
         for address in self._addresses.known:
             self._check(address.url)
         self._thread.start()
@@ -128,21 +128,22 @@ class HttpReward:
             if not url.host:
                 raise InputError("it names no host")
             socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
-        except ValueError as error:  # a host that cannot be one is an UnicodeError of the look-up
+        except ValueError as error:  # for an impossible host name the look-up raises UnicodeError
             raise InputError(f"reward.functions: {what}: not a URL: {error}") from None
         except OSError as error:
             raise InputError(f"reward.functions: {what}: cannot connect, is the service up? ({error})") from error
 
     async def score(self, prompt: Prompt, response: str) -> Outcome:
-        """Its state is "timed_out" where no answer came within the deadline, "crashed" where the deadline passes after
-        an attempt has failed: the service is down, not slow. Raises RuntimeError after `close`."""
+        """The outcome of one response. Its state is "timed_out" where no answer came within the deadline, and "crashed"
+        where an attempt failed before the deadline passed: the service is down, not slow. After `close` raises
+        RuntimeError."""
         try:
             sample = self._exchange.sample(prompt, response)
-        except (ValueError, TypeError, RecursionError) as error:  # nested too deep, too many digits, keys of no text
+        except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return Outcome(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
         if (known := self._cache.get(sample)) is not None:
             return known
-        with self._lock:  # what comes after `close` would wait for ever
+        with self._lock:  # a sample that comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
             waiting = asyncio.run_coroutine_threadsafe(self._outcome(sample, len(response)), self._loop)
@@ -152,7 +153,7 @@ class HttpReward:
         return outcome
 
     def close(self) -> None:
-        """Ends the requests under way, the session and the thread; what waits is cancelled. May be called twice."""
+        """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
         with self._lock:
             if not self._closed and self._ready.is_set():
                 self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -174,12 +175,12 @@ class HttpReward:
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._alone = asyncio.Lock()
         free = asyncio.Semaphore(self._limits.requests)
-        # No connection is kept: one that the service closed while idle would look like a failure.
+        # Connections are not reused: one that the service closed while it was idle would look like a failure.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._limits.deadline / 2))
         async with (
-            # An answer is read as it comes: a compressed one could become any size.
-            # Other jars than this one log the names of malformed cookies, which may repeat the key.
+            # No decompression: a compressed answer could expand to any size.
+            # DummyCookieJar: other jars log the names of malformed cookies, which may contain the API key.
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
             ) as self._session,
@@ -196,7 +197,7 @@ class HttpReward:
                 requests.create_task(self._request(batch)).add_done_callback(lambda _: free.release())
 
     async def _request(self, batch: Sequence[_Waiting]) -> None:
-        """Every sample of the batch gets its outcome, whatever the service answers."""
+        """Gives every sample of the batch its outcome, whatever the service answers."""
         hopeless = [waiting for waiting in batch if self._hopeless(waiting.since)]
         asked = [waiting for waiting in batch if waiting not in hopeless]
         outcomes = self._failed(self._failure, len(hopeless))
@@ -206,17 +207,18 @@ class HttpReward:
                 waiting.outcome.set_result(outcome)
 
     def _hopeless(self, since: float) -> bool:
-        """Whether a sample that has waited since then would meet a service that is down."""
+        """Returns True where a sample has waited since `since` for longer than the deadline, and since then a request
+        has failed and none was answered."""
         waited = time.monotonic() - since > self._limits.deadline
         return self._addresses.fixed and waited and self._answered_at < since < self._failed_at
 
     async def _outcomes(self, batch: Sequence[_Waiting], suspect: bool = False) -> list[Outcome]:
-        """`suspect`: servers have ended over a request that these were a part of."""
+        """`suspect`: servers went away while they had a request that contained this batch."""
         try:
             reply = await self._answer(batch, suspect)
             self._answered_at = time.monotonic()
             outcomes = self._exchange.outcomes(reply, [waiting.characters for waiting in batch])
-            # JSON may have kept a key from being seen in the reply.
+            # Hidden once more: JSON's escapes may have disguised an API key in the raw reply.
             return [dataclasses.replace(outcome, text=self._hidden(outcome.text)) for outcome in outcomes]
         except _Refused as refused:
             if len(batch) > 1 and self._exchange.splits:
@@ -226,8 +228,8 @@ class HttpReward:
             failure: NoScore = refused
         except NoScore as no_score:
             failure = no_score
-        except Exception as error:  # here it would end the thread that the samples of every request wait for
-            show(self._hidden("".join(traceback.format_exception(error)).rstrip("\n")))  # it may be a fault of ours
+        except Exception as error:  # else it would end the thread that all samples wait for
+            show(self._hidden("".join(traceback.format_exception(error)).rstrip("\n")))  # it may be our bug
             text = self._hidden(f"its answer cannot be read: {type(error).__name__}: {error}")
             failure = NoScore(on_one_line(text, SHOWN), "crashed")
         self._failure, self._failed_at = failure, time.monotonic()
@@ -237,12 +239,12 @@ class HttpReward:
         return [Outcome(self.name, failure.state, text=self._hidden(str(failure)))] * count
 
     def _hidden(self, text: str) -> str:
-        """What a service has said, without the keys that it was sent: for all that is printed or kept of it."""
+        """`text` of a service without the API keys that it was sent: for everything that is printed or kept."""
         return without(text, self._addresses.keys)
 
     async def _answer(self, batch: Sequence[_Waiting], suspect: bool) -> bytes:
-        """The service's answer of status 200, of whatever content. Raises NoScore, also where servers that are
-        restarted have gone away in a few attempts."""
+        """The content of the service's answer with status 200. Raises NoScore where there is none, also where restarted
+        servers have gone away in LOSSES (LOSSES_ALONE) attempts."""
         body = self._exchange.body([waiting.sample for waiting in batch])
         largest = LARGEST_ANSWER + LARGEST_STEP * sum(waiting.characters for waiting in batch)
         failure, pause, left = "", FIRST_PAUSE, self._limits.deadline
@@ -278,8 +280,8 @@ class HttpReward:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _attempt(self, address: Address, body: bytes, largest: int) -> tuple[bytes | None, str, float]:
-        """(the answer or None, how the attempt has failed, seconds that the service asks to wait). Raises NoScore for a
-        failure that is final, _Gone."""
+        """(the answer or None, how the attempt failed, seconds that the service asks to wait). Raises NoScore for a
+        final failure, and _Gone where a server that is restarted went away."""
         post = self._post if self._addresses.fixed else self._post_while_up
         try:
             status, reply, asked = await post(address, body, largest)
@@ -304,7 +306,8 @@ class HttpReward:
             await asyncio.sleep(turn - now)
 
     async def _post_while_up(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
-        """As `_post`. Raises _Gone where the server is taken out meanwhile: a host that is gone ends no connection."""
+        """As `_post`. Raises _Gone where the server's address is removed meanwhile: when a host is lost, its
+        connections stay open."""
         post = asyncio.create_task(self._post(address, body, largest))
         try:
             while not post.done():
@@ -314,7 +317,7 @@ class HttpReward:
             return post.result()
         finally:
             if not post.cancel() and not post.cancelled():
-                post.exception()  # else asyncio would log it, with what the service has said
+                post.exception()  # else asyncio would log it, with the service's text
 
     async def _post(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
         """(status, content, seconds that the service asks to wait)."""
@@ -322,7 +325,7 @@ class HttpReward:
         if address.api_key:
             headers["Authorization"] = f"Bearer {address.api_key}"
         url = URL(address.url + self._exchange.path)
-        # A followed redirect may become a GET, and would take the key elsewhere.
+        # A followed redirect may become a GET, and would send the API key to another address.
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
             if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
                 shown = on_one_line(self._hidden(encoding), 40)
@@ -337,7 +340,7 @@ class HttpReward:
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float:
-    """The seconds of Retry-After; 0 where it has none (a date is not heeded)."""
+    """The seconds in the header Retry-After; 0 where there are none (a date counts as none)."""
     try:
         return float(headers.get("Retry-After", 0))
     except ValueError:

@@ -13,13 +13,14 @@ from math_verify import parse, verify
 from dynamo_megatron.reward.extraction import boxed, join_thousands, last_line, last_number
 from dynamo_megatron.types import Prompt
 
-# math-verify's own time limit needs SIGALRM. The pool's deadline is the limit here, and a warning a call says nothing.
+# math-verify's own time limit needs SIGALRM, so the pool's deadline is the limit here. Its warning on each call is of
+# no use.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Spans of bounded length, so that openings without an end cost no quadratic search.
+# Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
-# math-verify reads 4.5e33 as a product with e, and rounds numbers to six decimal places before it compares them.
+# math-verify parses 4.5e33 as a product with e, and rounds numbers to six decimal places before it compares them.
 SCIENTIFIC = re.compile(r"(?<![\w.}])([0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})[eE]([-+]?[0-9]{1,3})(?!\w)")
 DECIMAL = re.compile(
     r"([-+]?(?:[0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000}))"
@@ -31,14 +32,15 @@ ROUNDING = Decimal("5e-7")  # math-verify's, between decimal numbers
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
-    r"""1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
+    r"""Returns 1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
 
     The final answer is the last complete `\boxed{}`, else the last line of the form `#### 72`, else the last LaTeX span
-    or number, whichever comes later; for an answer in words the last line, less "the answer is". Equal means: the same
-    text up to spacing and LaTeX's manner of writing, or the same to math-verify (so 1/2 = 0.5, {1,2} = {2,1}, and also
-    10% = 10 and 3+4 = 7: an answer that is not worked out counts).
-    `prompt.answer` is text (plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`) or a number;
-    raises ValueError for anything else.
+    or number, whichever comes later. Where `prompt.answer` is in words, the last line without "the answer is" takes the
+    place of the LaTeX span or number. Two answers are equal if their texts are the same up to spacing and LaTeX
+    formatting, or if math-verify considers them equal (so 1/2 = 0.5, {1,2} = {2,1}, and also 10% = 10 and 3+4 = 7: an
+    answer that is not worked out counts).
+    `prompt.answer` is a number or text: plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises
+    ValueError for anything else.
     """
     reference = _reference(prompt.answer)
     words = _in_words(reference)
@@ -52,12 +54,12 @@ def math_answer(prompt: Prompt, response: str) -> float:
         return 1.0
     reference, candidate = _right_sides(reference, candidate)
     wanted, given = _decimal(reference), _decimal(candidate)
-    if wanted is not None and given is not None:  # math-verify takes a millisecond for them
+    if wanted is not None and given is not None:  # math-verify would take a millisecond
         near = abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted))
         if near or "%" not in reference + candidate:
             return float(near)
     bases = [BASED.fullmatch(_plain(text)) for text in (reference, candidate)]
-    if all(bases) and bases[0][1] != bases[1][1]:  # which math-verify does not see
+    if all(bases) and bases[0][1] != bases[1][1]:  # math-verify ignores the base
         return 0.0
     target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
     gold = _parsed_reference(reference)
@@ -70,7 +72,8 @@ def _parsed_reference(reference: str) -> list[Any]:
 
 
 def _right_sides(reference: str, candidate: str) -> tuple[str, str]:
-    """Without their left sides, where both are one equation and the left sides are the same: y = 2x and y = x + x."""
+    """The right-hand sides, where both are one equation and have the same left-hand side (y = 2x and y = x + x); else
+    the arguments."""
     (left, *right), (other, *given) = reference.split("="), candidate.split("=")
     if len(right) == len(given) == 1 and _plain(left) == _plain(other):
         return right[0].strip(), given[0].strip()
@@ -81,7 +84,7 @@ def _reference(answer: Any) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, float):
-        answer = format(Decimal(repr(answer)), "f")  # never 1e-05, which reads as a product with e
+        answer = format(Decimal(repr(answer)), "f")  # never 1e-05, which math-verify parses as a product with e
     if not isinstance(answer, str | int) or not str(answer).strip():
         raise ValueError(f"the math reward needs an answer that is text or a number, not {answer!r}")
     text = str(answer)
@@ -113,13 +116,14 @@ def _clean(text: str) -> str:
 
 
 def _decimal(text: str) -> Decimal | None:
-    r"""The exact value of a decimal number, `\times 10^{n}` included, a percent sign not; None for anything else."""
+    r"""The exact value of a decimal number, also with `\times 10^{n}`; a percent sign is ignored. None for other
+    text."""
     found = DECIMAL.fullmatch(text)
     return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
 
 
 def _plain(text: str) -> str:
-    """One manner of writing for texts that only differ in LaTeX's dress."""
+    """`text` without LaTeX formatting and spaces: the same for texts that differ only in these."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\^\{?\\circ\}?", "", text)
@@ -127,6 +131,6 @@ def _plain(text: str) -> str:
 
 
 def _in_words(reference: str) -> bool:
-    """Whether the answer is words: math-verify would read "even" as a product, equal to "neve"."""
+    """Returns True where the answer is in words: math-verify would parse "even" as a product, equal to "neve"."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", reference)
     return bool(re.fullmatch(r"[^\W\d_][^\d\\_^={}+*/<>]*", text) and re.search(r"[^\W\d_]{4,}", text))

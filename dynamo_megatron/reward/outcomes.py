@@ -1,4 +1,4 @@
-"""What becomes of one reward function on one response."""
+"""The outcome of one reward function on one response."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dynamo_megatron.reward.functions import Step
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state` is one of `types.REWARD_STATES`. Where it is "scored", `value` is the score and `steps` has those of
-    steps, if any; where it is not, `text` says in one line what went wrong, and `frames` where in the user's files."""
+    """`state` is one of `types.REWARD_STATES`. Where it is "scored", `value` is the score and `steps` has the scores of
+    steps, if any. Otherwise `text` says in one line what went wrong, and `frames` where in the user's files."""
 
     function: str
     state: str
@@ -23,12 +23,12 @@ class Outcome:
 
 
 class RewardError(InputError):
-    """A reward function failed. The last line has the function, the prompt id, and the error's type and text; those
-    before it the user's frames, the prompt and the response."""
+    """A reward function failed. The last line of the message has the function, the prompt id, and the error's type and
+    text; the lines before it have the user's stack frames, the prompt and the response."""
 
 
 class NoScore(Exception):
-    """An attempt that gave no score. The message is one line; `state` is that of the outcome."""
+    """An attempt gave no score. The message is one line; `state` is the state of the outcome."""
 
     def __init__(self, text: str, state: str = "wrong_format") -> None:
         super().__init__(text)

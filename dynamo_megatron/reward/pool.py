@@ -1,4 +1,4 @@
-"""Reward functions run in processes of their own or behind HTTP, under a deadline that holds against anything."""
+"""Reward functions run in worker processes or behind HTTP, with a deadline that stops even C code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from dynamo_megatron.reward.http import HttpReward, Limits
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
-SHOWN = 300  # characters of a problem, an answer and a response in a message
+SHOWN = 300  # characters of a problem, an answer or a response in a message
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
 
 
 @dataclass(frozen=True)
 class Score:
-    """`status` is "ok", "reward_timeout" or "reward_error". `parts` holds the value of each function that gave one,
-    `failures` the state of each that gave none (`types.REWARD_STATES`), and `failure` says in one line which function
-    failed first, and how; "" where none did. `steps`: those that the functions reward, where all gave a value."""
+    """`status` is "ok", "reward_timeout" or "reward_error". `parts` has the value of each function that gave one, and
+    `failures` the state of each function that gave none (`types.REWARD_STATES`). `failure` says in one line which
+    function failed first, and how; "" where none did. `steps` has the steps that the functions rewarded; it is empty
+    unless all functions gave a value."""
 
     reward: float
     success: bool
@@ -46,19 +47,19 @@ class RewardPool:
     """Scores responses with worker processes (`Workers`, or with `placement: ray` `RayWorkers`) and with services:
     URLs, `judge` and `reward_model`.
 
-    A sample that is late gets reward 0 and status "reward_timeout". A function that fails (raises, ends its process,
-    returns no finite number) raises RewardError, or gives reward 0 and status "reward_error" (`config.on_error`). The
-    same holds for a service, by `HttpReward`'s rules; where all functions are services there are no processes.
-    The reward is `config.fusion` over the functions' values; a sample succeeds where the first function gives at least
-    `config.success_threshold`. `prime` is no function of a response: the ranks compute it (`Policy.implicit_rewards`).
-    May be used from any event loop and thread.
+    A sample that is late gets reward 0 and status "reward_timeout". Where a function fails (raises, ends its process,
+    does not return a finite number), `score` raises RewardError, or the sample gets reward 0 and status "reward_error"
+    (`config.on_error`). The same holds for a service; `HttpReward` defines when a service is late or fails. Where all
+    functions are services there are no worker processes. The reward is `config.fusion` over the functions' values. A
+    sample succeeds where the first function gives at least `config.success_threshold`. `prime` is not computed here but
+    by the ranks (`Policy.implicit_rewards`). May be used from any event loop and thread.
     """
 
     def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
-        """`servers`: those of `config.servers`, which somebody else looks after."""
+        """`servers`: the addresses of the servers of `config.servers`, which the caller starts and stops."""
         if len(set(config.functions)) < len(config.functions):
             raise InputError(f"reward.functions: a function is named twice in {config.functions}")
-        self.notes: list[str] = []  # for the user, since they were last taken
+        self.notes: list[str] = []  # messages for the user since the list was last emptied
         self._config, self._servers = config, servers
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
@@ -66,10 +67,10 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Sees that the services take connections, starts the workers and waits until all are ready.
+        """Checks that the services accept connections, starts the workers and waits until all are ready.
 
-        Raises ValueError where a service is down, a function cannot be loaded or there is no Ray cluster for it,
-        TimeoutError naming the workers that are not ready in time.
+        Raises ValueError where a service is down, a function cannot be loaded, or `placement` is `ray` and there is no
+        Ray cluster; TimeoutError naming a worker that is not ready in time.
         """
         with contextlib.ExitStack() as unless_started:
             unless_started.callback(self.close)
@@ -80,7 +81,8 @@ class RewardPool:
             unless_started.pop_all()
 
     async def score(self, prompt: Prompt, response: str) -> Score:
-        """Scores one response. Raises RewardError with `on_error: raise`, RuntimeError on a pool that is not open."""
+        """Scores one response. Raises RewardError where a function fails and `on_error` is `raise`, RuntimeError where
+        the pool is not open."""
         if self._closed or not (self._workers or self._services):
             raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
         asked = [service.score(prompt, response) for service in self._services]
@@ -92,7 +94,7 @@ class RewardPool:
         return self._combined(prompt, response, [*outcomes, *others])
 
     def close(self) -> None:
-        """Ends all workers and requests now; samples under way are lost. May be called twice."""
+        """Stops all workers and requests now; samples under way are lost. May be called twice."""
         self._closed = True
         if self._workers is not None:
             self._workers.close()
@@ -166,12 +168,13 @@ class RewardPool:
 
 
 def key_of(variable: str | None, key: str) -> str:
-    """What the environment variable holds that the configuration's `key` names; "" for None. Raises InputError."""
+    """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
+    None. Raises InputError where it is not set, or has a control character."""
     if variable is None:
         return ""
     if not (secret := os.environ.get(variable, "")):
         raise InputError(f"{key}: the environment variable {variable} is not set")
-    if not secret.isprintable():  # a line break at its end, for the most part: no header can have one
+    if not secret.isprintable():  # mostly a line break at the end, which a header cannot have
         raise InputError(f"{key}: the environment variable {variable} has a line break or another control character")
     return secret
 
@@ -190,5 +193,5 @@ def _failure(prompt: Prompt, response: str, failed: Outcome) -> str:
 def _shown(value: object) -> str:
     try:
         return on_one_line(str(value), SHOWN)
-    except (ValueError, RecursionError):  # of thousands of digits, or nested as deep
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or nested too deep
         return f"a value of type {type(value).__name__} that cannot be shown"

@@ -11,16 +11,18 @@ from dynamo_megatron.data.sources import reasoning_gym_dataset
 from dynamo_megatron.reward.extraction import boxed, last_number, tagged
 from dynamo_megatron.types import Prompt
 
-# Some datasets give .01 or .05 to no answer at all, others to any text: no reward for what these earn.
+# Some datasets give 0.01 or 0.05 to an empty answer, others to any text. A score that these answers would get earns no
+# reward.
 WORTHLESS = ("", None, "?")
 
 
 def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
-    r"""The dataset's score in [0, 1] of the answer in `response`; 0 for at most what no answer or "?" would get.
+    r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer or "?" would get at least that.
 
     A full score is 1.0; partial credit stays as the dataset gives it. An answer that makes the scorer raise gets 0.
-    The answer is what stands in the last `<answer>` tag, else in the last `\boxed{}`, else, where the right answer is a
-    number, the last number, else the first line that is not empty (all of the text, where the right answer has lines).
+    The answer is the content of the last `<answer>` tag, else of the last `\boxed{}`. Without either it is the last
+    number where the right answer is a number, all of the text where the right answer has several lines, else the first
+    line that is not empty.
     Raises ValueError where the prompt does not come from a `reasoning_gym:` source.
     """
     if "reasoning_gym" not in prompt.meta:
@@ -35,7 +37,7 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
 
 
 def extract_answer(response: str, right_answer: str) -> str:
-    """The answer in `response`; of `right_answer` only its form is looked at (a number, one line, several lines)."""
+    """The answer in `response`. Only the form of `right_answer` is used: a number, one line or several lines."""
     for find in (tagged, boxed):
         found = find(response)
         if found is not None:
@@ -54,5 +56,5 @@ def _dataset(name: str, options: str) -> Any:
 def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
     try:
         return float(dataset.score_answer(answer, entry))
-    except Exception:  # scorers raise whatever their parsing of the text runs into: to the reward, a wrong answer
+    except Exception:  # scorers may raise anything on a text that they cannot parse: a wrong answer
         return 0.0

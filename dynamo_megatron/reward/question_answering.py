@@ -13,28 +13,29 @@ from dynamo_megatron.types import Prompt
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-REFERENCES = ("text", "target", "aliases")  # SQuAD's, Search-R1's and TriviaQA's name of the list
+REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R1 and TriviaQA
 
 
 def qa_exact(prompt: Prompt, response: str) -> float:
-    """1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0.
+    """Returns 1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0.
 
-    The final answer is that of `extraction.final_answer`. `prompt.answer` is text or a number, a list of them, or a
-    mapping with such a list (`references`); raises ValueError for anything else.
+    `extraction.final_answer` finds the final answer. `prompt.answer` is text or a number, a list of these, or a mapping
+    with such a list (`references`). Raises ValueError for anything else.
     """
     answer = normalised(final_answer(response))
     return float(any(answer == normalised(reference) for reference in references(prompt.answer)))
 
 
 def qa_f1(prompt: Prompt, response: str) -> float:
-    """The largest token F1 of the final answer and a reference, 1.0 where they are equal; otherwise as `qa_exact`."""
+    """The largest token F1 between the final answer and a reference; 1.0 where they are equal. Final answer, references
+    and errors are as for `qa_exact`."""
     answer = normalised(final_answer(response)).split()
     return max(_f1(answer, normalised(reference).split()) for reference in references(prompt.answer))
 
 
 def references(answer: Any) -> list[str]:
-    """The right answers: `answer` itself, or its items; of a mapping those under "text", "target", or "value" and
-    "aliases". Raises ValueError where there is none that is text or a number."""
+    """The right answers: `answer` itself, or the items of a list, or the values of a mapping under "value", "text",
+    "target" and "aliases". Raises ValueError where none of these is text or a number."""
     found = answer
     if isinstance(answer, Mapping):
         found = [answer["value"]] if "value" in answer else []
@@ -49,7 +50,7 @@ def references(answer: Any) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation, articles and more than one blank between words: SQuAD's order of steps."""
+    """`text` in lower case, without punctuation, articles and repeated white space, removed in SQuAD's order."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 

@@ -1,7 +1,7 @@
-"""Reward workers on all nodes of the run's Ray cluster: an actor a node, which has the workers of that node.
+"""Reward workers on all nodes of the run's Ray cluster: one actor per node, which has the node's workers.
 
-Ray places the actors and says when a node is lost. Deadlines, outcomes and the end of what is late are those of
-`Workers`, on the node itself.
+Ray places the actors and reports a lost node. Deadlines, outcomes and the killing of late workers are left to `Workers`
+on each node.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from dynamo_megatron.reward.workers import START_TIMEOUT, Workers
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.types import Prompt
 
-LOSSES = 3  # nodes that may be lost over a sample: it may be the reason
+LOSSES = 3  # nodes that may be lost while they have a sample: the sample may be the reason
 CONNECT_TIMEOUT = 10.0  # seconds
 SHOWN = 200  # characters of an error in a message
 
 
 class NodeWorkers:
-    """The actor. `run` may be called by as many threads at once as there are workers."""
+    """The actor of one node. As many threads may call `run` at once as there are workers."""
 
     def start(self, functions: list[str], config: RewardConfig, folder: str, python_path: str | None) -> str | None:
-        """Starts the workers in `folder`, with that PYTHONPATH. Returns why it cannot, or None."""
+        """Starts the workers in `folder`, with `python_path` as PYTHONPATH. Returns the reason where it fails, or
+        None."""
         try:
             os.chdir(folder)  # the user's functions are found from here
             if python_path is not None:
@@ -52,7 +53,7 @@ class NodeWorkers:
 
 @dataclass(eq=False)
 class _Node:
-    """`under_way`: samples that it has. `name`: address and the start of its id."""
+    """`under_way`: number of samples that the node has. `name`: the node's address and the start of its id."""
 
     name: str
     actor: ray.actor.ActorHandle
@@ -63,8 +64,8 @@ class _Node:
 class RayWorkers:
     """As `Workers`, with `config.workers` processes on each node that the cluster has at the start.
 
-    Samples that a node has when it is lost are sent to another one, with the whole deadline; what the lost one might
-    still answer is not heard. A node that is lost is not used again. `notes` gets a line for each.
+    The samples of a lost node are sent to another node, with the whole deadline; late answers of the lost node are
+    ignored. A lost node is not used again. `notes` gets a line for each lost node.
     """
 
     def __init__(self, functions: list[str], config: RewardConfig, notes: list[str]) -> None:
@@ -80,13 +81,14 @@ class RayWorkers:
         self._overdue = config.deadline + 2 * START_TIMEOUT
 
     def start(self) -> None:
-        """Raises ValueError where there is no cluster, or the functions cannot be loaded on a node."""
+        """Starts the workers on all nodes. Raises ValueError where there is no cluster, or where the functions cannot
+        be loaded on a node."""
         self._connect()
         remote = ray.remote(NodeWorkers)
         for node in ray.nodes():
             if node["Alive"]:
                 actor = remote.options(
-                    num_cpus=0,  # Ray's count binds nothing to cores, and the ranks may have taken it all
+                    num_cpus=0,  # Ray's CPU count does not pin to cores, and the ranks may have taken all of it
                     max_restarts=0,
                     max_concurrency=self._config.workers,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
@@ -112,7 +114,7 @@ class RayWorkers:
         return self._threads.submit(self._run, prompt, response)
 
     def close(self) -> None:
-        """Ends all workers now; samples under way are lost. May be called twice."""
+        """Stops all workers now; samples under way are lost. May be called twice."""
         self._closed = True
         self._free.put(None)
         for node in self._nodes:
@@ -130,7 +132,7 @@ class RayWorkers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
         try:
-            if port.isdecimal():  # Ray would try for minutes
+            if port.isdecimal():  # Ray itself would try for minutes
                 socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
             ray.init(address="auto", log_to_driver=False, logging_level="error")
         except (OSError, RuntimeError, ValueError) as error:
@@ -146,7 +148,7 @@ class RayWorkers:
         while lost < LOSSES and (node := self._taken()) is not None:
             try:
                 return ray.get(node.actor.run.remote(prompt, response), timeout=self._overdue)
-            except (RayTaskError, RecursionError, PicklingError) as error:  # of the sample: it is nested too deep
+            except (RayTaskError, RecursionError, PicklingError) as error:  # the sample is nested too deep
                 return self._crashed(f"it cannot be sent to a worker: {error_line(error, SHOWN)}")
             except RayError as error:
                 self._lose(node, error)
@@ -163,13 +165,13 @@ class RayWorkers:
         return [Outcome(name, "crashed", text=text) for name in self._functions]
 
     def _taken(self) -> _Node | None:
-        """A node with a free worker, as soon as there is one; None where none is left."""
+        """Waits for a node with a free worker; returns None where no node is left."""
         while (node := self._free.get()) is not None:
             with self._lock:
                 if not node.lost:
                     node.under_way += 1
                     return node
-        self._free.put(None)  # for the next one that waits
+        self._free.put(None)  # for the next thread that waits
         return None
 
     def _give_back(self, node: _Node) -> None:
@@ -189,5 +191,5 @@ class RayWorkers:
             )
             if not left:
                 self._free.put(None)
-        show(f"{self._why_none}: {error}")  # to the log
-        ray.kill(node.actor)  # where it is only late
+        show(f"{self._why_none}: {error}")
+        ray.kill(node.actor)  # it may be alive and only late

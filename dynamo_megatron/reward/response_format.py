@@ -1,4 +1,4 @@
-"""The built-in reward `format`: does a response have the form that `reward.format` asks for?"""
+"""The built-in reward `format`: does a response have the form that `reward.format` requires?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dynamo_megatron.types import Prompt
 
 
 def format_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
-    """The reward function for `config.format`: 1.0 for its form, else 0.0. A pattern that takes exponential time is
-    ended by `reward.deadline`."""
+    """The reward function for `config.format`: 1.0 for a response of this form, else 0.0. `reward.deadline` stops a
+    pattern that takes exponential time."""
     tags, pattern = config.format.tags, config.format.pattern
     if pattern is not None:
         compiled = re.compile(pattern, re.DOTALL)
@@ -20,7 +20,8 @@ def format_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
 
 
 def has_tags(response: str, tags: Sequence[str]) -> bool:
-    """Each of `tags` is opened once and closed once, one after the other, with nothing but white space outside."""
+    """Returns True where `response` opens and closes each of `tags` exactly once, one after the other, with only white
+    space outside the tags."""
     rest = response.strip()
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"

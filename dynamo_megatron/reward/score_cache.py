@@ -1,4 +1,4 @@
-"""Outcomes with a score by what was sent for them: the last used ones."""
+"""A cache of the scores that services gave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dynamo_megatron.reward.outcomes import Outcome
 
 
 class ScoreCache:
-    """At most `size` of them (0: none), by the SHA-256 of a sample as it is sent. May be used from any thread."""
+    """The `size` last used outcomes with a score (0: none), by the SHA-256 of a sample as it is sent. May be used from
+    any thread."""
 
     def __init__(self, size: int) -> None:
         self._size = size

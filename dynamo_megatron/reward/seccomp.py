@@ -8,8 +8,9 @@ import struct
 
 from dynamo_megatron.errors import InputError
 
-# Numbers on x86-64 and aarch64. None of these is of use to a program of the `code` reward. The memory of the last rows
-# is in no limit of the process; sockets have families that a network namespace does not separate (vsock).
+# Numbers on x86-64 and aarch64. None of these calls is of use to a program of the `code` reward. Memory of the last
+# rows (memfd to mq) does not count towards the limits of the process. A network namespace does not isolate all families
+# of sockets (vsock).
 DENIED = {
     "fork": (57, None),
     "vfork": (58, None),
@@ -43,7 +44,7 @@ DENIED = {
 CLONE, CLONE3 = (56, 220), (435, 435)
 CLONE_THREAD = 0x10000
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
-X32 = 0x40000000  # numbers from here on are x86-64's other table
+X32 = 0x40000000  # numbers from here on belong to x86-64's other table of system calls
 
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -51,8 +52,8 @@ NUMBER_AT, MACHINE_AT, FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
 
 
 def system_call_filter() -> bytes:
-    """An array of struct sock_filter: threads may be made, processes may not. Raises ValueError for a machine whose
-    system calls are not in the table."""
+    """The filter as an array of struct sock_filter. It allows new threads but no new processes. Raises ValueError on a
+    machine whose system calls are not in the table."""
     machine = platform.machine()
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
@@ -65,7 +66,7 @@ def system_call_filter() -> bytes:
     for numbers in DENIED.values():
         if numbers[column] is not None:
             steps += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, refused)]
-    # Its flags are in memory, which a filter cannot read; without it the C library uses clone.
+    # The flags of clone3 are in memory, which a filter cannot read. With ENOSYS the C library uses clone instead.
     steps += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     steps += [(EQUAL, 0, 3, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT_AT)]
     steps += [(BITS, 1, 0, CLONE_THREAD), (RETURN, 0, 0, refused), (RETURN, 0, 0, ALLOW)]

@@ -1,8 +1,8 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
-Over the socket FD it gets the functions' names and the section `reward`, answers ("ready",) or ("failed", message), and
-from then on answers each (prompt, response) with one `Outcome` a function, in their order, each as soon as it is there.
-It ends with the socket.
+Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message).
+From then on it answers each (prompt, response) with one `Outcome` per function, in the functions' order, each as soon
+as it is computed. It exits when the socket is closed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dynamo_megatron.types import Prompt
 def main(descriptor: int) -> None:
     never_fail()  # the user's function may print responses
     for number in FOR_THE_RANKS:
-        # A handler, not SIG_IGN: programs that a reward function runs would inherit that.
+        # A handler, not SIG_IGN: programs that a reward function starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # or nothing could end those programs by one
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # else these signals could not end those programs
     os.set_inheritable(descriptor, False)  # a forked grandchild must not keep the socket open
     connection = Connection(descriptor)
     try:

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, under a deadline that holds against anything."""
+"""Reward functions in worker processes, with a deadline that stops even C code."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dynamo_megatron.reward.outcomes import Outcome, RewardError
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import Prompt
 
-SHOWN = 300  # characters of what keeps a worker from starting
+SHOWN = 300  # characters of a worker's start error in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 
 
 class Workers:
-    """`config.workers` processes on this machine, for `functions`, one sample each at a time.
+    """`config.workers` processes on this machine that run `functions`, each on one sample at a time.
 
-    A sample has `config.deadline` seconds from when a worker takes it up; waiting for a free worker does not count. A
-    worker that is late, even inside C code, is killed together with all that it has started, and replaced. May be used
-    from any thread.
+    A sample has `config.deadline` seconds from when a worker begins with it; waiting for a free worker does not count.
+    A worker that is late, even inside C code, is killed together with all processes that it has started, and replaced.
+    May be used from any thread.
     """
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
@@ -41,8 +41,8 @@ class Workers:
         self._closed = False
 
     def start(self) -> None:
-        """Waits until all are ready. Raises ValueError where a function cannot be loaded, TimeoutError naming the
-        workers that are not ready in time."""
+        """Starts the workers and waits until all are ready. Raises ValueError where a function cannot be loaded,
+        TimeoutError naming a worker that is not ready in time."""
         started = [self._threads.submit(self._spawn) for _ in range(self._config.workers)]
         workers = [future.result() for future in started]
         end = time.monotonic() + START_TIMEOUT
@@ -51,18 +51,18 @@ class Workers:
             self._idle.put(worker)
 
     def submit(self, prompt: Prompt, response: str) -> Future[list[Outcome]]:
-        """An outcome for each function, but for those after one that took all of the deadline or ended its process."""
+        """One outcome per function, up to the first one that took all of the deadline or ended its process."""
         return self._threads.submit(self._run, prompt, response)
 
     def close(self) -> None:
-        """Ends all workers now; samples under way are lost. May be called twice."""
+        """Stops all workers now; samples under way are lost. May be called twice."""
         with self._lock:
             self._closed = True
             for worker in self.processes:
                 worker.process.stdin.close()  # all at once: each takes a moment to end
             for worker in self.processes:
                 worker.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)  # their reads end with the workers
+        self._threads.shutdown(wait=True, cancel_futures=True)  # the threads' reads end with the workers
         for worker in self.processes:
             worker.connection.close()
 
@@ -77,7 +77,7 @@ class Workers:
     def _replace(self, worker: _Worker) -> _Worker:
         with self._lock:
             worker.kill()
-        another = self._spawn()  # where it cannot be started, the old one stays, for the next try
+        another = self._spawn()  # where this fails, the old one stays in the list, and the next sample tries again
         with self._lock:
             if not self._closed:
                 self.processes.remove(worker)
@@ -93,7 +93,7 @@ class Workers:
             worker.wait_ready(time.monotonic() + START_TIMEOUT)
             outcomes, usable = worker.run(prompt, response, self._config.deadline)
             if not usable:
-                # Replaced before the next sample comes, so that it need not wait for the imports.
+                # Replaced before the next sample comes, so that the sample need not wait for the imports.
                 worker = self._replace(worker)
         except (ValueError, OSError) as error:  # a worker cannot be started any more
             text = on_one_line(str(error), SHOWN)
@@ -115,13 +115,14 @@ class _Worker:
                 [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the parent
             )
         self.connection = Connection(ours.detach())
         self.connection.send((functions, config))
 
     def wait_ready(self, end: float) -> None:
-        """Waits until `end` (time.monotonic) for the worker's imports."""
+        """Waits until `end` (time.monotonic) for the worker's imports. Raises TimeoutError, InputError where a function
+        cannot be loaded, RewardError where the worker has ended."""
         if self._ready:
             return
         if not self.connection.poll(max(0.0, end - time.monotonic())):
@@ -138,8 +139,8 @@ class _Worker:
         self._ready = True
 
     def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[Outcome], bool]:
-        """(an outcome for each function, but for those after one that took all of the `deadline` seconds or ended the
-        process; whether the worker can be used again)."""
+        """(one outcome per function, up to the first one that took all of the `deadline` seconds or ended the process;
+        whether the worker can be used again)."""
         end = time.monotonic() + deadline
         outcomes: list[Outcome] = []
         try:
@@ -165,8 +166,8 @@ class _Worker:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        """Ends the worker and all that it has started."""
+        """Ends the worker and all processes that it has started."""
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
-        self.process.kill()  # where that took too long: the worker at least dies with it
+        self.process.kill()  # in case that took too long: the worker dies with this process

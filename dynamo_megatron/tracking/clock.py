@@ -1,4 +1,4 @@
-"""How long the phases of a step take."""
+"""Measures how long the phases of a step take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins."""
+        """Begins a new step."""
         self.seconds: dict[str, float] = {}
         self._phase, self._since = "", time.monotonic()
         self._start = self._since

@@ -1,18 +1,19 @@
-"""What a step's generation took of the servers: keys of metrics.jsonl under `fleet/`, by server and in all."""
+"""Metrics of the servers during a step's generation: the keys of metrics.jsonl under `fleet/`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
+if TYPE_CHECKING:  # for type hints only: tracking does not depend on the packages whose metrics it reports
     from dynamo_megatron.rollout.result import RolloutResult
 
 
 def fleet_metrics(result: RolloutResult) -> dict[str, float]:
-    """Of each server SERVER: `fleet/SERVER/tokens_per_second`, `busy_share` (of the time of generation, with a request
-    under way), `kv_cache` (the largest share in use that was seen; absent where it was not measured) and `rollouts`
-    (that it answered); of all together `fleet/retries` (requests lost with a server and asked again), `fleet/restarts`
-    and `time/generate_tail` (seconds after 90 % of the responses were there).
+    """The metrics of one step. For each server SERVER: `fleet/SERVER/tokens_per_second`, `busy_share` (the share of the
+    generation time with a request under way), `kv_cache` (the largest share in use that was seen; absent where it was
+    not measured) and `rollouts` (how many it answered). For all servers together: `fleet/retries` (requests that were
+    lost with a server and sent again), `fleet/restarts`, and `time/generate_tail` (seconds from the point where 90 % of
+    the responses had arrived).
     """
     seconds = max(1e-9, result.times.get("generate", 0.0))
     metrics = {

@@ -1,6 +1,7 @@
-"""metrics.jsonl and allocation.jsonl, one JSON object a step (a prompt), cut back on resume; and fields in a line.
+"""The step logs of a run (metrics.jsonl: one JSON object per step; allocation.jsonl: one per prompt), and `fit_fields`.
 
-A file of a run of 10,000 steps may have half a gigabyte, so that a resume reads some of its lines alone.
+A resume removes the lines of later steps. A run of 10,000 steps may have logs of half a gigabyte, so a resume reads
+only a few of their lines.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
-CHECKED_BYTES = 4 << 20  # at the end of a file: where a kill, a full disk or a power cut leaves its marks
+CHECKED_BYTES = 4 << 20  # at the end of a file, where a kill, a full disk or a power cut does its damage
 BLOCK = 1 << 16  # bytes
 
 
 class StepLog:
-    """Append-only JSON lines, each with a `step`, in the order of the steps. Lines past `keep_to` (and a torn last one)
-    are dropped at opening. Raises ValueError as `kept_bytes`, OSError."""
+    """An append-only file of JSON lines, each with a `step`, in the order of the steps. Opening it removes the lines of
+    steps after `keep_to`, and an incomplete last line. Raises ValueError as `kept_bytes`, and OSError."""
 
     def __init__(self, path: Path, keep_to: int):
         kept = kept_bytes(path, keep_to)
@@ -38,10 +39,10 @@ class StepLog:
 
 
 def kept_bytes(path: Path, keep_to: int) -> int:
-    """The offset in a file of JSON lines, whose steps ascend, where the lines of `keep_to` and earlier steps end.
+    """The offset in bytes where the lines of `keep_to` and earlier steps end in a file of JSON lines in order of steps.
 
-    0 without a file. Found by bisection. Checks the lines that it reads, and all in the last CHECKED_BYTES: raises
-    ValueError (path:line) for a broken one."""
+    Returns 0 where there is no file. The offset is found by bisection. Raises ValueError (path:line) for a broken line
+    among those that the bisection reads and all in the last CHECKED_BYTES."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -62,7 +63,7 @@ def kept_bytes(path: Path, keep_to: int) -> int:
 
 
 def _last_newline(file: BinaryIO) -> int:
-    """Its offset; -1: there is none."""
+    """The offset of the file's last newline; -1: there is none."""
     start = file.seek(0, os.SEEK_END)
     newline = -1
     while start > 0 and newline < 0:
@@ -73,7 +74,7 @@ def _last_newline(file: BinaryIO) -> int:
 
 
 def _next_line(file: BinaryIO, offset: int) -> int:
-    """Where the first line begins that does so at `offset` or later."""
+    """The offset of the first line that begins at `offset` or later."""
     if offset == 0:
         return 0
     file.seek(offset - 1)
@@ -94,11 +95,11 @@ def _read_step(path: Path, file: BinaryIO, start: int) -> tuple[int, int]:
 
 
 def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, one at a time; none without a file. A last line without a newline was torn
-    by a kill.
+    """Yields the objects of a file of JSON lines; none where there is no file. A last line without a newline, which a
+    kill has left, is ignored.
 
-    Raises ValueError (path:line) for any other line that is not an object with these `keys`, of which `step` is a whole
-    number."""
+    Raises ValueError (path:line) for any other line that is not an object with these `keys`. If `step` is one of the
+    keys, its value must be a whole number."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -131,7 +132,7 @@ def _broken(path: Path, number: int, why: ValueError) -> InputError:
 
 
 def fit_fields(fields: Sequence[str], width: int | None) -> str:
-    """One line of as many of `fields`, from the first on, as `width` columns hold; None: of all."""
+    """One line of as many of `fields`, from the first on, as fit into `width` columns; None: of all fields."""
     line = fields[0]
     for field in fields[1:]:
         longer = f"{line}  {field}"

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Writes output_dir/profile/step-NNNNNN-rank-R.json.gz, a Chrome trace, of each step of `tracking.profile_steps`:
-    from its prompts to its weight sync, without the evaluation and the save that follow. On the ranks of the first
-    replica of the model: the others do the same with other rollouts."""
+    """Writes a Chrome trace of each step of `tracking.profile_steps`, output_dir/profile/step-NNNNNN-rank-R.json.gz. A
+    trace covers the step from its prompts to its weight sync, without the evaluation and the save that follow. Only the
+    ranks of the model's first replica write one: the other replicas do the same work on other rollouts."""
 
     def __init__(self, config: Config, layout: Layout):
         self._steps, self._folder = frozenset(config.tracking.profile_steps), Path(config.output_dir) / "profile"
@@ -35,12 +35,12 @@ class StepProfiler:
             self._running.start()
 
     def end(self, step: int) -> str | None:
-        """Returns why there is no trace, for the user, where it cannot be written."""
+        """Writes the step's trace. Returns a message for the user where it cannot be written, else None."""
         if (recorded := self._running) is None:
             return None
         self.close()
         trace = self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"
-        plain = trace.with_suffix("")  # torch itself would compress by way of TMPDIR, which may be small
+        plain = trace.with_suffix("")  # torch's own compression needs space in TMPDIR, which may be small
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(plain))
@@ -54,7 +54,7 @@ class StepProfiler:
         return None
 
     def close(self) -> None:
-        """Ends a recording; of a step that has failed there is no trace."""
+        """Stops a recording without writing it, as after a step that failed."""
         if self._running is not None:
             self._running.stop()
             self._running = None

@@ -16,22 +16,23 @@ from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.tracking.metrics import fit_fields
 
 BETWEEN_STEPS = ("evaluate", "save", "export")  # phases; all others belong to a step
-REDRAW_EVERY = 1.0  # seconds, by the timer
-DRAW_EVERY = 0.05  # seconds, by `count`
-RECENT_STEPS = 20  # steps whose durations the ETA is from
-PHASE_COLUMNS = 18  # "generate 1800/2560"; what follows stays in place from phase to phase
-LEAST_BAR = 12  # columns; a shorter bar says nothing
+REDRAW_EVERY = 1.0  # seconds between redraws by the timer
+DRAW_EVERY = 0.05  # seconds between redraws by `count`, at least
+RECENT_STEPS = 20  # the ETA is estimated from the durations of this many steps
+PHASE_COLUMNS = 18  # "generate 1800/2560"; padded to this width, so that the other fields do not move
+LEAST_BAR = 12  # columns; a shorter bar is not drawn
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Columns of the terminal that `stream` writes to; None where it is none."""
+    """The columns of the terminal that `stream` writes to; None where `stream` is not a terminal."""
     if not stream.isatty():
         return None
     return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that does not know its size
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Each line broken between words where it is longer than `width` columns, but for tables; None: as it is."""
+    """Breaks each line that is longer than `width` columns between words, but not the rows of tables. None: returns
+    `text` as it is."""
     if width is None:
         return text
     return "\n".join(
@@ -41,46 +42,46 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 class Progress:
-    """One line on stderr, rewritten in place by every call and by a timer, so that a long call shows its seconds.
+    """One line on stderr. Every call rewrites it in place, and so does a timer, so that a long phase shows its seconds.
 
-    A run of `steps` steps calls `phase` while it starts, then `start`, then `phase` (and `count` in it) and
-    `step_done`; ETA and bar are the run's. Without `steps` (an evaluation) there are phases and counts alone; ETA and
-    bar are the count's. Where no ETA is known, the phase's own seconds are in its place.
+    A run of `steps` steps calls `phase` while it starts, then `start`, and then for each step `phase` (with `count`)
+    and `step_done`. ETA and bar are those of the run. Without `steps`, as in an evaluation, there are only phases and
+    counts, and ETA and bar are those of the count. As long as no ETA is known, the seconds of the phase are shown.
 
-    Where stderr is no terminal, each phase before `start` gets one line when it ends, with its duration: of a run on
-    stdout, without `steps` on stderr, where it does not stand before a command's result.
+    Where stderr is no terminal, each phase before `start` gets one line with its duration when it ends: with `steps` on
+    stdout, without `steps` on stderr, so that stdout has only the command's result.
     """
 
     def __init__(self, steps: int | None = None):
         self._steps, self._done = steps, 0
-        self._mark: float | None = None  # when the step under way began, time.monotonic; None: the run has not started
+        self._mark: float | None = None  # time.monotonic at which the step under way began; None: before `start`
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._reward: float | None = None
         self._phase, self._count, self._total, self._unit = "", 0, None, ""
         self._phase_began = time.monotonic()
-        self._counted_from: tuple[float, int, int] | None = None  # when, count and tokens at the phase's first `count`
-        self._speed: float | None = None  # tokens a second
+        self._counted_from: tuple[float, int, int] | None = None  # time, count and tokens at the phase's first `count`
+        self._speed: float | None = None  # tokens per second
         self._columns: int | None = None
-        self._count_drawn = 0.0  # when `count` last drew, time.monotonic
+        self._count_drawn = 0.0  # time.monotonic at which `count` last drew
         self._bar = tqdm(disable=None, file=sys.stderr, leave=False, bar_format="{desc}")
-        self._lock = threading.RLock()  # of all state above: the timer draws, too
+        self._lock = threading.RLock()  # protects all state above: the timer draws, too
         self._closed = threading.Event()
         self._timer = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
     def start(self, step: int = 0) -> None:
-        """The run goes on after step `step`."""
+        """The first step begins now; the run continues after step `step`."""
         with self._lock:
             self._log_phase()
             self._done, self._mark = step, time.monotonic()
             self._draw()
 
     def phase(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """What is under way from now on; `total`: what `count` will count up to; `unit`: what it counts, without a
-        total."""
+        """Begins the phase `name`. `total`: the number that `count` will reach. `unit`: what `count` counts, shown
+        where there is no `total`."""
         with self._lock:
             self._log_phase()
             if self._phase in BETWEEN_STEPS and not self._durations:
-                self._mark = time.monotonic()  # an evaluation before the first step is no part of its duration
+                self._mark = time.monotonic()  # an evaluation before the first step is not part of that step
             self._phase, self._count, self._total, self._unit = name, 0, total, unit
             self._phase_began = time.monotonic()
             self._counted_from = self._speed = None
@@ -89,11 +90,11 @@ class Progress:
             self._draw()
 
     def count(self, done: int, tokens: int = 0) -> None:
-        """`done` of the phase's total are finished, with `tokens` tokens. May be called often: few calls draw."""
+        """`done` of the phase's `total` are finished, with `tokens` tokens. May be called often: few calls draw."""
         with self._lock:
             now = time.monotonic()
             if self._counted_from is None:
-                # What is there at the first call (rollouts of an interrupted run) did not take this phase's time.
+                # What is finished at the first call (rollouts of an interrupted run) is not part of this phase's speed.
                 self._counted_from = (now, done, tokens)
             begun, _, tokens_before = self._counted_from
             self._speed = (tokens - tokens_before) / (now - begun) if tokens > tokens_before else None
@@ -103,7 +104,7 @@ class Progress:
                 self._draw()
 
     def step_done(self, step: int, reward: float | None = None) -> None:
-        """`reward` is shown until the next one comes. The time from here on is the next step's."""
+        """Step `step` has ended, and the next one begins. `reward` is shown until the next reward comes."""
         with self._lock:
             now = time.monotonic()
             self._durations.append(now - self._mark)
@@ -112,14 +113,14 @@ class Progress:
             self._draw()
 
     def say(self, line: str) -> None:
-        """Prints a line to stdout, above the live one."""
+        """Prints a line to stdout, above the live line."""
         with self._lock:
             self._bar.clear()
             print(wrapped(printable(line), terminal_width(sys.stdout)), flush=True)
             self._bar.refresh()
 
     def close(self) -> None:
-        """Takes the line away. May be called twice."""
+        """Removes the line from the terminal. May be called twice."""
         self._closed.set()
         if self._timer.is_alive():
             self._timer.join()
@@ -158,7 +159,7 @@ class Progress:
         return f"{self._phase} {self._count:,} {self._unit}" if self._unit else self._phase
 
     def _fields(self) -> list[str]:
-        """The important first. Those that are not known (yet) leave their room blank, so that the others stay."""
+        """The line's fields, the most important first. An unknown field is blank, so that the others do not move."""
         remaining = self._remaining()
         if remaining is None:
             remaining_or_elapsed = f"{time.monotonic() - self._phase_began:.0f} s"
@@ -176,7 +177,7 @@ class Progress:
         return [f"step {step:>{len(str(self._steps))}}/{self._steps}", *fields]
 
     def _remaining(self) -> float | None:
-        """Seconds to the end of the run, else of the count; None where nothing is known yet."""
+        """Estimated seconds to the end of the run, or without `steps` of the count; None as long as it is not known."""
         now = time.monotonic()
         of_count = None
         if self._total is not None and self._counted_from is not None:

@@ -1,4 +1,4 @@
-"""What a run takes of its machine: memory, cores, disk."""
+"""The memory, CPU cores and disk that a run uses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class ResourceMeter:
-    """A rank's own figures."""
+    """Measures the memory of this rank."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent()  # the next call is about the time since this one
+        psutil.cpu_percent()  # the next call measures from here
         self._process = psutil.Process()
 
     def sample(self) -> dict[str, int]:
-        """Bytes: `host_memory`, this process's now, and `gpu_memory`, the most its tensors took since the last call."""
+        """Bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last call."""
         peak = 0
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
@@ -27,7 +27,7 @@ class ResourceMeter:
 
 
 def resident_memory(processes: Iterable[psutil.Process]) -> int:
-    """Bytes resident, summed; pages that processes share count in each, processes that have ended not at all."""
+    """The sum of the resident bytes. Shared pages count in each process; processes that have ended do not count."""
     total = 0
     for process in processes:
         try:
@@ -38,11 +38,11 @@ def resident_memory(processes: Iterable[psutil.Process]) -> int:
 
 
 def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) -> dict[str, float]:
-    """Metrics of a step, on rank 0, from every rank's `ResourceMeter.sample`.
+    """Metrics of a step, computed on rank 0 from every rank's `ResourceMeter.sample`.
 
-    Bytes, but `resources/cpu`: the share of this machine's cores that was busy since the last call (or since the
-    ResourceMeter of this process was made). `rollout_memory` is that of all descendants of this process: rollout
-    process, server, reward workers.
+    All are in bytes except `resources/cpu`: the share of this machine's cores that was busy since the last call, at
+    first since the ResourceMeter of this process was made. `rollout_memory` is the memory of all descendants of this
+    process: rollout process, servers, reward workers.
     """
     return {
         "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),

@@ -1,8 +1,8 @@
-"""The trackers that talk to a service, each as its process (tracker_process.py) has it. Failures are raised as they
-come: they end that process alone.
+"""The trackers that send metrics to a service. Each runs in a process of its own (tracker_process.py), so exceptions
+are not caught here: they end only that process.
 
-On resume each goes on with the run that it began, whose id is in output_dir/NAME-id. None of them takes points back:
-what it has got of steps past the checkpoint, which the run makes again, stays there.
+A resumed run continues each tracker's run, whose id is in output_dir/NAME-id. No tracker can remove points: those of
+steps after the checkpoint, which the run repeats, stay there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.runtime.listening import serve_openmetrics
 from dynamo_megatron.runtime.whole_files import replacing
 
-LONGEST_PARAM = 500  # characters of a value of the configuration; mlflow's file store takes no more
+LONGEST_PARAM = 500  # characters of a configuration value; the limit of mlflow's file store
 
 
 def run_name(config: Config) -> str:
@@ -47,7 +47,7 @@ class KeptId:
 
 
 class WandbTracker:
-    """A wandb run. wandb passes over rows of steps that it has already got from before a kill."""
+    """A wandb run. wandb ignores the rows of steps that it has already received, before a kill."""
 
     def __init__(self, config: Config):
         import wandb
@@ -73,8 +73,8 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """A run of the experiment `tracking.project`, at MLFLOW_TRACKING_URI, by default a database in
-    output_dir/mlflow.db. The configuration of its first start is its parameters."""
+    """A run of the experiment `tracking.project`, at MLFLOW_TRACKING_URI (default: the database output_dir/mlflow.db).
+    Its parameters are the configuration at the first start."""
 
     def __init__(self, config: Config):
         from mlflow import MlflowClient
@@ -94,7 +94,7 @@ class MlflowTracker:
         self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
         kept.keep(self._id)
         params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat(to_plain(config)).items()]
-        for first in range(0, len(params), 100):  # as many as it takes at once
+        for first in range(0, len(params), 100):  # mlflow's limit per request
             self._client.log_batch(self._id, params=params[first : first + 100])
 
     def write(self, metrics: Mapping[str, float]) -> None:
@@ -107,12 +107,12 @@ class MlflowTracker:
 
 
 def mlflow_name(name: str) -> str:
-    """`eval/pass@1` -> `eval/pass_1`: a name of letters, digits and _-. :/ alone."""
+    """`eval/pass@1` -> `eval/pass_1`: mlflow allows only letters, digits and _-. :/ in names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
+    """The nested mapping `section` as dotted key -> value; `at` is a prefix of the keys."""
     found: dict[str, Any] = {}
     for name, value in section.items():
         found |= flat(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
@@ -120,7 +120,7 @@ def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 class SwanlabTracker:
-    """A swanlab run; SWANLAB_MODE says where (online, the default; offline; local). Its files are in
+    """A swanlab run. SWANLAB_MODE chooses where: online (the default), offline or local. Its files are in
     output_dir/swanlab."""
 
     def __init__(self, config: Config):
@@ -147,8 +147,8 @@ class SwanlabTracker:
 
 
 class TrackioTracker:
-    """A trackio run, in the database of TRACKIO_DIR on this machine, or in the space of TRACKIO_SPACE_ID. Runs
-    go on by their name, so that it gets four digits of its own."""
+    """A trackio run, in the database of TRACKIO_DIR on this machine, or in the space of TRACKIO_SPACE_ID. trackio
+    identifies a run by its name, so four random hexadecimal digits make the name unique."""
 
     def __init__(self, config: Config):
         import trackio
@@ -173,8 +173,9 @@ class TrackioTracker:
 
 
 class OpenMetricsEndpoint:
-    """http://127.0.0.1:PORT/metrics: the last value of each metric, `policy/grad_norm` as
-    `dynamo_megatron_policy_grad_norm`, and `dynamo_megatron_step`. Metrics whose names become equal are one."""
+    """Serves http://127.0.0.1:PORT/metrics with the last value of each metric, `policy/grad_norm` as
+    `dynamo_megatron_policy_grad_norm`, and with `dynamo_megatron_step`. Metrics whose converted names are equal share
+    one gauge."""
 
     def __init__(self, config: Config):
         from prometheus_client import CollectorRegistry, Gauge

@@ -1,4 +1,4 @@
-"""The one line a step that a user reads, and the legend that explains it."""
+"""The line that is printed for each step, and the legend that explains it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dynamo_megatron.tracking.metrics import fit_fields
 class Field:
     label: str
     meaning: str
-    text: Callable[[Mapping[str, float]], str]  # from a step's metrics; of the same width for every usual value
+    text: Callable[[Mapping[str, float]], str]  # from a step's metrics; usual values have the same width
 
 
 def _seconds(key: str) -> Callable[[Mapping[str, float]], str]:
     return lambda m: f"{m[key]:>6.2f}" if m[key] < 100 else f"{m[key]:>6.1f}"
 
 
-# The most important first, because a terminal gets the first that it has room for.
+# The most important first: a narrow terminal shows only the first ones.
 FIELDS = (
     Field("reward", "mean of rollouts", lambda m: f"{m['reward/mean']:>6.3f}"),
     Field("loss", "policy", lambda m: f"{m['policy/loss']:+.4f}"),
@@ -48,13 +48,13 @@ PARTS = (  # they add up to `time`
 
 
 def step_line(metrics: Mapping[str, float], steps: int, width: int | None = None) -> str:
-    """The line of a step, in columns; `width`: the terminal's columns, None (no terminal): all fields."""
+    """The line of a step, in columns. `width`: the terminal's columns; None (no terminal): all fields are shown."""
     fields = [f"{field.label} {field.text(metrics)}" for field in (*FIELDS, *PARTS)]
     return fit_fields([f"step {metrics['step']:>{len(str(steps))}}/{steps}", *fields], width)
 
 
 def legend(steps: int, width: int | None = None) -> str:
-    """What the labels in a step line of that width mean, with their units."""
+    """A text with the meanings and units of the labels in a step line of that width."""
     shown = step_line(defaultdict(float, step=steps), steps, width).split()
     text = "; ".join(f"{field.label}: {field.meaning}" for field in FIELDS if field.label in shown)
     parts = ", ".join(f"{field.label} ({field.meaning})" for field in PARTS if field.label in shown)

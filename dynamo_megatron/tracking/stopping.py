@@ -1,4 +1,4 @@
-"""When a metric ends a run before `trainer.steps`. Wall time is the trainer's own to watch."""
+"""Early stopping: a metric can end a run before `trainer.steps`. The trainer watches the wall time itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dynamo_megatron.config.files import ConfigError
 
 
 class StopRule:
-    """`trainer.stop_when` over the metrics of a run.
+    """Applies `trainer.stop_when` to the metrics of a run.
 
-    Only an average over `window` values counts, so that one lucky value ends nothing. Patience is checked when a value
-    comes, never between two evaluations.
+    Only an average over `window` values counts, so that one lucky value does not end a run. Patience is checked only
+    when a value of the metric arrives, so never between two evaluations.
     """
 
     def __init__(self, config: StopConfig):
@@ -26,10 +26,11 @@ class StopRule:
         self._best_step = 0
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Takes one row of metrics (a step's, an evaluation's or both); why the run ends, in a user's words, or None.
+        """Takes one row of metrics (of a step, an evaluation or both). Returns the reason to end the run, for the user,
+        or None.
 
-        A row without the metric is passed over. Raises ConfigError where the metric has never come and the row holds
-        others of its kind: an `eval/` metric is looked for in the first evaluation, any other one in the first step.
+        A row without the metric is ignored. Raises ConfigError where the first row of the metric's kind lacks it: an
+        `eval/` metric is expected in the first evaluation, any other metric in the first step.
         """
         name = self._config.metric
         if name is None:
@@ -46,8 +47,8 @@ class StopRule:
         return self._reason()
 
     def replay(self, *logs: Iterable[Mapping[str, float]]) -> str | None:
-        """Takes all rows of a run so far, from logs that ascend by step; what those of its last step give as the reason
-        to end, or None."""
+        """Takes all rows of a run so far, from logs in order of steps. Returns the reason to end the run that the rows
+        of its last step give, or None."""
         why, last = None, None
         for metrics in heapq.merge(*logs, key=lambda m: m["step"]):
             if metrics["step"] != last:

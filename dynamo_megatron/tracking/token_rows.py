@@ -1,4 +1,4 @@
-"""What the policy says of each token of a few rollouts a step (`tracking.token_rollouts`), for the report."""
+"""The policy's statistics of each token of a few rollouts per step (`tracking.token_rollouts`), for the report."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import TokenStats
 
-if TYPE_CHECKING:  # names only, as in step_metrics
+if TYPE_CHECKING:  # for type hints only, as in step_metrics
     from dynamo_megatron.policy.batch import TrainBatch
 
 
 class TokenRow(NamedTuple):
-    """What is known of one rollout's tokens."""
+    """The statistics of one rollout's tokens."""
 
-    response: str  # `response_hash`: a rollout_id may have got another response since then
-    lists: dict[str, list[float]]  # name -> a number a response token
+    response: str  # `response_hash`: the rollout_id may have another response by now
+    lists: dict[str, list[float]]  # name -> one number per response token
 
 
 def response_hash(ids: Sequence[int]) -> str:
-    """Of a response's token ids."""
+    """A hash of a response's token ids, 16 hexadecimal digits."""
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
 def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """A line for each of `count` rollouts, evenly spaced in the order of their advantages, the lowest and the highest
-    among them, with the `response_hash` of its tokens.
+    """Yields one row for each of `count` rollouts, each with the `response_hash` of its tokens. The rollouts are evenly
+    spaced in the order of their advantages, and include the lowest and the highest.
 
-    Lists have a number a response token, under the weights that the step began with: `logprob` and `entropy` (nats),
-    `advantage` (as the loss gets it, before the modulation) and `modulation`, its factor where the ratio is 1. The last
-    one is left out where the method has none, or its scope is the micro-batch, and so are both where
-    `entropy_shaping` is a function of the user's: calls on rank 0 alone could let the ranks' copies of it diverge.
-    `stats`: float32 [R].
+    The row's lists have one number per response token, under the weights at the beginning of the step: `logprob` and
+    `entropy` (nats), `advantage` (as the loss gets it, before the modulation) and `modulation`, the factor of the
+    modulation where the ratio is 1. `modulation` is left out where the method has no modulation, or its scope is the
+    micro-batch. Both are left out where `entropy_shaping` is a function of the user's: if only rank 0 called it, its
+    state could differ between the ranks. `stats`: float32 [R].
     """
     rollouts, users = batch.rollouts, isinstance(config.algorithm.advantage.entropy_shaping, str)
     order = np.argsort(batch.advantages, kind="stable")
@@ -73,7 +73,7 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
 def _factor(
     advantages: torch.Tensor, stats: TokenStats, ranges: ModulationRanges, algorithm: AlgorithmConfig
 ) -> torch.Tensor:
-    """float32 [n], of the n tokens of one rollout."""
+    """The factor of the modulation for the n tokens of one rollout, float32 [n]."""
     modulation, loss = algorithm.modulation, algorithm.loss
     expected = stats.expected_pi_lambda if modulation.expectation == "exact" else None
     change = entropy_change(
@@ -93,14 +93,16 @@ def _factor(
 
 
 def write_token_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """The file appears when it is whole, in place of one that a killed run has left of this step. Raises OSError."""
+    """Writes the rows. The file appears when it is complete, and replaces one of the same step that a killed run has
+    left. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         file.writelines(compressed(json.dumps(row).encode() + b"\n") for row in rows)
 
 
 def read_token_rows(path: Path) -> dict[str, TokenRow]:
-    """By rollout_id; nothing without a file. Raises ValueError (path:line) for a line that is not such."""
+    """The rows of a file by rollout_id; empty where there is no file. Raises ValueError (path:line) for a line that is
+    not such a row."""
     found: dict[str, TokenRow] = {}
     for number, line in enumerate(read_raw_lines(path) if path.is_file() else (), 1):
         try:

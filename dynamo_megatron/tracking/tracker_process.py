@@ -1,9 +1,9 @@
-"""A tracker in a process of its own: whatever its library does, rank 0 neither waits for it nor ends with it.
+"""Runs a tracker in a process of its own: whatever its library does, rank 0 neither waits for it nor fails with it.
 
     python -P -m dynamo_megatron.tracking.tracker_process NAME OUTPUT_DIR DESCRIPTOR PARENT
 
-Rank 0 writes JSON lines into a pipe, the configuration first and then a row each, and never blocks there. What the
-process prints goes to output_dir/logs/tracker-NAME.log. Its stdin is empty: a library that asks for a key gets none.
+Rank 0 writes JSON lines into a pipe without ever blocking: first the configuration, then one line per row. The output
+of the process goes to output_dir/logs/tracker-NAME.log. Its stdin is empty: a library that asks for a key gets none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dynamo_megatron.runtime.log_files import log_to, mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent, keeping
 
-LARGEST_BACKLOG = 16 << 20  # bytes of rows that it has not taken: some thousand steps
-LAST_WORDS = 1.0  # seconds for one whose pipe is closed to end, and to write why into its log
+LARGEST_BACKLOG = 16 << 20  # bytes of rows that the process has not read yet: some thousand steps
+LAST_WORDS = 1.0  # seconds for a process that has closed its pipe to exit, and to write the reason into its log
 
 
 class TrackerProcess:
-    """Rank 0's end. A tracker that fails, or takes nothing, is ended with one line to `say` and to its log; the run
+    """Rank 0's side. A tracker that fails or stops reading is killed, with one line to `say` and to its log; the run
     goes on."""
 
     def __init__(self, name: str, config: Config, say: Callable[[str], None]):
@@ -39,7 +39,7 @@ class TrackerProcess:
         os.set_blocking(self._pipe, False)
         module = "dynamo_megatron.tracking.tracker_process"
         words = [sys.executable, "-P", "-m", module, name, config.output_dir, str(theirs), str(os.getpid())]
-        with keeping(*FOR_THE_RANKS):  # it is to send what the ranks still log while they stop
+        with keeping(*FOR_THE_RANKS):  # the tracker must still send what the ranks log while they stop
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
         os.close(theirs)
         self._open, self._told = True, False
@@ -47,7 +47,8 @@ class TrackerProcess:
         self._send()
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """As `Tracker.write`; returns at once, but the one time that it finds the process failed."""
+        """As `Tracker.write`. Returns at once, except for up to LAST_WORDS seconds when it finds that the process has
+        failed."""
         if not self._open:
             return
         self._backlog += json.dumps(metrics).encode() + b"\n"
@@ -108,7 +109,7 @@ class TrackerProcess:
         self._say(f"{line}; metrics.jsonl has all metrics; its log is {self._log}")
 
     def _said_last(self) -> str:
-        """What the process said last, shortened; "" where it has said nothing."""
+        """The last line in the process's log, shortened; "" where there is none."""
         try:
             lines = text_since(self._log, self._log_began).split("\n")
         except OSError:

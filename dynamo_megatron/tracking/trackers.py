@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl. The packages are optional, and are imported where one asks for them."""
+"""The trackers that get the metrics besides metrics.jsonl. Their packages are optional, and imported when needed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dynamo_megatron.runtime.listening import LOOPBACK, check_port
 from dynamo_megatron.tracking.tracker_process import TrackerProcess
 
 POLL_EVERY = 0.05  # seconds
-PACKAGES = {"openmetrics": "prometheus_client"}  # of the names that differ from their package's
+PACKAGES = {"openmetrics": "prometheus_client"}  # tracker -> package, where the names differ
 
 
 class Tracker(Protocol):
     def write(self, metrics: Mapping[str, float]) -> None:
-        """One row: `step` and numbers by name. A step may have several rows, of different names."""
+        """Takes one row: `step` and numbers by name. A step may have several rows with different names."""
 
     def ended(self) -> bool:
-        """Sends the last rows on, as far as it can without waiting; nothing is written afterwards. Whether all is sent
-        and closed."""
+        """Sends the last rows as far as possible without waiting; no row may be written after this call. Returns True
+        once everything is sent and the tracker is closed."""
 
     def close(self) -> None:
-        """Ends what `ended` has not."""
+        """Closes the tracker, even where `ended` has not returned True yet."""
 
 
 class TensorBoardTracker:
-    """Event files in output_dir/tensorboard; a scalar a metric. Where they cannot be written it says so once."""
+    """Writes event files in output_dir/tensorboard, one scalar per metric. Warns once where they cannot be written."""
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Also at start 0: a run that died before its first checkpoint has left points.
+        # Also at start 0: a run that died before its first checkpoint may have left points.
         self._writer = SummaryWriter(str(Path(config.output_dir) / "tensorboard"), purge_step=start + 1)
         self._say, self._failed = say, False
 
@@ -66,7 +66,7 @@ class TensorBoardTracker:
 
 
 def asked_for(config: Config) -> list[str]:
-    """The trackers that a run has, without jsonl."""
+    """The names of the run's trackers, without jsonl."""
     tracking = config.tracking
     return [*(b for b in tracking.backends if b != "jsonl"), *(["openmetrics"] if tracking.openmetrics else [])]
 
@@ -86,15 +86,15 @@ def check_trackers(config: Config) -> None:
     if "wandb" in config.tracking.backends:
         import wandb
 
-        # wandb.init would ask for the key at the terminal, which stops a rank: it is in the background there.
+        # wandb.init would ask for the key at the terminal, which suspends a rank, since it is a background process.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConfigError("tracking.backends: wandb has no API key; run `wandb login` or set WANDB_MODE=offline")
 
 
 def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers of a run that goes on after step `start` (0: a new one). TensorBoard's only writes files, and is in
-    this process; the others talk to services, and each has a process of its own. `say` gets a line for the user where
-    one fails."""
+    """The trackers of a run that continues after step `start` (0: a new run). TensorBoard's only writes files and runs
+    in this process. The others send metrics to services, and each has a process of its own. `say` gets a line for the
+    user where a tracker fails."""
     return [
         TensorBoardTracker(config, start, say) if name == "tensorboard" else TrackerProcess(name, config, say)
         for name in asked_for(config)
@@ -102,7 +102,7 @@ def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> lis
 
 
 def close_trackers(trackers: Sequence[Tracker], within: float) -> None:
-    """Waits at most `within` seconds for all of them together to send their last rows."""
+    """Waits at most `within` seconds in total until all trackers have sent their last rows, then closes them."""
     deadline, waiting = time.monotonic() + within, list(trackers)
     while (waiting := [tracker for tracker in waiting if not tracker.ended()]) and time.monotonic() < deadline:
         time.sleep(POLL_EVERY)

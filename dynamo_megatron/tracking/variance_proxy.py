@@ -1,4 +1,7 @@
-"""What the gradient's variance is by the energies of the rollouts, forward-only (arXiv 2602.07078; verl's names)."""
+"""Estimates the gradient's variance from the rollouts' energies, without backward passes (arXiv 2602.07078).
+
+The metrics have verl's names.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def variance_proxy(batch: TrainBatch, stats: TokenStats, grad_norm: float, config: AdvantageConfig) -> dict[str, float]:
-    """Metrics of a step: W is a rollout's energy, A its advantage (of kind otb and with process rewards the mean over
-    its tokens), N the number of rollouts.
+    """Metrics of a step. W is a rollout's energy, A its advantage (with kind otb, and with process rewards, the mean
+    over its tokens), N the number of rollouts.
 
-    Signal strength is the squared gradient norm of the update, whose scale is the aggregation's; total power the mean
-    of A^2 W; pure noise their difference over N - 1, at least 0.
+    Signal strength is the squared gradient norm of the update, whose scale depends on the aggregation. Total power is
+    the mean of A^2 W. Pure noise is total power less signal strength, over N - 1, and at least 0.
     """
     rollouts, advantages = batch.rollouts, batch.advantages
     logprobs, collision, lengths = stats.logprobs.numpy(), stats.collision.numpy(), rollouts.response_lengths

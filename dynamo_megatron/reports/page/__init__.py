@@ -1,1 +1,1 @@
-"""The report as one HTML file: what it shows of a run's files (data, pure but for reading), and its rendering."""
+"""The report as one HTML file: the data that it shows, read from a run's files, and its rendering."""

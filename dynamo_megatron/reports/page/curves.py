@@ -1,4 +1,4 @@
-"""The metrics of a run as curves of a bounded number of points."""
+"""The metrics of a run as curves with a limited number of points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from dynamo_megatron.reports.run_record import RunRecord
 
-POINTS = 500  # of a curve
+POINTS = 500  # at most, per curve
 KEYS = (
     *("reward/mean", "reward/success", "policy/entropy", "policy/kl", "rollout_correction/kl"),
     *("rollout/response_length_mean", "rollout/truncated", "rollout/rejected", "rollout/failed", "rollout/aborted"),
@@ -21,16 +21,16 @@ KEYS = (
     *("gradient_noise/signal", "gradient_noise/between", "gradient_noise/within"),
     *("variance_proxy/proxy1_signal_strength", "variance_proxy/proxy2_total_power", "variance_proxy/proxy3_pure_noise"),
 )
-BUSY_MEAN, BUSY_MIN = "fleet/busy_share_mean", "fleet/busy_share_min"  # over the servers, made here
+BUSY_MEAN, BUSY_MIN = "fleet/busy_share_mean", "fleet/busy_share_min"  # over the servers, computed here
 
 
 def number(value: Any) -> float:
-    """NaN where it is none: files of a run may hold anything that JSON can."""
+    """`value` as a float; NaN where it is not a number: a run's files may contain any JSON."""
     return float(value) if isinstance(value, int | float) else float("nan")
 
 
 def series(run: RunRecord, key: str) -> np.ndarray:
-    """A metric at every step, float64 [steps]; NaN where it is missing or no finite number."""
+    """A metric at every step, float64 [steps]; NaN where it is missing or not a finite number."""
     if key in (BUSY_MEAN, BUSY_MIN):
         pick = np.mean if key == BUSY_MEAN else np.min
         found = [[number(v) for k, v in row.items() if _is_busy_share(k)] for row in run.metrics]
@@ -46,13 +46,13 @@ def _is_busy_share(key: str) -> bool:
 
 
 def bins(count: int, most: int = POINTS) -> np.ndarray:
-    """int64 [count]: the bin of each of `count` entries in order; bins are equally wide and at most `most`."""
+    """int64 [count]: the bin of each of `count` entries in order. There are at most `most` bins, of equal width."""
     width = max(1, -(-count // most))
     return np.arange(count) // width
 
 
 def binned(values: np.ndarray, bin_of: np.ndarray, *, largest: bool = False) -> np.ndarray:
-    """Mean (or largest) of the numbers in each bin, float64 [bins]; NaN where a bin has none."""
+    """The mean (or maximum) of the finite values in each bin, float64 [bins]; NaN for a bin without any."""
     there = np.isfinite(values)
     count = int(bin_of[-1]) + 1
     if largest:
@@ -65,15 +65,16 @@ def binned(values: np.ndarray, bin_of: np.ndarray, *, largest: bool = False) -> 
 
 
 def plain(values: Sequence[float] | np.ndarray, digits: int = 5) -> list[float | None]:
-    """For JSON: rounded to significant digits, None for what is not finite."""
+    """`values` for JSON: rounded to `digits` significant digits, None for NaN and infinity."""
     return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
 
 
 def curves(run: RunRecord) -> dict[str, Any]:
-    """`steps`: the last of each point; `width`: steps in a point; `values`: metric -> a value a point.
+    """`steps`: the last step of each point. `width`: the number of steps in a point. `values`: metric -> one value per
+    point. `evaluations`: k -> rows of `RunRecord.pass_at`.
 
-    Points are means over their steps, of metrics whose name ends in _max the largest. Metrics that the run has at no
-    step are left out."""
+    A point is the mean over its steps, or the maximum for metrics whose names end in _max. Metrics that no step has are
+    left out."""
     bin_of = bins(len(run.metrics))
     found = {}
     for key in (*KEYS, BUSY_MEAN, BUSY_MIN):

@@ -1,4 +1,4 @@
-"""All that the page shows of one or several runs, as plain data for JSON."""
+"""All data that the page shows of one or several runs, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_ru
 from dynamo_megatron.reports.side_by_side import run_names
 from dynamo_megatron.tracking.stopping import StopRule
 
-MOST_RUNS = 8  # in one page
-ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # of JSON, of all runs together
-MISSES = 20  # rollouts in a row that do not fit, after which no more are tried: a long one takes 0.2 s
+MOST_RUNS = 8  # on one page
+ROLLOUT_BYTES, PAIR_BYTES = 2_500_000, 800_000  # limits on the JSON of all runs together
+MISSES = 20  # after this many rollouts in a row that do not fit, no more are tried: a long one takes 0.2 s
 
 
 def page_data(
@@ -31,13 +31,13 @@ def page_data(
     refresh: float | None = None,
     decoders: dict[Path, Decode | None] | None = None,
 ) -> dict[str, Any]:
-    """`runs`, the first MOST_RUNS of `folders` in their order, and `left_out`, the others; `pairs`, as `pairs` gives
-    them; when it was made, and `refresh`: seconds until the page is written again, or None. `asked`: ids of rollouts of
-    the first run that must be among those shown. `decoders`: those that are loaded already, which this
-    completes.
+    """The page's data. `runs`: the first MOST_RUNS of `folders` in their order. `left_out`: the other folders. `pairs`:
+    as returned by `pairs`. `made`: the time. `refresh`: seconds until the page is written again, or None. `asked`: ids
+    of rollouts of the first run that must be among those shown. `decoders`: decoders that are already loaded, by run
+    folder; new ones are added.
 
-    Raises ValueError: no run's folder, no step in it, a line of its files that is broken, or ids in `asked` that are
-    not there or take too many bytes."""
+    Raises ValueError for a folder that is not a run's or has no step, for a broken line in a run's files, and for ids
+    in `asked` that do not exist or take too many bytes."""
     decoders = {} if decoders is None else decoders
     folders, left_out = folders[:MOST_RUNS], folders[MOST_RUNS:]
     runs = dict(zip(run_names(folders), map(read_run, folders), strict=True))
@@ -77,8 +77,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _ended(run: RunRecord) -> bool:
-    """The run has made its last step, by `trainer.steps` or `stop_when`, and evaluated it where the config asks for
-    that."""
+    """Returns True where the run has made its last step, by `trainer.steps` or `stop_when`, and has evaluated it if the
+    config has evaluations."""
     last = run.metrics[-1]["step"]
     evaluates = run.config.get("eval", {}).get("every") is not None
     return (last >= run.config["trainer"]["steps"] or _stopped(run)) and (
@@ -91,14 +91,15 @@ def _stopped(run: RunRecord) -> bool:
         return False
     try:
         return StopRule(StopConfig(**rule)).replay(run.metrics, run.evaluations) is not None
-    except ValueError:  # of another version's config, or it names no metric of the run, which has failed by that
+    except ValueError:  # another version's config, or the run has no such metric and has failed for that
         return False
 
 
 def _rollouts(run: RunRecord, asked: Collection[str], decode: Decode | None, most_bytes: int) -> dict[str, Any]:
-    """`shown`: views, until `most_bytes` of JSON; `left_out`: how many more there would be; `notes`: what is missing.
+    """`shown`: views of rollouts, at most `most_bytes` of JSON. `steps`: their steps. `left_out`: the number of chosen
+    rollouts that did not fit. `notes`: remarks on missing data.
 
-    A run on recorded rollouts has them in the folder that it names."""
+    A run on recorded rollouts has its rollouts in the folder that its config names."""
     source = Path(run.config["rollout"].get("recorded") or run.folder)
     last = run.metrics[-1]["step"]
     chosen = shown_rollouts(run.folder, source, last, run.config, asked)

@@ -1,4 +1,4 @@
-"""Checks of a run's metrics whose failure a person should see, each with the numbers that it goes by."""
+"""Checks of a run's metrics, each with the numbers behind it; a person should look at those that warn."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from dynamo_megatron.reports.picture import moving_average
 from dynamo_megatron.reports.run_record import RunRecord
 
 WARNING, FINE, UNKNOWN = "warning", "fine", "not measured"
-WINDOW = 10  # steps whose mean is the beginning, and the end
+WINDOW = 10  # the beginning and the end of a run are means over this many steps
 FEWEST = 20  # steps that a comparison of beginning and end needs
-COLLAPSED = 0.25  # entropy at the end, of that at the beginning
-LONGER, TOGETHER = 1.2, 0.8  # length at the end over the beginning; its correlation with the reward
-WIDER, GAP = 3.0, 1e-3  # gap at the end over the beginning; nats below which a gap is rounding
-STARVED, FEWEST_VISITS = 0.5, 20  # rollouts a visit of a source, of those of all sources; visits that it needs
+# Thresholds of the warnings:
+COLLAPSED = 0.25  # below this ratio of the entropy at the end to that at the beginning
+LONGER, TOGETHER = 1.2, 0.8  # above this ratio of the lengths, and this correlation of length and reward
+WIDER, GAP = 3.0, 1e-3  # above this ratio of the gaps, and above this gap in nats: smaller ones are rounding
+STARVED, FEWEST_VISITS = 0.5, 20  # below this ratio of a source's rollouts per visit to all sources'; visits needed
 
 
 def findings(run: RunRecord, sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a check: `name`, `state` (warning, fine, not measured), `text`, and `metrics`, the curves to look at.
+    """One entry per check: `name`, `state` (warning, fine, not measured), `text`, and `metrics`, the curves to look at.
 
-    `sources`: as `allocation.by_source` gives them."""
+    `sources`: as returned by `allocation.by_source`."""
     return [_entropy(run), _length(run), _gap(run), _damped(run), _starving(run, sources)]
 
 
@@ -32,7 +33,8 @@ def _entry(name: str, state: str, text: str, *metrics: str) -> dict[str, Any]:
 
 
 def _ends(run: RunRecord, key: str) -> tuple[float, float] | None:
-    """The metric's mean over the first and over the last WINDOW steps that have it; None: too few."""
+    """The metric's mean over the first and over the last WINDOW steps that have it; None where fewer than FEWEST steps
+    have it."""
     values = series(run, key)
     values = values[np.isfinite(values)]
     return (float(values[:WINDOW].mean()), float(values[-WINDOW:].mean())) if len(values) >= FEWEST else None

@@ -24,13 +24,14 @@ Side = tuple[str, dict[str, Any]]  # the prompt's text; step, response, reward, 
 def pairs(
     runs: Mapping[str, RunRecord], views: Mapping[str, Sequence[dict[str, Any]]], most_bytes: int
 ) -> dict[str, Any]:
-    """`shown`: of the first two of `runs`, the first responses to held-out problems of their last evaluations, or where
-    they share none, shown rollouts (`views`, as `rollout_view`) of the same prompt; at most PAIRS, evenly spaced.
-    `other_prompts`: how many prompt ids both runs have with different texts, which are no pairs.
+    """`shown`: at most PAIRS pairs of the first two of `runs`, evenly spaced. A pair has the first responses of the
+    last evaluations to a held-out problem. Where the evaluations share no problem, it has shown rollouts of the same
+    prompt (`views`, from `rollout_view`). `other_prompts`: the number of prompt ids that both runs have with different
+    texts, which give no pairs.
 
-    Each has `key`, a hash of its texts, `prompt_id`, `prompt` and `sides`: two of run, step, response, reward, success.
-    Prompts without a text, and pairs of equal responses, of which none is preferred, are left out, and so are those
-    whose texts are too long to be given whole: a cut response must not become a preference."""
+    Each pair has `key`, a hash of its texts, `prompt_id`, `prompt` and `sides`: run, step, response, reward and success
+    of each. Prompts without a text and pairs of equal responses are left out. So are pairs whose texts are too long to
+    be shown whole: a person must not judge a cut response."""
     names = list(runs)[:2]
     if len(names) < 2:
         return {"shown": [], "other_prompts": 0}
@@ -58,7 +59,7 @@ def pairs(
 
 
 def _shared(first: Mapping[str, Side], second: Mapping[str, Side]) -> tuple[list[str], int]:
-    """The prompt ids that both have with the same text; how many they have with different ones."""
+    """(the prompt ids that both have with the same text, the number of ids that both have with different texts)."""
     both = sorted(set(first) & set(second))
     equal = [prompt_id for prompt_id in both if first[prompt_id][0] == second[prompt_id][0]]
     return equal, len(both) - len(equal)
@@ -69,7 +70,7 @@ def _hash(texts: Sequence[str]) -> str:
 
 
 def _of_evaluation(run: RunRecord) -> dict[str, Side]:
-    """By prompt_id; nothing without an evaluation or its file."""
+    """The sides of a run's last evaluation by prompt_id; empty where there is no evaluation, or its file is missing."""
     if not run.evaluations:
         return {}
     step = run.evaluations[-1]["step"]
@@ -85,7 +86,7 @@ def _side(result: ProblemResult, step: int) -> Side:
 
 
 def _of_rollouts(views: Sequence[dict[str, Any]]) -> dict[str, Side]:
-    """The newest of each prompt."""
+    """The newest view of each prompt, by prompt_id."""
     keys = ("step", "response", "reward", "success")
     newest = sorted((v for v in views if v["status"] == "ok"), key=lambda v: v["step"])
     return {v["prompt_id"]: (v["prompt"], {key: v[key] for key in keys}) for v in newest}

@@ -1,4 +1,4 @@
-"""Token ids as the pieces of text that they stand for."""
+"""Decodes token ids one by one into pieces of text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 
-BROKEN = "\ufffd"  # what a decoder gives for bytes that are no whole character
-LONGEST = 3  # tokens of a character but its last one: UTF-8 has at most four bytes a character
-WINDOW = 16  # tokens without a whole character, after which those before the last LONGEST never become one
+BROKEN = "\ufffd"  # what a decoder returns for bytes that are not a whole character
+LONGEST = 3  # tokens of a character besides its last one: UTF-8 has at most four bytes per character
+WINDOW = 16  # tokens without a whole character, after which those before the last LONGEST cannot become one
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def find_decoder(folder: Path, model_path: str) -> Decode | None:
-    """Of the tokenizer in `model_path`, or in the run's exported model; None: neither has one that loads here."""
+    """The decoder of the tokenizer in `model_path`, or else in the run's exported model; None where neither has a
+    tokenizer that loads here."""
     for place in (Path(model_path), folder / "hf"):
         try:
             tokenizer = load_tokenizer(place)
@@ -27,12 +28,12 @@ def find_decoder(folder: Path, model_path: str) -> Decode | None:
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
-    """One piece a token; joined they are the text of all. A character that several tokens make stands at the last of
-    them, the others get "".
+    """One piece of text per token; joined they are the whole text. Where several tokens form a character, the last of
+    them gets it and the others get "".
 
-    Decoded in a sliding window, since decoders treat the first token of a text differently."""
+    The tokens are decoded in a sliding window, since decoders treat the first token of a text differently."""
     texts: list[str] = []
-    start = done = 0  # of the window; what has been given to tokens
+    start = done = 0  # the window's beginning; the number of tokens whose text is final
     for end in range(1, len(ids) + 1):
         before, now = decode(ids[start:done]), decode(ids[start:end])
         whole = len(now) > len(before) and not now.endswith(BROKEN)
