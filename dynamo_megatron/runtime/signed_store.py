@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.runtime.whole_files import replacing
 
-SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder; the key that proves which one is current
+SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder; the key that proves which it is
 SECRET_BYTES, CODE = 32, 64  # CODE: characters
 POLL_EVERY = 0.05  # seconds
 
