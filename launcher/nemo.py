@@ -266,7 +266,7 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         mounts += filter(None, (job.container_mounts or "").split(","))
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
-        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only what is there can be mounted
+        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
     if job.env_file:
         executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     if options.ssh:

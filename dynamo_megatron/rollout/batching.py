@@ -26,7 +26,7 @@ MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # 
 
 
 class MalformedReply(ValueError):
-    """A server's reply is not what was asked for."""
+    """A server's reply is not what was requested."""
 
 
 Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
@@ -157,7 +157,7 @@ class Batches:
                 return False
             future = left.pop(meta["id"]).reply
             if not future.done():
-                # To a request of its own SGLang would have answered with this status.
+                # SGLang would have answered with this status if the request had been sent alone.
                 status = finish.get("status_code") if finish["type"] == "abort" else None
                 future.set_result((200, event) if status is None else (int(status), finish))
         return False

@@ -264,7 +264,7 @@ class Generator:
         """Returns the interrupted session if it is for the same rollouts and weights, else a new one with the rollouts
         that are on disk already."""
         notes = []
-        complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are
+        complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]

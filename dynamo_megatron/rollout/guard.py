@@ -26,7 +26,7 @@ from dynamo_megatron.runtime.log_files import bound_log, copy_output
 from dynamo_megatron.runtime.process_signals import die_with_parent
 
 POLL_EVERY = 0.5  # seconds
-KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in a system call may not
+KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in an uninterruptible system call may not
 COPIED_WITHIN = 1.0  # seconds for the last output to reach the log; a process outside the group may hold the pipe open
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
 SHARED_MEMORY = "/dev/shm/"

@@ -29,7 +29,7 @@ class Retention:
 
     def __init__(self, folder: Path, keep_last: int | None):
         self._folder, self._keep_last = folder, keep_last
-        self._sizes: dict[int, int] = {}  # bytes of the files of steps that are over
+        self._sizes: dict[int, int] = {}  # bytes of the files of finished steps
         self._noted = False
 
     def trim(self, step: int) -> list[str]:

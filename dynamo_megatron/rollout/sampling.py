@@ -192,7 +192,7 @@ class Sampling:
             return
         if response.finish_reason == "error":
             if not request.refused and len(self._fleet.serving()) > 1:
-                request.refused.append(member.name)  # it may be that server's fault: another one is asked
+                request.refused.append(member.name)  # it may be that server's fault: another one is tried
                 self._pending.appendleft(request)
                 return
         else:

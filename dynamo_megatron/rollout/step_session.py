@@ -30,14 +30,14 @@ class StepSession:
     rollouts: dict[str, Accounted]  # those that have an outcome, by rollout_id
     notes: list[str]  # for the user
     discarded: int  # rollouts of an interrupted run
-    begun: Mapping[str, Response] = field(default_factory=dict)  # by that run, by rollout_id
+    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of that run, by rollout_id
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    late: int = 0  # requests that the step's deadline ended
+    late: int = 0  # requests aborted at the step's deadline
     arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:

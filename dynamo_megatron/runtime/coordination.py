@@ -142,7 +142,8 @@ class Coordinator:
             raise RemoteFailure(message)
 
     def check_stop(self) -> None:
-        """For rank 0, which decides for all: raises StopRequested if any rank was asked to stop, else as `check`."""
+        """For rank 0, which decides for all: raises as `check` does, and StopRequested if any rank was asked to
+        stop."""
         self.check()
         self.stop.check()
         if (by := self._store.get(STOP)) is not None:

@@ -93,7 +93,7 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
         if store.check([PROOF]):  # NFS caches for a minute that a file is missing: no rank looks before
             try:
                 secret = file.read_bytes()
-            except OSError:  # a network's file system may show an earlier start's for a while, and then none
+            except OSError:  # a network file system may show an earlier start's file for a while, and then none
                 secret = b""
             # A stranger could have signed with an incomplete secret.
             if len(secret) == SECRET_BYTES and hmac.compare_digest(store.get(PROOF), _code(secret, PROOF).encode()):

@@ -20,7 +20,7 @@ import time
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 STDIN = 0
-KILLED_WITHIN = 3.0  # seconds for killed processes to end; one in a system call may not
+KILLED_WITHIN = 3.0  # seconds for killed processes to end; one in an uninterruptible system call may not
 
 
 def main(descriptor: int, command: list[str]) -> int:

@@ -50,7 +50,7 @@ class TensorTransport(Streamed):
 
     def _handle(self) -> str:
         raw = io.BytesIO()
-        # SGLang reads the attributes of whatever stands for its FlattenedTensorMetadata, which is not importable here.
+        # SGLang takes any object with the attributes of its FlattenedTensorMetadata, which cannot be imported here.
         ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
         return base64.b64encode(raw.getvalue()).decode()
 
