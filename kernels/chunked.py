@@ -1,4 +1,4 @@
-"""The head's GEMMs over one chunk of labelled tokens after another: logits and their statistics, gradients of both.
+"""The policy head's GEMMs, over one chunk of labelled tokens after another: logits, their statistics, and gradients.
 
 A backend does what lies between the GEMMs; it is a module: `reference` or `triton_backend`.
 """
@@ -25,7 +25,8 @@ TILE = 128  # rows: a GEMM works in tiles of about this size
 
 
 def find_backend(name: str, device: torch.device) -> ModuleType:
-    """Raises ValueError for an unknown name, and for triton on a CPU without Triton's interpreter."""
+    """Returns the backend's module. Raises ValueError for an unknown name, and for triton on a CPU without Triton's
+    interpreter."""
     if name not in ("auto", "torch", "triton"):
         raise ValueError(f"backend: {name!r} is none of 'auto', 'torch', 'triton'")
     if name == "torch" or (name == "auto" and device.type != "cuda"):
@@ -40,13 +41,13 @@ def find_backend(name: str, device: torch.device) -> ModuleType:
 
 
 def chunk_size(row_bytes: int) -> int:
-    """Rows of logits, whose buffers take `row_bytes` each, that stay within WORKSPACE_BYTES; at least 1."""
+    """Returns how many rows of logits, whose buffers take `row_bytes` each, fit in WORKSPACE_BYTES; at least 1."""
     rows = max(1, WORKSPACE_BYTES // row_bytes)
     return rows if rows < TILE else rows // TILE * TILE
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed in `dtype` and not rounded further."""
+    """Returns a @ b, summed in `dtype` and not rounded further."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
@@ -63,7 +64,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 class ChunkedHead:
     """The checked geometry of one call: labelled rows, vocabulary shard, chunks, dtypes.
 
-    Raises ValueError naming the argument.
+    Raises ValueError that names the argument.
     """
 
     def __init__(self, hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens):
@@ -103,21 +104,23 @@ class ChunkedHead:
         self.chunk_tokens = chunk_tokens or chunk_size(buffers * rows * self.dtype.itemsize)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the labelled rows; the same on every rank of the group, which shares the labels."""
+        """Yields slices of the labelled rows; the same on every rank of the group, which shares the labels."""
         for start in range(0, len(self.rows), self.chunk_tokens):
             yield slice(start, min(start + self.chunk_tokens, len(self.rows)))
 
     def as_operand(self, t: Tensor) -> Tensor:
-        """What the GEMMs take: a CPU has none from bfloat16 to float32, so there bfloat16 is widened, once."""
+        """Returns `t` as the GEMMs take it. A CPU has no GEMM from bfloat16 to float32, so there bfloat16 is widened,
+        once."""
         return t.to(self.operand if t.is_cuda else self.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """The chunk's hidden states [c, h], an operand like `weight`, and logits [c, V/tp] in the compute dtype."""
+        """Returns the chunk's hidden states [c, h], an operand like `weight`, and logits [c, V/tp] in the compute
+        dtype."""
         x = self.as_operand(hidden.index_select(0, self.rows[chunk]))
         return x, _product(x, weight.t(), self.dtype)
 
     def partials_(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Every shard's row statistics [tp, 6, c], and what the logits are left short of, [c]."""
+        """Returns every shard's row statistics [tp, 6, c], and what was subtracted from each row of the logits, [c]."""
         part, shift = self.backend.shard_statistics_(logits, self.labels[chunk], self.shard, self.temperature)
         parts = part[None]
         if self.size > 1:
@@ -126,7 +129,7 @@ class ChunkedHead:
         return parts, shift
 
     def statistics(self, hidden: Tensor, weight: Tensor) -> Statistics:
-        """Statistics of all labelled rows, [n] each."""
+        """Returns the statistics of all labelled rows, [n] each."""
         out = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
         w = self.as_operand(weight)
         for chunk in self.chunks():
@@ -143,7 +146,8 @@ class ChunkedHead:
         tokens: Tokens,
         ranges: ModulationRanges | None,
     ) -> tuple[Statistics, Terms, tuple[Tensor | None, Tensor | None]]:
-        """One pass, 3 GEMMs: a chunk's loss and gradients from the same logits. The gradients are (dX, dW)."""
+        """Returns statistics, loss terms and (dX, dW) from one pass, 3 GEMMs: a chunk's loss and gradients use the same
+        logits."""
         stats = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
         terms = stats.new_empty(3, len(self.rows))  # gradients and advantages
         sums = stats.new_zeros(len(METRICS))
@@ -157,7 +161,7 @@ class ChunkedHead:
             merged, t = self.backend.merge_with_loss(parts, self.temperature, config, tokens.at(chunk), ranges)
             g_h = t.grad_entropy if config.entropy_coef else None
             gradients.add(chunk, x, w, z, merged.maximum - shift, merged.log_sum, merged.entropy, t.grad_logprobs, g_h)
-            del z  # or two chunks of logits would be alive with the next one's
+            del z  # else two chunks of logits would be alive at once
             stats[:, chunk] = torch.stack(merged)
             terms[:, chunk] = torch.stack(t[:3])
             sums += t.sums
@@ -172,7 +176,8 @@ class ChunkedHead:
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dX, dW) for gradients [n] of logprobs and entropy (None: 0) from logits computed again: 3 GEMMs."""
+        """Returns (dX, dW) for gradients [n] of logprobs and entropy (None: 0). The logits are computed again: 3
+        GEMMs."""
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(stats.logprobs)
         grad_logprobs = grad_logprobs.contiguous()  # autograd hands out expanded scalars
@@ -188,7 +193,7 @@ class ChunkedHead:
         return gradients.finish()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[n] of the labelled rows -> [T], 0 elsewhere; differentiable."""
+        """Returns [T] with `values` [n] in the labelled rows and 0 elsewhere; differentiable."""
         return values.new_zeros(self.tokens).index_copy(0, self.rows, values)
 
 
@@ -197,10 +202,10 @@ class _Gradients:
 
     def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool]):
         self.head, self.dtype = head, weight.dtype
-        rows = {"memory_format": torch.contiguous_format}  # whatever the strides of what they are gradients of
+        rows = {"memory_format": torch.contiguous_format}  # whatever the strides of `hidden` and `weight`
         self.hidden = torch.zeros_like(hidden, **rows) if wanted[0] else None
         self.main = getattr(weight, "main_grad", None) if wanted[1] else None
-        # A main_grad of the compute dtype takes the GEMM's result itself; any other gets one rounding at the end.
+        # A main_grad of the compute dtype takes the GEMMs' results directly; any other is rounded to once, at the end.
         self.direct = self.main is not None and self.main.dtype == head.dtype
         self.weight = None
         if wanted[1]:
@@ -221,7 +226,7 @@ class _Gradients:
             self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        """(dX, dW in the weight's dtype); dW is None where it went to main_grad."""
+        """Returns (dX, dW in the weight's dtype); dW is None where it went to main_grad."""
         if self.main is None:
             return self.hidden, None if self.weight is None else self.weight.to(self.dtype)
         if not self.direct:

@@ -30,7 +30,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class PolicyLossOutput(NamedTuple):
-    """What `policy_loss` gives; everything but `loss` is detached."""
+    """What `policy_loss` returns; everything except `loss` is detached."""
 
     loss: Tensor  # scalar, sum_t w_t loss_t, equal on every rank of tp_group
     stats: TokenStats  # of the current policy
@@ -39,17 +39,19 @@ class PolicyLossOutput(NamedTuple):
 
 
 def _hand_back(weight: Tensor, wanted: bool, dw: Tensor | None) -> Tensor | None:
-    """The gradient that autograd gets of a weight whose own went to main_grad, where it has one."""
+    """Returns the gradient of `weight` for autograd: `dw`, or zeros where `weight` has a main_grad, to which its
+    gradient went."""
     if not (wanted and hasattr(weight, "main_grad")):
         return dw
-    # Megatron's hooks want a gradient to fire, and with zero_out_wgrad they add it: exact zeros. They live until the
-    # hook has run; one tensor kept for all calls would be alive beside the forward pass's workspace.
+    # Megatron's hooks fire only for a gradient, and with zero_out_wgrad they add it: exact zeros. These are freed once
+    # the hook has run; one tensor kept for all calls would be alive beside the forward pass's workspace.
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight)
 
 
 def _poison_unless_one_(upstream: Tensor, gradients: Iterable[Tensor | None]) -> None:
-    """Adds NaN to one element of each gradient where upstream is not 1; on a GPU nobody waits for that answer."""
+    """Adds NaN to one element of each gradient where upstream is not 1; on a GPU the host does not wait for the
+    comparison."""
     poison = torch.where(upstream == 1.0, 0.0, torch.nan)
     for gradient in gradients:
         if gradient is not None:
@@ -57,7 +59,7 @@ def _poison_unless_one_(upstream: Tensor, gradients: Iterable[Tensor | None]) ->
 
 
 class _EagerLoss(torch.autograd.Function):
-    """Hangs (dX, dW), formed with the loss, on the graph; they hold for an upstream gradient of 1 alone."""
+    """Attaches (dX, dW), computed with the loss, to the graph; they are correct only for an upstream gradient of 1."""
 
     @staticmethod
     def forward(ctx, hidden, weight, loss, dx, dw):
@@ -101,7 +103,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _sequence_mean(stats: Statistics, head: ChunkedHead, cu_seqlens: Tensor) -> Tensor:
-    """Mean of pi Lambda over the labelled tokens of each token's sequence, [n]."""
+    """Returns the mean of pi Lambda over the labelled tokens of each token's sequence, [n]."""
     labelled = torch.zeros(head.tokens + 1, dtype=torch.int64, device=head.rows.device)
     labelled[head.rows + 1] = 1
     counts = labelled.cumsum(0)[cu_seqlens.long()].diff()
@@ -128,14 +130,16 @@ def token_stats(
     backend: Literal["torch", "triton", "auto"] = "auto",
     chunk_tokens: int | None = None,
 ) -> TokenStats:
-    """Log-probability, entropy, E[pi Lambda] and collision probability of every labelled token. No gradient.
+    """Returns log-probability (natural log), entropy (nats), E[pi Lambda] and collision probability, [T] each.
+
+    Rows labelled -100 are 0. No gradient.
 
     hidden: [T, h], weight: [V/tp, h], floating point; logits are float32 (float64 where one of them is).
     labels: int64 [T]; -100 leaves a row out. vocab_size: tokens in the vocabulary; the weight's rows from there on
     (global index) are padding and take no part. tp_group: the ranks that hold the weight's shards, in order; None:
-    not sharded. chunk_tokens: rows of logits at once; None: what 2.5 GB hold. One all-gather per chunk.
+    not sharded. chunk_tokens: rows of logits at once; None: as many as fit in 2.5 GB. One all-gather per chunk.
 
-    Raises ValueError naming the argument.
+    Raises ValueError that names the argument.
     """
     head = ChunkedHead(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
     return _token_stats(head, head.statistics(hidden, weight))
@@ -152,12 +156,12 @@ def token_logprobs(
     backend: Literal["torch", "triton", "auto"] = "auto",
     chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
-    """Log-probability and entropy of every labelled token, for any loss of them: 4 GEMMs with the backward pass.
+    """Returns log-probability and entropy of every labelled token, for any loss of them: 4 GEMMs with backward.
 
     Arguments as in `token_stats`; hidden.grad and weight.grad (or main_grad) as in `policy_loss`. Every rank of
     tp_group has to run the backward pass, with the same upstream gradients.
 
-    Raises ValueError naming the argument.
+    Raises ValueError that names the argument.
     """
     head = ChunkedHead(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
     with torch.no_grad():
@@ -189,26 +193,26 @@ def policy_loss(
     """The clipped policy loss with modulated advantages (arXiv 2602.19208), sum_t w_t loss_t, and its gradient.
 
     hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens: as in `token_stats`.
-    advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; what stands in rows
-    labelled -100 is never read. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
+    advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; values in rows labelled
+    -100 are never used. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
     advantage of 1 the gradient is that of the cross-entropy. old_kl_coef: floating point [T], the coefficient of each
-    token's |logprob - old logprob| (KL-Cov); None: no such term. log_ratios: floating point [T], the value of
-    logprob - old logprob in the policy loss (a whole response's: GSPO, RLOO), with the gradient of the token's own;
-    None: each token's value. config.modulation None: advantages are used as they are.
+    token's |logprob - old logprob| (KL-Cov); None: no such term. log_ratios: floating point [T], replaces the value of
+    logprob - old logprob in the policy loss (by that of a whole response: GSPO, RLOO), but not the gradient, which is
+    that of the token's own logprob; None: each token's value. config.modulation None: advantages are used as they are.
     ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
     micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], for expectation "sequence_mean", whose
     mean goes over a sequence's labelled tokens.
 
-    gradient "eager" forms the gradient with the loss (3 GEMMs; 4 with "sequence_mean") and promises that the loss's
-    upstream gradient is 1, checked in backward (on a GPU another one makes the gradients NaN); "recompute" forms it in
-    backward (4 GEMMs) for any upstream gradient.
+    gradient "eager" computes the gradient together with the loss (3 GEMMs; 4 with "sequence_mean"), for an upstream
+    gradient of 1. Backward checks this: any other value makes the gradients NaN on a GPU, and raises ValueError on a
+    CPU. gradient "recompute" computes it in backward (4 GEMMs) for any upstream gradient.
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.
     Metrics: tokens, loss (weighted), entropy (nats), kl (nats) and kl_square, ratio and ratio_square (of the policy
     loss), clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
 
-    Raises ValueError naming the argument.
+    Raises ValueError that names the argument.
     """
     head = ChunkedHead(hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens)
     per_token = {
@@ -252,7 +256,7 @@ def _check_arguments(
     cu_seqlens: Tensor | None,
     gradient: str,
 ) -> None:
-    """Raises ValueError naming the argument of `policy_loss`."""
+    """Raises ValueError that names the argument of `policy_loss`."""
     for name, value in per_token.items():
         if value is None and name not in ("advantages", "token_weights"):
             continue
@@ -269,6 +273,6 @@ def _check_arguments(
             raise ValueError("cu_seqlens: needed for expectation 'sequence_mean'")
         if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
             raise ValueError(f"cu_seqlens: needs integers [S+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-        # One answer that the host waits for, not three.
+        # The host waits for one result of the device, not three.
         if (cu_seqlens[0] != 0) | (cu_seqlens[-1] != len(labels)) | (cu_seqlens.diff() < 0).any():
             raise ValueError(f"cu_seqlens: needs to rise from 0 to the {len(labels)} tokens, got {cu_seqlens.tolist()}")

@@ -7,7 +7,7 @@ from which, over the whole vocabulary,
 Subtracting m before dividing keeps H exact to rounding where |z| is large; lse - sum p z would cancel.
 Row statistics are [6, c] tensors so that one all-gather carries them.
 
-The functions from `workspace_buffers` on are what a backend is: `triton_backend` has the same ones.
+The functions from `workspace_buffers` on are the interface of a backend: `triton_backend` has the same functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOOR = -1000.0
 
 
 def finite_maximum(maximum: Tensor) -> Tensor:
-    """0 where a row has nothing but -inf: -inf - -inf would be NaN. NaN stays."""
+    """Returns `maximum`, with 0 where a row has nothing but -inf: -inf - -inf would be NaN. NaN stays."""
     return maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
@@ -35,20 +35,20 @@ def _owned(labels: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
 
 
 def workspace_buffers(operand: torch.dtype, device: torch.device) -> int:
-    """[c, V/tp] tensors of the compute dtype alive at once: the logits and one temporary."""
+    """Returns how many [c, V/tp] tensors of the compute dtype are alive at once: the logits and one temporary."""
     return 2
 
 
 def operand_dtype(hidden: torch.dtype, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """What the GEMMs multiply; their results are in the compute dtype."""
+    """Returns the dtype of the GEMMs' operands; their results have the compute dtype."""
     return compute
 
 
 def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor]:
-    """(m, s, u, s2, u2, z_y) of this shard, [6, c], and what the logits are left short of, [c].
+    """Returns (m, s, u, s2, u2, z_y) of this shard, [6, c], and what was subtracted from each row of the logits, [c].
 
-    z_y is 0 where the label is another shard's. logits [c, V/tp] are left as z - m, for `logits_gradient_`.
-    An all-padding shard gives m = -inf and zeros, which merge to nothing.
+    z_y is 0 where the label is in another shard. logits [c, V/tp] are left as z - m, for `logits_gradient_`. An
+    all-padding shard gives m = -inf and zeros, which do not change a merge.
     """
     part = logits.new_zeros(6, logits.shape[0])
     part[0] = -torch.inf
@@ -70,7 +70,7 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
 
 
 def merge(parts: Tensor, temperature: float) -> Statistics:
-    """Statistics over the vocabulary from all shards' [tp, 6, c], summed in the order of the ranks."""
+    """Returns statistics over the vocabulary from all shards' [tp, 6, c], summed in the order of the ranks."""
     m, s, u, s2, u2, target = parts.unbind(1)
     maximum = finite_maximum(m.amax(0))
     d = ((m - maximum) / temperature).clamp(min=FLOOR)

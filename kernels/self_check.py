@@ -1,4 +1,4 @@
-"""Before training: do the Triton kernels and the PyTorch reference say the same on this machine?"""
+"""Checks before training that the Triton kernels and the PyTorch reference agree on this machine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def check_backend(
 ) -> None:
     """Compares loss, statistics and gradients of a few random tokens where `backend` resolves to Triton.
 
-    gradient: as `policy_loss` takes it in training; kl_cov, response_ratio: tokens have an old_kl_coef or log_ratios
-    there.
-    weight: [V/tp, h], this rank's shard; its first rows are used. Every rank of tp_group takes part and comes to the
-    same end. Raises ValueError where something differs by more than rounding.
+    gradient: as training passes it to `policy_loss`; kl_cov, response_ratio: whether training passes old_kl_coef or
+    log_ratios. weight: [V/tp, h], this rank's shard; its first rows are used. Every rank of tp_group takes part and
+    comes to the same result. Raises ValueError where something differs by more than rounding.
     """
     if find_backend(backend, weight.device) is reference:
         return

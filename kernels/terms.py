@@ -1,4 +1,4 @@
-"""The policy loss of labelled tokens in PyTorch, and its derivatives by logprob and entropy."""
+"""The policy loss of labelled tokens in PyTorch, and its derivatives with respect to logprob and entropy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo_megatron.kernels.types import BOOSTED, DAMPED, Statistics, Terms, To
 
 
 class Loss(NamedTuple):
-    """Of some labelled tokens; `loss` and sums[0] are differentiable in logprobs and entropy."""
+    """The loss of some labelled tokens; `loss` and sums[0] are differentiable with respect to logprobs and entropy."""
 
     loss: Tensor  # [n], without weights
     advantages: Tensor  # [n], after modulation
@@ -29,7 +29,8 @@ def summed_loss(
     expected_pi_lambda: Tensor,
     ranges: ModulationRanges | None,
 ) -> Loss:
-    """Modulation and loss of labelled tokens, [n] each; ranges None: over these tokens."""
+    """Returns the loss of labelled tokens with modulated advantages; inputs are [n] each. ranges None: over these
+    tokens."""
     advantages = tokens.advantages
     logp, h = logprobs.detach(), entropy.detach()
     old_logprobs = logp if tokens.old_logprobs is None else tokens.old_logprobs
@@ -80,7 +81,7 @@ def loss_terms(
     expected_pi_lambda: Tensor,
     ranges: ModulationRanges | None,
 ) -> Terms:
-    """`summed_loss` of tokens with these statistics, and its gradients."""
+    """Returns `summed_loss` of tokens with these statistics, and its gradients."""
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropy = stats.entropy.detach().requires_grad_()

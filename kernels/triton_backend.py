@@ -15,24 +15,26 @@ from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tok
 STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 16
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 MERGE_BLOCK, MERGE_WARPS = 128, 4
-# The kernels write tl.fma where they mean it: results do not hang on a Triton version's default. The barrier before an
-# in-place store orders loads only as long as none is pipelined: num_stages 1.
+# The kernels write tl.fma where they mean it: results do not depend on a Triton version's default. The barrier before
+# an in-place store orders loads only as long as none is pipelined: num_stages 1.
 OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
 INTERPRETED = not isinstance(merge_kernel, triton.runtime.JITFunction)
 
 
 def workspace_buffers(operand: torch.dtype, device: torch.device) -> int:
-    """[c, V/tp] tensors of the compute dtype alive at once: the logits, and what a CPU's GEMM makes of bfloat16."""
+    """Returns how many [c, V/tp] tensors of the compute dtype are alive at once: the logits and, on a CPU, the float32
+    copy that a GEMM makes of a bfloat16 gradient."""
     return 1 if device.type == "cuda" or operand != torch.bfloat16 else 2
 
 
 def operand_dtype(hidden: torch.dtype, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """What the GEMMs multiply: bfloat16 where both have it, so that the logits' gradient is rounded to it too."""
+    """Returns the dtype of the GEMMs' operands: bfloat16 where both tensors have it; the logits' gradient is then
+    rounded to it too."""
     return torch.bfloat16 if hidden == weight == torch.bfloat16 else compute
 
 
 def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `reference.shard_statistics_`; the logits stay as they are."""
+    """As `reference.shard_statistics_`; the logits stay as they are, and nothing is subtracted."""
     n = len(logits)
     part = logits.new_empty(6, n)
     statistics_kernel[(n,)](

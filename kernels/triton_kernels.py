@@ -40,7 +40,7 @@ def _clamp(x, low: tl.constexpr, high: tl.constexpr):
 
 @triton.jit
 def _accumulate(z, m, s, u, s2, u2, TO_LOG2: tl.constexpr):
-    """Takes a block of logits into the running sums of e = 2^d and d e, e^2, d e^2, with d = (z - m) TO_LOG2."""
+    """Adds a block of logits to the running sums of e = 2^d and d e, e^2, d e^2, with d = (z - m) TO_LOG2."""
     largest = tl.maximum(m, tl.max(z, 0))
     if largest > m:  # the same for the whole block, and rare after the first ones: rescale only then
         a = tl.exp2((m - largest) * TO_LOG2)
@@ -116,10 +116,10 @@ def gradient_kernel(
 ):
     """dL/dz = [g_l (1[j = y] - p_j) - g_H p_j (log p_j + H)] / T over the logits; padding columns become 0.
 
-    `gradient` is the storage of `logits`, of the same dtype or of half its size (float32 -> bfloat16). Then block i is
-    written to the bytes of columns i BLOCK / 2 to (i + 1) BLOCK / 2: read by then if every load of blocks 0 to i is
-    done before the first store of block i. One program goes over a row in order, with a barrier between the two;
-    loads must not be pipelined over it (num_stages 1). grad_entropy None: 0.
+    `gradient` is the storage of `logits`, of the same dtype or of half its size (float32 -> bfloat16). With half the
+    size, block i is written to the bytes of columns i BLOCK / 2 to (i + 1) BLOCK / 2. These have been read if every
+    load of blocks 0 to i is done before the first store of block i. One program goes over a row in order, with a
+    barrier between load and store; loads must not be pipelined across it (num_stages 1). grad_entropy None: 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride

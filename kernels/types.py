@@ -1,4 +1,4 @@
-"""What the parts of the policy head hand each other."""
+"""The tuples that the parts of the policy head pass to each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """The columns of the vocabulary that this rank's weight rows stand for."""
+    """The columns of the vocabulary that are the rows of this rank's weight."""
 
     start: int  # global index of the first column
     rows: int  # rows of the weight: V/tp, padding included
@@ -40,15 +40,15 @@ class Tokens(NamedTuple):
         return Tokens(*(None if t is None else t[chunk] for t in self))
 
 
-# What is summed over labelled tokens; the loss with its weights.
+# Sums over labelled tokens; the loss is weighted.
 METRICS = (
     "loss", "entropy", "kl", "kl_square", "ratio", "ratio_square", "clipped", "clipped_dual", "damped", "boosted"
 )  # fmt: skip
-DAMPED, BOOSTED = 0.9, 1.1  # a token counts as damped where beta_stab is below, as boosted where beta_comp is above
+DAMPED, BOOSTED = 0.9, 1.1  # a token is damped if beta_stab is below 0.9, boosted if beta_comp is above 1.1
 
 
 class Terms(NamedTuple):
-    """Of some labelled tokens, without a graph: gradients of the weighted loss and advantages after modulation, [n]."""
+    """For some labelled tokens, detached: gradients of the weighted loss and advantages after modulation, [n] each."""
 
     grad_logprobs: Tensor
     grad_entropy: Tensor

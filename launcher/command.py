@@ -1,4 +1,4 @@
-"""What every launcher starts, as an argument list, where the ranks meet, and what none may write down."""
+"""What all launchers use: the argument list to start, ports where the ranks meet, and checks, also for secrets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.run_folder import refuse_foreign
 from dynamo_megatron.runtime.credentials import SECRET_NAME, SECRET_OPTION, SHORTEST_SECRET, secret_in_url
 
-UNQUOTED = str.maketrans("", "", "'\"\\")  # however a value is quoted, this is left of it
+UNQUOTED = str.maketrans("", "", "'\"\\")  # removes all quoting, to find a value however it is quoted
 
 
 def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
-    """The argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
+    """Returns the argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
 
 
 def free_port(count: int = 1) -> int:
-    """For the ranks to meet at, in a while, or the first of `count` ones in a row: below the range that systems take
-    ports of outgoing connections from."""
+    """Returns a free port, or the first of `count` free ones in a row, for the ranks to meet at later. It is below the
+    range from which systems take ports of outgoing connections. Raises ConfigError."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for i in range(count):
@@ -33,10 +33,11 @@ def free_port(count: int = 1) -> int:
 
 
 def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
-    """The composed config, refused now and not after hours in a queue. Needs neither torch nor the model.
+    """Returns the composed config; errors in it are found now and not after hours in a queue. Needs neither torch nor
+    the model.
 
-    Raises ConfigError: as `compose`, an output_dir with files that are not of a run, or a number of ranks that the
-    layout does not divide.
+    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, and for a number of ranks
+    that the layout does not divide.
     """
     config, _ = compose(files, keys)
     refuse_foreign(Path(config.output_dir))
@@ -50,8 +51,8 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Con
 
 
 def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
-    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, or would not be
-    reached from the others of all its `nodes`."""
+    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, or cannot be
+    reached from the other ones of all its `nodes`."""
     rollout = config.rollout
     if rollout.engine == "recorded" or rollout.placement == "external":
         return
@@ -68,8 +69,8 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
 
 def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
-    that is a secret by its name, one of `words` looks like one, or a URL in them has one. The message never shows the
-    value."""
+    whose name is that of a secret, where one of `words` looks like a secret, or where a URL in either has one. The
+    message never shows the value."""
     bare = text.translate(UNQUOTED)
     for name, value in sorted(environment.items()):
         secret = value.translate(UNQUOTED)

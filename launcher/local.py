@@ -1,9 +1,9 @@
-"""Ranks on this machine: one process each, ended together.
+"""Ranks on this machine: one process each, stopped together.
 
     python -P -m dynamo_megatron.launcher.local RANKS OUTPUT_DIR ARGUMENTS
 
-The ranks are in process groups of their own, so that a terminal's Ctrl-C reaches only this process, which passes it
-on once. They die with it (PR_SET_PDEATHSIG), even when it is killed.
+The ranks are in process groups of their own, so that a terminal's Ctrl-C reaches only this process, which passes it on
+once. They die with this process (PR_SET_PDEATHSIG), even when it is killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
-START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step is ended
+START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step gets SIGTERM
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     """Runs `dynamo-megatron ARGUMENTS`, a run in `output_dir`, in `ranks` local processes; returns its exit code.
 
-    SIGTERM and SIGUSR1 are passed on (the ranks save and exit 75), Ctrl-C too (130). A rank 0 that has not come to the
-    first step ends within START_GRACE whatever it does: it leaves SIGTERM as it is, and gets it after other signals.
-    The others get it once rank 0 has ended.
+    SIGTERM and SIGUSR1 are passed on (the ranks save and exit with 75), Ctrl-C too (exit code 130). A rank 0 that has
+    not come to the first step ends within START_GRACE seconds whatever it does: it does not catch SIGTERM, and gets it
+    after other signals. The other ranks get SIGTERM once rank 0 has ended.
     """
-    adopt_orphans()  # of a killed rank: they are ours to end
+    adopt_orphans()  # of a killed rank: this process ends them
     received: dict[int, float] = {}  # signal -> when, time.monotonic
 
     def send(number: int, ranks: Sequence[subprocess.Popen]) -> None:
@@ -44,7 +44,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
 
     def pass_on(number: int, _frame) -> None:
         received.setdefault(number, time.monotonic())
-        # Rank 0 stops all; others that wait for it in torch's store would print its stack at a signal they catch.
+        # Rank 0 stops all; others that wait for it in torch's store would print a stack at a signal that they catch.
         send(number, processes[:1] if number == signal.SIGUSR1 else processes)
 
     processes: list[subprocess.Popen] = []
@@ -63,9 +63,9 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     while any(p.poll() is None for p in processes):
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
         if first_bad is None and bad:
-            first_bad = min(bad)  # a signal, a negative code, before what it led to
+            first_bad = min(bad)  # a signal, a negative code, before the failures that it caused
         if deadline is None and (bad or signal.SIGINT in received):
-            deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused: all is said
+            deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused, and has said why
         if received:
             late = time.monotonic() > min(received.values()) + START_GRACE
             due = processes if processes[0].poll() is not None else processes[:1] if late else []
@@ -84,7 +84,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
 
 
 def _all_of(pipe: int) -> str:
-    """What the ranks, which have ended, have written; a process of theirs that has not may hold the pipe open."""
+    """Returns what the ranks have written to `pipe`. They have ended, but a process that they started may hold the pipe
+    open."""
     os.set_blocking(pipe, False)
     with open(pipe, "rb", buffering=0) as file:
         return (file.read(1 << 16) or b"").decode(errors="replace").strip()
@@ -119,9 +120,9 @@ def _exit_code(
     output_dir: Path,
     consequence: str,
 ) -> int:
-    """Of all ranks, which have ended with `codes`; says on stderr what no rank could. `first_bad`: (code, rank) of the
-    first that failed; `received`: the signals that came, in order; `consequence`: what a rank has told of another's
-    end, for where the cause is not known."""
+    """Returns the exit code of ranks that have ended with `codes`; prints to stderr what no rank could. `first_bad`:
+    (code, rank) of the first rank that failed; `received`: the signals that arrived, in order; `consequence`: what a
+    rank has reported of another rank's end, printed where the cause is not known."""
     if signal.SIGINT in received:
         if codes[0] not in (0, 75, 130):  # else it has said so itself; it may have died of another rank's end
             print(f"interrupted; {after_a_stop(output_dir / 'checkpoints')}", file=sys.stderr, flush=True)
@@ -136,17 +137,17 @@ def _exit_code(
         return 1
     if consequence:
         show(consequence)
-    return 2 if 2 in codes else code or max(codes)  # a refusal by one rank is a failure to the others
+    return 2 if 2 in codes else code or max(codes)  # where one rank refuses, the others fail
 
 
 def stopped_early(number: int, output_dir: Path) -> str:
-    """What the user reads where a signal ended the start of a run."""
+    """Returns the message for a run that a signal stopped while it started."""
     return f"stopped by {signal.Signals(number).name} while it started; {after_a_stop(output_dir / 'checkpoints')}"
 
 
 def _end_orphans() -> None:
-    """Waits for what killed ranks have left behind, which ends by itself and clears away what it has on disk and in
-    shared memory, and ends what does not. As a subreaper this process has become its parent."""
+    """Waits for the processes that killed ranks have left behind. They end by themselves and remove their files on disk
+    and in shared memory; those that do not end are killed. As a subreaper this process has become their parent."""
     own = os.getpid()
     deadline = time.monotonic() + ORPHANS_GRACE
     while True:

@@ -1,4 +1,4 @@
-"""nemo-run: convert, train, evaluate as the tasks of an experiment, on this machine or on a SLURM cluster.
+"""nemo-run: conversion, training and evaluation as the tasks of an experiment, on this machine or on a SLURM cluster.
 
 Runs in an interpreter that has nemo-run, without torch: nemo-run's pins conflict with SGLang's. The tasks run in the
 trainer's interpreter. The experiment is also an entry point of nemo-run's own command line:
@@ -27,7 +27,7 @@ from dynamo_megatron.launch_options import JobOptions
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 
 # nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
-# head_node_ip is what the node calls itself, 127.0.1.1 on many. The rest is as in slurm.sh.
+# head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.
 SETUP = r"""set +vx
 MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -56,8 +56,8 @@ def recipe(
     tasks: Sequence[str] = ("train",),
     sweep: Sequence[str] = (),
 ) -> list[Task]:
-    """The tasks of an experiment: one conversion, a training and an evaluation for each combination of the values that
-    `sweep` gives (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
+    """Returns the tasks of an experiment: one conversion, and a training and an evaluation for each combination of the
+    values in `sweep` (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -106,7 +106,8 @@ def _combinations(sweep: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
 
 
 def _plain(name: str) -> str:
-    """nemo-run makes paths of names and does not quote them."""
+    """Returns `name` with "-" for all but ASCII letters and digits: nemo-run makes paths of names and does not quote
+    them."""
     return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
 
 
@@ -119,9 +120,9 @@ def _script(argv: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
-    """nemo-run's context with the tasks in it, not started: on SLURM with their dependencies, a task of one rank on one
-    node; on this machine to be run with `sequential`. Raises ConfigError where nemo-run's own folder is one that it
-    cannot work in."""
+    """Yields nemo-run's context with the tasks in it, not started. On SLURM they have their dependencies, and a task of
+    one rank runs on one node; on this machine they are to be run with `sequential`. Raises ConfigError where nemo-run
+    cannot work in its own folder."""
     if set(get_nemorun_home()) & set(" '\"\\$*"):
         raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
     done = Path(get_nemorun_home(), "done", f"{_plain(name)}-{time.time_ns()}")
@@ -140,7 +141,8 @@ def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iter
 
 
 def _guarded(task: Task, done: Path) -> str:
-    """nemo-run's local executor runs what depends on a failed task all the same."""
+    """Returns a script that runs the task only after `task.after` has succeeded: the local executor runs it even after
+    a failure."""
     check = f"[ -e {done}/{task.after} ] || {{ echo '{task.after} has not succeeded' >&2; exit 1; }}\n"
     marked = f"(\n{task.script})\ncode=$?\n[ $code -ne 0 ] || touch {done}/{task.name}\nexit $code\n"
     return f"mkdir -p {done}\n{check if task.after else ''}{marked}"
@@ -211,8 +213,8 @@ def train(
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
-    """Runs the experiment, or prints what would be. Raises ConfigError; returns an exit code: 0 if all tasks succeeded,
-    or, detached, were submitted."""
+    """Runs the experiment, or prints what would be run. Returns an exit code: 0 if all tasks succeeded or, detached,
+    were submitted. Raises ConfigError."""
     job = JobOptions.from_arguments(options)
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
@@ -230,7 +232,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         opened.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
     if options.detach:
         return 0
-    # Only now: leaving the context waits for what runs on a cluster.
+    # Only now: leaving the context waits for tasks that run on a cluster.
     states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
     for name, state in states.items():
         print(f"{name}: {state}", flush=True)
@@ -264,7 +266,7 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         mounts += filter(None, (job.container_mounts or "").split(","))
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
-        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only what is there can be mounted
+        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
     if job.env_file:
         executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     if options.ssh:

@@ -1,9 +1,9 @@
-"""Ray: one actor a rank in a placement group; each runs the same `dynamo-megatron train` as its child process.
+"""Ray: one actor for each rank in a placement group; each runs the same `dynamo-megatron train` as its child process.
 
-Ray only places the processes and watches them. What they need of each other goes the way it always goes: the store at
-MASTER_ADDR:MASTER_PORT, NCCL, files in output_dir. In a split fleet each server is an actor too, a node of its own to
-`dynamo-megatron serve`. The rollout process and the reward workers are rank 0's children, on its node; with
-`reward.placement: ray` the rollout process joins the cluster, and has reward workers on all nodes.
+Ray only places the processes and watches them. They communicate as under other launchers: through the store at
+MASTER_ADDR:MASTER_PORT, NCCL, and files in output_dir. In a split fleet each server has an actor too, which
+`dynamo-megatron serve` counts as a node. The rollout process and the reward workers are rank 0's children, on its node;
+with `reward.placement: ray` the rollout process joins the cluster, and has reward workers on all nodes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from dynamo_megatron.rollout import reward_servers
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
-# What children get of the caller's environment. The rest is left to their node, whose paths and addresses are its own;
-# secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such as ~/.netrc.
+# The variables of the caller's environment that children get. All others are those of the child's node, which has its
+# own paths and addresses. This goes for secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such
+# as ~/.netrc.
 PASSED_ON = re.compile(
     r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA|TORCH)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
     r"HF_(HOME|HUB_OFFLINE|DATASETS_\w+)|(NCCL|GLOO|NVTE|SGLANG)_\w+"
@@ -88,7 +89,7 @@ def _connect(address: str | None, actors: int) -> None:
     quiet = {"log_to_driver": False, "logging_level": "error"}  # the children's lines come through `poll`
     try:
         if address is None:
-            cpus = max(os.cpu_count() or 1, actors)  # Ray's count is of its own: it binds nothing to cores
+            cpus = max(os.cpu_count() or 1, actors)  # only for Ray's own count: it binds nothing to cores
             ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
         else:
             ray.init(address=address, **quiet)
@@ -104,7 +105,8 @@ def _default_ranks(config: Config, servers: int) -> int:
 
 
 def _serving_gpus(config: Config, servers: int) -> list[int]:
-    """Of each actor that serves: its rollout server's GPUs and those of the reward model's servers that it starts."""
+    """Returns, for each actor that serves, the GPUs of its rollout server and of the reward model's servers that it
+    starts."""
     names = (reward_servers.server_names(config, servers, i) for i in range(servers))
     return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
 
@@ -122,7 +124,8 @@ class Run:
         self._asked: set[int] = set()
 
     def carry_out(self, wait: float) -> int:
-        """Returns the run's exit code. Raises RunFailed and ConfigError; nothing is left behind."""
+        """Returns the run's exit code. Raises RunFailed and ConfigError. Leaves no actor and no placement group
+        behind."""
         before = {number: signal.signal(number, self._ask) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
@@ -145,10 +148,12 @@ class Run:
         self._asked.add(number)
 
     def _place(self, group: PlacementGroup) -> None:
-        """Actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs them.
+        """Creates the actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs
+        them.
 
-        Raises RunFailed where nodes would have different numbers of ranks: each runs an equal share of the servers; and
-        ConfigError for servers that do not go with the nodes."""
+        Raises RunFailed where nodes would have different numbers of ranks, since each node runs an equal share of the
+        servers, and ConfigError as `check_servers` does.
+        """
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
             raise RunFailed(
@@ -182,7 +187,7 @@ class Run:
         seen: Counter[str] = Counter()
         for rank, placed in enumerate(trains):
             gpus = sorted((g for p in trains if p.node == placed.node for g in p.gpus), key=_by_number)
-            # A rank sees its node's GPUs, as under the other launchers: local ranks count them, servers find them.
+            # A rank sees all GPUs of its node, as under the other launchers: local ranks count them, servers find them.
             local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
             seen[placed.node] += 1
             own = {
@@ -221,7 +226,7 @@ class Run:
                     placed.actor.stop.remote()
             self._poll()
             if first_bad is None:
-                needed = trains if stopping else self._placed  # to save needs no servers
+                needed = trains if stopping else self._placed  # saving needs no servers
                 first_bad = next((p for p in needed if p.code not in (None, 0, 75)), None)
                 if first_bad is not None:
                     refused = first_bad is trains[0] and first_bad.code == 2
@@ -238,7 +243,8 @@ class Run:
         return 75 if first_bad.code < 0 else first_bad.code
 
     def _poll(self) -> None:
-        """Prints what the children have written and notes who has ended. Raises RunFailed for an actor that is gone."""
+        """Prints what the children have written and notes which have ended. Raises RunFailed for an actor that is
+        gone."""
         asked = [(p, p.actor.poll.remote()) for p in self._placed if p.code is None]
         dead: RunFailed | None = None
         for placed, reference in asked:

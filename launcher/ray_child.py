@@ -1,4 +1,4 @@
-"""The actor of `launch ray`: a child process on a node of the cluster, which ends with the actor."""
+"""The actor of `launch ray`: it has a child process on a node of the cluster, which ends with the actor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import ray
 from dynamo_megatron.launcher.command import free_port
 from dynamo_megatron.runtime.log_files import open_log
 
-COMPARED = 4096  # bytes that were read last: by them the place is found in a log that was moved
+COMPARED = 4096  # the last bytes read, by which the place is found again in a log that was moved
 
 
 class Child:
-    """A rank, or a server's node, as a child process under the guard: it ends with this process."""
+    """A rank, or one server's `serve`, as a child process under the guard: it ends with this process."""
 
     def node(self) -> tuple[str, list[str], int, int]:
-        """(address, GPUs that Ray gave to this actor, a free port, cores)."""
+        """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
         return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
 
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
-        """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot, or None."""
+        """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot be started, or None."""
         temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove
         guarded = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", temporary, "--", *command]
         try:
@@ -48,7 +48,7 @@ class Child:
         return None
 
     def poll(self) -> tuple[int | None, str]:
-        """(exit code or None, what the child has written since the last call)."""
+        """Returns (exit code or None, what the child has written since the last call)."""
         code = self._process.poll()
         text = self._half + self._written()
         end = len(text) if code is not None else text.rfind(b"\n") + 1  # half a line waits for its other half
@@ -56,7 +56,8 @@ class Child:
         return code, text[:end].decode(errors="replace")
 
     def _written(self) -> bytes:
-        """What was added to the log since the last call, also to what the guard has moved to NAME.1 meanwhile."""
+        """Returns what was added to the log since the last call, including what the guard has moved to NAME.1
+        meanwhile."""
         rest = b""
         if os.fstat(self._log.fileno()).st_size < self._log.tell():
             with contextlib.suppress(OSError):  # moved away by hand

@@ -51,8 +51,8 @@ def print_or_submit(script: str, file: Path, dry_run: bool) -> int:
 
 
 def _stop_before(config: Config, job: JobOptions, gpu: str | None) -> int:
-    """What `plan` asks for, at least the default; the default, with a line on stderr, where the kind of GPU
-    is not given or there is no plan. Raises ConfigError for an unknown kind."""
+    """Returns the seconds that `plan` asks for, at least the default. Returns the default, with a line on stderr, where
+    the kind of GPU is not passed or there is no plan. Raises ConfigError for an unknown kind."""
     default = f"--stop-before: {job.stop_before} s, the default"
     if gpu is None:
         print(f"{default}; with --gpu KIND it is what `plan` asks for", file=sys.stderr)
@@ -71,7 +71,8 @@ def _stop_before(config: Config, job: JobOptions, gpu: str | None) -> int:
 
 
 def submit(script: Path) -> int:
-    """sbatch; its one line on stdout is passed on. Raises ConfigError where there is no sbatch."""
+    """Runs sbatch, which prints one line to stdout; returns an exit code. Raises ConfigError where there is no
+    sbatch."""
     try:
         done = subprocess.run(["sbatch", str(script)], check=False)
     except FileNotFoundError:
@@ -84,8 +85,8 @@ def submit(script: Path) -> int:
 
 
 def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
-    """The script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path that
-    SLURM cannot write to."""
+    """Returns the script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path
+    that SLURM cannot write to."""
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
     folder, words = Path.cwd(), [*files, *keys]
@@ -122,7 +123,7 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
 
 
 def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
-    """What stands after #SBATCH, the user's own options last: they win."""
+    """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
         "job-name": job.name or output.name,
@@ -133,7 +134,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "partition": job.partition,
         "account": job.account,
         "time": job.time,
-        "signal": f"B:USR1@{job.stop_before}",  # to this script, which tells the ranks
+        "signal": f"B:USR1@{job.stop_before}",  # to this script, which notifies the ranks
         "open-mode": "append",
         "chdir": folder,
         "output": f"{pattern}/logs/slurm-%j.out",
@@ -148,7 +149,7 @@ def sbatch_option(option: str) -> str:
 
 
 def sbatch_quote(value: str) -> str:
-    """sbatch splits #SBATCH lines at blanks outside of double quotes and drops what follows a #."""
+    """Quotes a value: sbatch splits #SBATCH lines at blanks outside of double quotes and drops what follows a #."""
     if value and not set(value) & set(" \t#'\"\\"):
         return value
     escaped = value.replace("\\", r"\\").replace('"', r"\"")
@@ -156,7 +157,7 @@ def sbatch_quote(value: str) -> str:
 
 
 def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
-    """As the words of a bash array, those after the first `on_first_line` on lines of their own."""
+    """Returns `argv` as a bash array; the words after the first `on_first_line` are on lines of their own."""
     words = [shlex.quote(word) for word in argv]
     words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
     lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]
@@ -165,7 +166,7 @@ def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
 
 def adopt_rank(environment: MutableMapping[str, str]) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where this process is a task of an srun step and no
-    launcher has set them. MASTER_ADDR is the script's; a step of one task without it is a shell, not a rank.
+    launcher has set them. The script sets MASTER_ADDR; a step of one task without it is a shell, not a rank.
 
     Raises ConfigError for several tasks without a MASTER_ADDR.
     """

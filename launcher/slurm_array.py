@@ -1,4 +1,4 @@
-"""An sbatch array of the runs of a comparison, one run a task."""
+"""An sbatch array of the runs of a comparison, one run for each task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo_megatron.launch_options import check_sbatch
 from dynamo_megatron.launcher.command import refuse_secrets
 from dynamo_megatron.launcher.slurm import sbatch_option, sbatch_quote
 
-# SLURM asks the script (B:) before the limit; the run saves and exits 75, and its task goes back to the queue.
+# SLURM signals the script (B:) before the limit; the run saves and exits with 75, and its task is requeued.
 BODY = """
 asked=
 trap 'asked=yes; kill -USR1 "$run"' USR1 TERM
@@ -30,9 +30,9 @@ exit "$code"
 
 
 def array_script(command: Sequence[str], tasks: int, output: Path, sbatch: Sequence[str]) -> str:
-    """The script whose task I of 1 to `tasks` is `command --part I/TASKS`, in the current folder; its logs go to
-    OUTPUT/logs (absolute). `sbatch`: further options, which win. Raises ConfigError for a path that SLURM cannot write
-    to, for what is no option of sbatch, and for secrets that would be written down."""
+    """Returns the script whose task I of 1 to `tasks` is `command --part I/TASKS`, in the current folder; its logs go
+    to OUTPUT/logs (absolute). `sbatch`: further options, which take precedence. Raises ConfigError for a path that
+    SLURM cannot write to, for what is no option of sbatch, and for secrets that would be written down."""
     check_sbatch(sbatch)
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")

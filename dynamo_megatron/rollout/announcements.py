@@ -1,10 +1,10 @@
-"""Servers of other nodes, by files in `output_dir/servers/` that all nodes see.
+"""Servers of other nodes, announced by files in `output_dir/servers/`, which all nodes see.
 
-The controller (the rollout process of rank 0) writes `run.json`: a token of this run, and which incarnations of servers
-are to be restarted. Each node's `serve` writes `NAME.json` with that token: the server's Endpoint, or why it is gone.
-Who is alive writes its files again and again, so that a write that fails does no harm. The reader compares a file's
-time with the one it saw before, never with its own clock, so that the nodes' clocks need not agree and an older run's
-files are never taken.
+The controller (the rollout process of rank 0) writes `run.json`: a token of this run, which incarnations of servers are
+to be restarted, and how many pushes each server took. Each node's `serve` writes `NAME.json` with that token: the
+server's Endpoint, or why it is gone. A process that is alive rewrites its files every second, so a failed write does no
+harm. A reader compares a file's modification time with the one that it saw before, never with its own clock: the nodes'
+clocks need not agree, and files of an older run are never used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dynamo_megatron.runtime.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
 SILENCE = 20.0  # seconds without a beat until a node counts as gone; it may come back
-# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN, the next one writes
-# another token, and rank 0 ends one that hangs after two minutes (`worker.SILENCE`): so long is silent only one whose
-# host is gone, and waiting for it costs idle GPUs alone.
+# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN, the next run writes
+# another token, and rank 0 stops a rollout process that hangs for two minutes (`worker.SILENCE`). So only a run whose
+# host is gone is silent this long, and waiting for it costs nothing but idle GPUs.
 RUN_SILENCE = 600.0
 RUN = "run.json"
 
@@ -41,7 +41,7 @@ def servers_folder(output_dir: str | os.PathLike) -> Path:
 
 
 class Announced:
-    """The controller's side: tells `listener` of the servers `names` as their nodes announce them."""
+    """The controller's side: notifies `listener` of the servers `names` as their nodes announce them."""
 
     def __init__(self, output_dir: str | os.PathLike, names: Collection[str], listener: Listener):
         self._folder, self._names, self._listener = servers_folder(output_dir), names, listener
@@ -54,11 +54,11 @@ class Announced:
         self._condemned[name] = incarnation, why
 
     def served(self, name: str) -> None:
-        """The server took a push."""
+        """Records that the server took a push."""
         self._served[name] += 1
 
     async def run(self) -> None:
-        """For ever; cancel it, and the nodes' servers end."""
+        """Runs until it is cancelled; then the nodes stop their servers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         files = {name: _Watched(self._folder / f"{name}.json") for name in self._names}
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
@@ -91,17 +91,17 @@ class Announced:
 
 
 def end_run(output_dir: str | os.PathLike) -> None:
-    """Has the nodes of a run end, whose controller was killed and could not tell them."""
+    """Stops the nodes of a run whose controller was killed and could not notify them."""
     _remove(servers_folder(output_dir) / RUN)
 
 
 def unreachable(said: dict[str, Any]) -> bool:
-    """Whether another node's server listens on that node's loopback."""
+    """Returns whether the server is on another node and listens only on that node's loopback address."""
     return said["host"] != socket.gethostname() and urlsplit(said["endpoint"]["url"]).hostname.startswith("127.")
 
 
 class NodeSide:
-    """A node's side: what its Supervisor tells goes into files. `join` first."""
+    """A node's side: writes what the node's Supervisor reports to files. Call `join` first."""
 
     def __init__(self, output_dir: str | os.PathLike, names: Collection[str]):
         self._folder, self._names = servers_folder(output_dir), names
@@ -120,7 +120,7 @@ class NodeSide:
         self._say(name, self._incarnations[name], {"why": why, "final": final})
 
     async def join(self, timeout: float) -> None:
-        """Waits for a run that beats. Raises TimeoutError."""
+        """Waits until a run gives signs of life, for at most `timeout` seconds. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while (said := self._run.read()) is None or not self._run.beats:
             if time.monotonic() > deadline:
@@ -129,7 +129,8 @@ class NodeSide:
         self._token = said["token"]
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Beats, and passes on what the controller says of servers; returns when the run has ended."""
+        """Rewrites this node's files every second and passes on to `supervisor` what the controller says of servers.
+        Returns when the run has ended."""
         while True:
             said = self._run.read()
             if said is None or said["token"] != self._token or self._run.silence > RUN_SILENCE:
@@ -146,7 +147,7 @@ class NodeSide:
             await asyncio.sleep(BEAT_EVERY)
 
     def leave(self) -> None:
-        """Takes back what it has said."""
+        """Removes this node's files."""
         for name in self._names:
             _remove(self._folder / f"{name}.json")
 
@@ -155,7 +156,8 @@ class NodeSide:
 
 
 class _Watched:
-    """A file, and for how long its time has not changed. `beats`: it has changed since the first look."""
+    """A file, and for how long its modification time has not changed. `beats`: whether the time has changed since the
+    first look."""
 
     def __init__(self, path: Path):
         self.path, self.beats = path, False
@@ -164,7 +166,7 @@ class _Watched:
         self._silence = Silence()
 
     def read(self) -> dict[str, Any] | None:
-        """What it says, or where it cannot be read what it said last; None without a file."""
+        """Returns the file's content; where it cannot be read now, the last content read. None without a file."""
         self._silence.look()
         try:
             with open(self.path, encoding="utf-8") as file:  # opening makes a network file system look anew
@@ -184,12 +186,13 @@ class _Watched:
 
     @property
     def silence(self) -> float:
-        """Seconds; a disk that hung for the reader did for the writer."""
+        """Seconds since the last change. The count starts again after this process hung: a disk that hung for the
+        reader also hung for the writer."""
         return self._silence.look()
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:
-    """Whole or not at all, where the disk does not take it; readable to its owner only: it may hold an API key."""
+    """Writes the whole file, or nothing if the disk fails. Only its owner can read the file: it may hold an API key."""
     try:
         with replacing(path, mode=0o600) as file:
             file.write(json.dumps(said).encode())

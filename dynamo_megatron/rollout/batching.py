@@ -1,8 +1,8 @@
 """Requests to one server that are made at the same moment share an HTTP request.
 
 SGLang's /generate takes lists and streams the responses over one connection, each as soon as it is finished. An HTTP
-request costs server and client as much CPU time as a short response does. What a list does not answer is sent again as
-a request of its own, whose failure is then its own, too.
+request costs server and client as much CPU time as a short response does. A request that a list leaves unanswered is
+sent again alone, so that a failure concerns only the request that caused it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
-LARGEST = 256  # requests in one: a server starts them together
+LARGEST = 256  # requests in one list: a server starts them together
 SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
-BYTES_A_TOKEN = 1024  # more in a reply: a logprob and an id take 50, a token's text in JSON at most some hundreds
+BYTES_A_TOKEN = 1024  # more for each token of a reply: a logprob and id take 50, the text in JSON at most some hundreds
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
-MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # what a reply of another shape runs into
+MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # raised by a reply of an unexpected shape
 
 
 class MalformedReply(ValueError):
-    """A server's reply is not what was asked for."""
+    """A server's reply is not what was requested."""
 
 
 Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
@@ -34,9 +34,9 @@ Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.Clien
 
 @dataclass(eq=False)
 class Request:
-    """`id` is the server's name of it and changes where the request is sent again. SGLang aborts all requests whose id
-    begins with the given one; since every id ends with ";", which `name` does not contain, no id begins with another.
-    Make it in a task."""
+    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
+    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
+    with another. Create a Request in a running event loop."""
 
     name: str
     tokens: Sequence[int]
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def largest_reply(self) -> int:
-        """Bytes."""
+        """The size of the largest valid reply, in bytes."""
         return SMALLEST_LIMIT + BYTES_A_TOKEN * self.sampling["max_new_tokens"]
 
 
@@ -59,13 +59,14 @@ class Batches:
         self._post = post
         self._waiting: list[Request] = []
         self._tasks: set[asyncio.Task] = set()
-        self._takes_lists = True  # until it refuses one whose requests it then takes, or answers one in parts
+        self._takes_lists = True  # until it refuses a list but takes its requests alone, or answers in parts
 
     async def generate(self, request: Request) -> tuple[int, Any]:
-        """HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer, ValueError
-        where it does not answer with JSON. Once all requests of a list are cancelled their connection is closed."""
+        """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
+        ValueError where the answer is too long or is malformed JSON. Once all requests of a list are cancelled, their
+        connection is closed."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._send)  # once all tasks that are ready to run have asked, too
+            asyncio.get_running_loop().call_soon(self._send)  # after all tasks that are ready to run
         self._waiting.append(request)
         return await request.reply
 
@@ -121,8 +122,8 @@ class Batches:
             request.reply.set_result(answer)
 
     async def _list(self, requests: list[Request]) -> bool:
-        """Answers each as its response comes. Whatever goes wrong, the others are left without an answer. Returns
-        whether the server refused the list as a whole."""
+        """Sends the requests as one list and answers each as its response comes. Whatever goes wrong, the others are
+        left without an answer. Returns whether the server refused the list as a whole."""
         left = {request.id: request for request in requests}
         payload = {
             "rid": list(left),
@@ -138,25 +139,25 @@ class Batches:
                 refused = await self._answer(reply, left) if status == 200 else status in ITS_OWN_FAULT
         if status is None or status == 200:
             for request in left.values():
-                request.id = f"alone-{request.id}"  # SGLang may have begun it, and abort it by its id later
+                request.id = f"alone-{request.id}"  # SGLang may have started it, and abort it by its id later
         return refused
 
     async def _answer(self, reply: aiohttp.ClientResponse, left: dict[str, Request]) -> bool:
-        """Takes those that are answered out of `left`. As `_list`."""
+        """Removes the requests that are answered from `left`. Returns the same as `_list`."""
         before = len(left)
         async for event in _events(reply, max(request.largest_reply for request in left.values())):
-            if "error" in event:  # of one request: SGLang has begun those before it in the list, and aborts them
+            if "error" in event:  # in one request: SGLang started those before it in the list, and aborts them
                 return len(left) == before
             meta = event["meta_info"]
             finish = meta["finish_reason"]
             if finish is None:
                 continue
             if finish["type"] != "abort" and not complete(meta):
-                self._takes_lists = False  # it would answer the next one in parts, too
+                self._takes_lists = False  # the server would answer the next list in parts, too
                 return False
             future = left.pop(meta["id"]).reply
             if not future.done():
-                # To a request of its own SGLang would have answered with this status.
+                # SGLang would have answered with this status if the request had been sent alone.
                 status = finish.get("status_code") if finish["type"] == "abort" else None
                 future.set_result((200, event) if status is None else (int(status), finish))
         return False
@@ -168,14 +169,15 @@ def _taken(request: Request) -> bool:
 
 
 def complete(meta: dict[str, Any]) -> bool:
-    """Whether a finished response has all its tokens, as far as the server tells how many there are: with
-    --incremental-streaming-output the last event of a stream has only those since the event before."""
+    """Returns whether a finished response has all its tokens, if the server says how many there are. With
+    --incremental-streaming-output the last event of a stream has only the tokens since the event before."""
     tokens = len(meta["output_token_logprobs"])
     return meta.get("completion_tokens", tokens) == tokens
 
 
 async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
-    """Raises ValueError where it has more than `largest` bytes (MalformedReply), or should be JSON and is not."""
+    """Returns the body of the reply: parsed if its content type is JSON, else as text. Raises MalformedReply where it
+    has more than `largest` bytes, ValueError where it should be JSON and is not."""
     raw = bytearray()
     async for chunk in reply.content.iter_any():
         raw += chunk
@@ -187,8 +189,8 @@ async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
 
 
 async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[Any]:
-    """The JSON of server-sent events, which are longer than aiohttp's lines may be. Raises ValueError as `body`, of one
-    event."""
+    """Yields the JSON of server-sent events, which can be longer than the lines that aiohttp reads. Raises ValueError
+    as `body` does; `largest`: bytes of one event."""
     read, searched = bytearray(), 0
     async for chunk in reply.content.iter_any():
         read += chunk

@@ -1,7 +1,7 @@
-"""Where pip has put the CUDA runtime of a server's interpreter.
+"""Finds the CUDA runtime that pip installed for a server's interpreter.
 
 torch finds it by itself. torch_memory_saver's hook, which SGLang preloads into its ranks for `rollout.offload`, needs
-the same libcudart and names no folder for it: without a CUDA of the system's own the ranks would not even start.
+the same libcudart but does not say where it is: without a system-wide CUDA the ranks would not even start.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ print(json.dumps(list(dict.fromkeys(map(os.path.dirname, files)))))
 
 
 def library_path(python: str) -> str | None:
-    """LD_LIBRARY_PATH for the ranks of a server under the interpreter `python`: this process's own after the folders
-    that pip has made. None: nothing to set."""
+    """Returns LD_LIBRARY_PATH for the ranks of a server under the interpreter `python`: the folders that pip made, then
+    this process's own value. None: nothing to set."""
     folders = []
     try:
         asked = [python, "-P", "-c", PROGRAM]

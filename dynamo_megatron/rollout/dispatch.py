@@ -1,4 +1,4 @@
-"""Which request goes next, and to which server: pure policy."""
+"""Decides which request goes next, and to which server: pure policy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 
 @dataclass
 class Load:
-    """What a server has under way: requests, and the tokens that they are expected to come to."""
+    """What a server has under way: the number of requests, and the response tokens that are expected of them."""
 
     requests: int = 0
     tokens: float = 0.0
 
 
 class ExpectedLengths:
-    """How long a response to a prompt will be: the mean of its earlier ones, else of all, else `default` tokens.
+    """The expected tokens of a response to a prompt: the mean of its earlier responses, else of all responses, else
+    `default`.
 
-    The mean of a prompt forgets: an earlier response counts half as much as the next one (a policy's lengths drift).
+    The mean of a prompt forgets: a response counts half as much as the next one, since a policy's lengths drift.
     """
 
     def __init__(self, default: float):
@@ -37,9 +38,11 @@ class ExpectedLengths:
 
 
 def dispatch_order(groups: Sequence[Hashable], lengths: Sequence[float]) -> list[int]:
-    """Requests of the longest expected responses first, those of a group together, else in the order given.
+    """Returns the indices of the requests in the order to send them: groups with the longest expected response first,
+    the requests of a group together, otherwise in the order passed.
 
-    What starts last runs alone at the end: it had better be short (longest processing time first, Graham 1969).
+    The request that starts last runs alone at the end, so it should be short (longest processing time first, Graham
+    1969).
     """
     longest: dict[Hashable, float] = {}
     for group, length in zip(groups, lengths, strict=True):
@@ -54,10 +57,11 @@ def dispatch_order(groups: Sequence[Hashable], lengths: Sequence[float]) -> list
 def choose_server(
     loads: Mapping[str, Load], capacity: int, home: str | None = None, group_tokens: float = 0.0
 ) -> str | None:
-    """The server with the fewest expected tokens under way among those with fewer than `capacity` requests, or None.
+    """Returns the server with the fewest expected tokens under way among those with fewer than `capacity` requests, or
+    None.
 
-    `home`, where the request's group is, keeps it (its prompt is in that server's prefix cache) as long as it has no
-    more than `group_tokens`, the whole group's, above the least.
+    `home`, the server of the request's group, has the prompt in its prefix cache. It is chosen instead as long as it
+    has at most `group_tokens`, the expected tokens of the whole group, more than that server.
     """
     free = {name: load for name, load in loads.items() if load.requests < capacity}
     if not free:

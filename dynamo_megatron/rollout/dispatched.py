@@ -10,12 +10,12 @@ from dynamo_megatron.rollout.step_session import StepSession
 
 
 class Dispatched:
-    """`sampling` runs from now on, for `session`. Make it in a task."""
+    """Runs `sampling` for `session` from now on. Create it in a running event loop."""
 
     def __init__(self, session: StepSession, sampling: Sampling):
         self.session, self.sampling = session, sampling
         self._needs: PushNeeded | None = None
-        self._asked, self._pushed = asyncio.Event(), asyncio.Event()  # set when `_needs` is set, and taken back
+        self._asked, self._pushed = asyncio.Event(), asyncio.Event()  # set when `_needs` is set; when cleared
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -29,14 +29,14 @@ class Dispatched:
             await self._pushed.wait()
 
     def pushed(self) -> None:
-        """A push has ended, perhaps without a server that took the weights."""
+        """Continues after a push, even one in which no server took the weights."""
         self._needs = None
         self._asked.clear()
         self._pushed.set()
 
     async def over(self) -> None:
-        """Until each request has its outcome. Raises PushNeeded where that takes a push, and what `Sampling.run`
-        raises."""
+        """Waits until each request has its outcome. Raises PushNeeded where a push is needed for that, and whatever
+        `Sampling.run` raises."""
         while not self._task.done():
             if self._needs is not None:
                 raise self._needs

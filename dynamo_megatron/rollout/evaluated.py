@@ -1,4 +1,4 @@
-"""The responses of an evaluation, scored, and what they are of a problem."""
+"""The scored responses of an evaluation, and the result of each problem."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_evaluation(outcomes: Mapping[str, Evaluated]) -> None:
 
 
 def rescored(prompt: Prompt, result: ProblemResult, scores: Sequence[Score]) -> ProblemResult:
-    """The result with other scores of its responses."""
+    """Returns the result with other scores of its responses."""
     return dataclasses.replace(
         result,
         source=prompt.source,

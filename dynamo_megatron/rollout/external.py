@@ -1,4 +1,4 @@
-"""Servers that run already, or will, wherever they are, and that are used as they are."""
+"""Servers that somebody else starts, on any host; they are used as they are (`rollout.placement: external`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dynamo_megatron.rollout.supervisor import Listener, pause
 
 
 class External:
-    """Tells `listener` of the servers at `urls` (by name) when they answer. Whoever runs them may start or restart them
-    at any time: none is given up.
+    """Notifies `listener` of the servers at `urls` (by name) when they answer. Whoever runs them may start or restart
+    them at any time: none is given up.
 
-    Raises ValueError where `rollout.api_key_env` names no variable.
+    Raises ValueError where `rollout.api_key_env` names a variable that is unset or empty.
     """
 
     def __init__(self, config: Config, urls: Mapping[str, str], listener: Listener):
@@ -28,7 +28,7 @@ class External:
             raise InputError(f"rollout.api_key_env: the environment variable {variable} is not set")
         self._key = os.environ[variable] if variable is not None else ""
         self._condemned = {name: asyncio.Event() for name in urls}
-        self._failures = dict.fromkeys(urls, 0)  # since it last took a push
+        self._failures = dict.fromkeys(urls, 0)  # since the server last took a push
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         self._condemned[name].set()
@@ -51,7 +51,7 @@ class External:
                 try:
                     client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()
-                    if not await client.healthy(rollout.health_timeout):  # one that hangs still tells what it is
+                    if not await client.healthy(rollout.health_timeout):  # one that hangs still answers /model_info
                         raise RolloutError(
                             f"no answer to /health for rollout.health_timeout ({rollout.health_timeout:g} s)"
                         )

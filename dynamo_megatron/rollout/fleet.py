@@ -1,7 +1,7 @@
-"""The servers of a run as rank 0's rollout process knows them: who may answer, with which weights, and who is out.
+"""The servers of a run as rank 0's rollout process knows them: which may answer, with which weights, and which are out.
 
-A server is stale (healthy, other weights than the policy's), serving, or being pushed to; it is out while it starts.
-Until the first push all have the weights of model.path, version 0, and serve those.
+A server is stale (healthy, with other weights than the policy's), serving, or being pushed to; it is out while it
+starts. Until the first push all servers serve the weights of model.path, version 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dynamo_megatron.rollout.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
-REFUSALS = 16  # requests in a row that a server does not take until it is restarted
-CONNECTIONS = REFUSALS // 2  # at most this many of the connections that are lost at one time count
+REFUSALS = 16  # requests in a row that a server does not take, after which it is restarted
+CONNECTIONS = REFUSALS // 2  # of the connections lost within a MOMENT, at most this many count as refusals
 MOMENT = 1.0  # seconds
-REJECTED_SHARE = 0.5  # of the rollouts of one call that a server answered; above, it is restarted
+REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
 
 
 class Fleet:
@@ -43,8 +43,8 @@ class Fleet:
         self._config, self._session = config, session
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._members: dict[str, Member] = {}
-        self._missing: dict[str, str] = {}  # name -> why it is out, of those that were up or tried to be
-        self._final: set[str] = set()  # names of those that will not come again
+        self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
+        self._final: set[str] = set()  # names of servers that are not started again
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first push
         self.pushing = False
@@ -71,12 +71,12 @@ class Fleet:
         return here + others, sources
 
     async def run(self) -> None:
-        """Starts the servers and keeps them running, for ever; cancelled, it ends them."""
+        """Starts the servers and keeps them running until it is cancelled; then it stops them."""
         async with asyncio.TaskGroup() as group:
             for source in set(self._sources.values()):
                 group.create_task(source.run())
 
-    # -- what sources tell -----------------------------------------------------------------------------------------
+    # -- what sources report ---------------------------------------------------------------------------------------
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._members:
             self._leave(endpoint.name, "it was restarted")
@@ -104,12 +104,12 @@ class Fleet:
             self._announce()
 
     def lost(self, endpoint: Endpoint, why: str) -> None:
-        """As `condemn`, where the server has not been restarted since."""
+        """Condemns the server at `endpoint` unless it has been restarted since."""
         if (member := self._member(endpoint)) is not None:
             self.condemn(member, why)
 
     def _member(self, endpoint: Endpoint) -> Member | None:
-        """None where it has been restarted, or is out."""
+        """Returns the server at `endpoint`; None where it has been restarted or is out."""
         member = self._members.get(endpoint.name)
         return member if member is not None and member.endpoint == endpoint else None
 
@@ -133,17 +133,17 @@ class Fleet:
 
     # -- who may answer --------------------------------------------------------------------------------------------
     def serving(self) -> dict[str, Member]:
-        """Those that have the policy's weights, by name."""
+        """Returns the servers that have the policy's weights, by name."""
         version = 0 if self.version is None else self.version
         return {name: m for name, m in sorted(self._members.items()) if m.version == version}
 
     def clients(self) -> list[SGLangClient]:
-        """Of the servers that are up, whatever their weights."""
+        """Returns the clients of the servers that are up, whatever their weights."""
         return [member.client for _, member in sorted(self._members.items())]
 
     async def wait_started(self) -> None:
-        """Until one server is up, and each other one, too, or has failed to start, or start_timeout is over. Raises
-        RolloutError where none is up by then."""
+        """Waits until one server is up and every other one is up or has failed to start, for at most
+        `rollout.start_timeout` seconds. Raises RolloutError where none is up by then."""
         limit = self._config.rollout.start_timeout
         deadline = time.monotonic() + limit
         while not self._members or not self._members.keys() | self._missing.keys() >= set(self._names):
@@ -155,7 +155,8 @@ class Fleet:
             self.notes.append(f"{', '.join(silent)} did not come up within rollout.start_timeout ({limit:g} s)")
 
     async def wait_serving(self) -> None:
-        """Until a server may answer. Raises PushNeeded where that takes a push, RolloutError where none comes up."""
+        """Waits until a server may answer. Raises PushNeeded where a push is needed for that, RolloutError where no
+        server comes up."""
         deadline = time.monotonic() + self._config.rollout.start_timeout
         while not self.serving():
             if self.pushing:
@@ -167,7 +168,7 @@ class Fleet:
                 raise RolloutError(self._why_none())
 
     async def begin_push(self, version: int) -> list[Endpoint]:
-        """As RolloutWorker.begin_push."""
+        """See RolloutWorker.begin_push."""
         self.version, self.pushing = version, True
         deadline = time.monotonic() + self._config.rollout.start_timeout
         while True:
@@ -181,7 +182,7 @@ class Fleet:
                 raise RolloutError(self._why_none())
 
     async def end_push(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
-        """As RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
+        """See RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
         for endpoint, failure in outcomes.items():
             if failure is not None:
                 self.lost(endpoint, f"weight version {version} did not arrive: {failure}")
@@ -202,8 +203,8 @@ class Fleet:
             self.condemn(member, str(error))
 
     async def _finish_requests(self, member: Member) -> None:
-        """Waits until the server has no request of ours. By `rollout.at_push` each response is interrupted and
-        continues under the new weights, or is generated to its end."""
+        """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
+        interrupted, to continue under the new weights, or generated to its end. Raises RolloutError."""
         deadline, silence = time.monotonic() + CONTROL_TIMEOUT, Silence()
         partial, limit = self._config.rollout.at_push == "partial", self._config.rollout.health_timeout
         while member.load.requests and not member.gone.done():
@@ -223,8 +224,8 @@ class Fleet:
     # -- watching --------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Meanwhile those that may answer are asked for their health, which an idle one generates a token for: neither
-        a push nor released memory, as a restarted one's is, would stand that."""
+        """Within this context, servers that may answer are checked for health. Others are not: an idle server generates
+        a token for each check, which fails during a push and on a restarted server, whose memory may be released."""
         self._watchers += 1
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch())
@@ -254,7 +255,7 @@ class Fleet:
     async def _watch_one(self, member: Member) -> None:
         limit, silence = self._config.rollout.health_timeout, Silence()
         while not member.gone.done():
-            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # first: a short step ends before it
+            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # before the check: a short step needs none
             if member.version is None:
                 silence.heard()
             elif await self._answers(member, silence):
@@ -265,11 +266,11 @@ class Fleet:
                 self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
     async def _answers(self, member: Member, silence: Silence) -> bool:
-        """Whether /health says 200 before the `silence` is as long as rollout.health_timeout."""
+        """Returns whether /health answers 200 before `silence` reaches rollout.health_timeout."""
         return await answers(member.client, silence, self._config.rollout.health_timeout, HEALTH_EVERY)
 
     async def doubt(self, member: Member, error: ServerLost) -> None:
-        """After a lost request: checks whether the server is lost too."""
+        """Called after a lost request: counts it, and checks whether the server is lost too."""
         if not isinstance(error, ConnectionLost):
             self.refused(member.name, str(error))
         else:
@@ -282,14 +283,16 @@ class Fleet:
             self.condemn(member, str(error))
 
     def refused(self, name: str, error: str) -> None:
-        """The server did not take a request that another one takes."""
+        """Counts a request that the server did not take and another one may. After REFUSALS in a row the server is
+        restarted."""
         if (member := self._members.get(name)) is not None:
             member.refusals += 1
             if member.refusals >= REFUSALS:
                 self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
 
     def rejected(self, shares: Mapping[str, float]) -> None:
-        """`shares`: of what each server answered, what was not sampled from the policy."""
+        """`shares`: the share of each server's rollouts that were rejected, since they were not sampled from the
+        policy. Above REJECTED_SHARE the server is restarted."""
         for name, share in shares.items():
             if share > REJECTED_SHARE and name in self._members:
                 self.condemn(self._members[name], f"{share:.0%} of its rollouts were rejected")
@@ -298,15 +301,15 @@ class Fleet:
         self._idle_since = self._idle_since or time.monotonic()
 
     def idle_share(self) -> float:
-        """Of the time since the last call (the first time: since `work_begins`), on average over the servers that are
-        up: without a request under way."""
+        """Returns the share of the time since the last call (the first time: since `work_begins`) in which a server had
+        no request under way, averaged over the servers that are up; 1.0 where none is."""
         before, self._idle_since = self._idle_since, time.monotonic()
         busy = [member.take_busy() for member in self._members.values()]
         seconds = max(1e-9, self._idle_since - before)
         return 1 - min(1.0, sum(busy) / (seconds * len(busy))) if busy else 1.0
 
     def report(self) -> tuple[dict[str, ServerUse], list[str]]:
-        """What happened since the last report: by server, and in words."""
+        """Returns what happened since the last report: counts by server, and notes."""
         uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
         for name, member in self._members.items():
             uses.setdefault(name, ServerUse()).kv_cache = member.kv_cache
@@ -339,7 +342,8 @@ class Fleet:
 
 
 def server_names(servers: int, nodes: int, node: int) -> list[str]:
-    """Of the servers on node `node`, an equal share. Raises ValueError where there is none."""
+    """Returns the names of the servers on node `node`, an equal share. Raises ValueError where `servers` is not a
+    multiple of `nodes`."""
     if servers % nodes:
         raise InputError(f"rollout.servers: {servers} servers are not an equal share for each of {nodes} nodes")
     share = servers // nodes
@@ -347,6 +351,6 @@ def server_names(servers: int, nodes: int, node: int) -> list[str]:
 
 
 def training_nodes() -> int:
-    """Nodes of this run, by what its launcher says; one without a launcher."""
+    """Returns the number of nodes of this run, from its launcher's environment variables; 1 without a launcher."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     return world // int(os.environ.get("LOCAL_WORLD_SIZE", world))

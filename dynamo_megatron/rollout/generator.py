@@ -52,11 +52,11 @@ from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-UNSCORED_STEPS = 3  # in a row, of nothing else, end the run: such steps train nothing, and a service may restart
+UNSCORED_STEPS = 3  # steps in a row without one scored rollout end the run; a service may restart in fewer
 
 
 class Generator:
-    """Fleet, store and reward workers. What it opens goes on `stack`."""
+    """Owns the fleet, the store and the reward workers. `stack` closes what it opens."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class Generator:
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
-        self._ready: list[Rollout] = []  # to be written by the next one that holds `_writing`
+        self._ready: list[Rollout] = []  # to be written by the next task that holds `_writing`
         self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
-        self._begun: tuple[int, float] = (-1, 0.0)  # the step last asked for, and when it was first
+        self._begun: tuple[int, float] = (-1, 0.0)  # the step last requested, and when it first was
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
-        self._interrupted: StepSession | None = None  # the last one, where it ended for want of a server
+        self._interrupted: StepSession | None = None  # the last session, if it ended for want of a server
         self._dispatched: dict[int, Dispatched] = {}  # by step
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
-        self._first_push: int | None = None  # the version of this process's first one
-        self._counted: StepSession | None = None  # whose responses `done` counts
+        self._first_push: int | None = None  # the version of this process's first push
+        self._counted: StepSession | None = None  # the session whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self) -> None:
@@ -89,12 +89,12 @@ class Generator:
         self._store = RolloutStore(config.output_dir)
         self._retention = Retention(Path(config.output_dir), config.rollout.keep_last)
         self._stack.callback(self._store.close)
-        self._stack.callback(self._thread.shutdown)  # before that: a line may be on its way
+        self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
         self._reward_servers = RewardServers(config) if config.reward.servers is not None else None
         self._pool = RewardPool(config.reward, self._reward_servers and self._reward_servers.addresses)
         self._stack.callback(self._pool.close)
-        await asyncio.to_thread(self._pool.start)  # before a server: a function that is not there shows in a second
+        await asyncio.to_thread(self._pool.start)  # before the servers: a missing reward function is found in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
         self._fleet_run = asyncio.create_task(self._run_servers(session))
         self._stack.push_async_callback(self._end_fleet)
@@ -124,7 +124,7 @@ class Generator:
                 group.create_task(self._reward_servers.run(session))
 
     def _report(self, session: StepSession) -> list[str]:
-        """Counts what the servers did for the session; returns what happened to all servers and reward workers."""
+        """Adds the servers' use to the session; returns the notes of all servers and reward workers."""
         uses, said = self._fleet.report()
         session.use(uses)
         for notes in (self._reward_servers.notes if self._reward_servers is not None else [], self._pool.notes):
@@ -138,7 +138,8 @@ class Generator:
         await asyncio.wait([self._fleet_run])
 
     async def carry_out(self, command: str, arguments: tuple) -> Any:
-        """What the method of this name returns. Raises RolloutError where nobody looks after the servers any more."""
+        """Returns what the method of this name returns. Raises RolloutError where the task that runs the servers has
+        ended."""
         return await self._watched(getattr(self, command)(*arguments))
 
     async def _watched(self, work: Coroutine) -> Any:
@@ -149,7 +150,7 @@ class Generator:
                 return task.result()
         finally:
             task.cancel()
-            del task  # it holds what it raises, and by that this frame and the rollouts that came
+            del task  # it holds its exception, which holds this frame and the rollouts
         error = self._fleet_run.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -160,7 +161,7 @@ class Generator:
             self._first_push = version
             if staleness := self._config.rollout.max_staleness:
                 await self._in_thread(self._store.remove_after, version + 1 + staleness)
-        if self._evaluation is not None:  # it belongs to the weights that the servers still have
+        if self._evaluation is not None:  # it evaluates the weights that the servers still have
             await asyncio.wait([self._evaluation])
         endpoints = await self._fleet.begin_push(version)
         for dispatched in self._dispatched.values():
@@ -168,12 +169,12 @@ class Generator:
         return endpoints
 
     async def _keep_begun(self, session: StepSession, begun: Mapping[str, Response]) -> None:
-        """So that a resumed run continues these responses."""
+        """Stores partial responses, so that a resumed run continues them."""
         if lines := self._partial(session.step, session.wanted, begun):
             await self._in_thread(self._store.append, *lines)
 
     def _partial(self, step: int, wanted: Mapping[str, Prompt], begun: Mapping[str, Response]) -> list[Rollout]:
-        """Lines of the step's file."""
+        """Returns the lines of the step's file for these partial responses."""
         unscored = self._scoring.unscored
         lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
         return [dataclasses.replace(line, status="partial") for line in lines]
@@ -182,21 +183,21 @@ class Generator:
         await self._fleet.end_push(version, outcomes)
         for dispatched in self._dispatched.values():
             dispatched.pushed()
-        give_back_freed_memory()  # altered or very long replies leave holes
+        give_back_freed_memory()  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():
             self._fleet.lost(endpoint, why)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
-        """As RolloutWorker.generate."""
+        """See RolloutWorker.generate."""
         rollout = self._config.rollout
         session = await self._open_session(step, prompts, counts, first)
         self._answered = session.answered
         self._count(session)
         deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
         requests = session.requests(self._lengths, self._config.seed)
-        # Other rollouts give other weights, and those of later steps on disk are of the old ones.
+        # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
         if requests and (removed := await self._in_thread(self._store.remove_after, step)):
             anew = f"{len(requests)} rollouts sampled anew"
             session.notes.append(f"step {step}: {anew}; removed those of {removed} later steps")
@@ -208,13 +209,13 @@ class Generator:
             raise
         finally:
             session.add(sampling)
-        if first == 0:  # a later round only refills: for want of time it ends no run
+        if first == 0:  # a later round only adds to these: a lack of time in it does not end the run
             session.check_share(rollout)
             self._check_rewards(session)
         return session.result(self._report(session))
 
     async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
-        """As RolloutWorker.dispatch."""
+        """See RolloutWorker.dispatch."""
         self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, 0)
         older = [dispatched.sampling for dispatched in self._dispatched.values()]
@@ -229,7 +230,7 @@ class Generator:
     def _sampling(
         self, requests: Sequence[Request], prompt_of: Callable[[Request], Prompt], take: Callable, **options: Any
     ) -> Sampling | Episodes:
-        """`options`: as Sampling takes them."""
+        """`options`: keyword arguments of Sampling."""
         if self._agents is None:
             return Sampling(self._fleet, self._config.rollout, requests, take, **options)
         options.pop("after", None)  # episodes begin in the order of their steps
@@ -243,7 +244,7 @@ class Generator:
             await asyncio.wait([self._evaluation])
 
     async def collect(self, step: int) -> RolloutResult:
-        """As RolloutWorker.collect."""
+        """See RolloutWorker.collect."""
         dispatched = self._dispatched[step]
         session = dispatched.session
         self._answered = session.answered
@@ -260,9 +261,10 @@ class Generator:
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
     ) -> StepSession:
-        """The interrupted session if it asks for the same, else one with the rollouts that are on disk already."""
+        """Returns the interrupted session if it is for the same rollouts and weights, else a new one with the rollouts
+        that are on disk already."""
         notes = []
-        complete = max(1, step - self._config.rollout.max_staleness)  # files of the steps before that are
+        complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
@@ -296,7 +298,8 @@ class Generator:
             self._finished(response)
 
     async def _keep(self, rollout: Rollout) -> None:
-        """Until it is on disk. What gets ready during a write is written together by the next one."""
+        """Returns once the rollout is on disk. Rollouts that become ready during a write are written together by the
+        next one."""
         self._ready.append(rollout)
         async with self._writing:
             ready, self._ready = self._ready, []
@@ -304,7 +307,8 @@ class Generator:
                 await self._in_thread(self._store.append, *of_step)
 
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
-        """What `work` returns, done after all that was asked for before. Servers are watched meanwhile."""
+        """Returns the result of `work`, which runs in the store's thread after all earlier calls. The servers are still
+        watched meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _check_rewards(self, session: StepSession) -> None:
@@ -317,14 +321,16 @@ class Generator:
             )
 
     async def reject(self, step: int, rollout_ids: Sequence[str]) -> None:
-        """Of the last call; a server whose rollouts they are, for the most part, is restarted."""
+        """Marks rollouts of the last call as rejected. A server with too large a share of rejected rollouts is
+        restarted."""
         await self._in_thread(self._store.reject, step, rollout_ids)
         answered = self._answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 
     async def evaluate(self, prompts: Sequence[Prompt], beside: bool = False) -> list[ProblemResult]:
-        """`beside`: other commands are carried out meanwhile, whose responses `done` counts; a push waits for it."""
+        """`beside`: other commands are carried out meanwhile, and `done` counts their responses only; a push waits for
+        the evaluation."""
         config, samples = self._config.eval, self._config.eval.samples
         call = uuid.uuid4().hex[:8]
         outcomes: dict[str, Evaluated] = {}
@@ -377,10 +383,11 @@ class Generator:
         self.tokens += len(response.tokens)
 
     def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> Reuse:
-        """What an interrupted run left of these positions of the step. The file keeps nothing else of them."""
+        """Returns what an interrupted run left at these positions of the step, and removes everything else at these
+        positions from the file."""
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
-        if rollout.max_staleness:  # later ones than the first are of weights that may not come again
+        if rollout.max_staleness:  # versions after the first push may not come again with the same weights
             versions = range(step - 1 - rollout.max_staleness, (self._first_push or 0) + 1)
         lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
         reuse = reusable(lines, wanted, positions, versions, *limits, continues=rollout.max_staleness > 0)

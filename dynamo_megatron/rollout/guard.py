@@ -1,10 +1,10 @@
-"""Runs a server's command, and ends and clears away all of it when the command or whoever started the guard is gone.
+"""Runs a server's command. When the command or the guard's parent ends, kills and cleans up everything that is left.
 
     python -P -m dynamo_megatron.rollout.guard FOLDER... -- COMMAND...
 
-A signal at the parent's death reaches one process only. SGLang's scheduler arms its own late, after half a minute of
-imports: a server killed while it starts would leave it behind. The guard holds the read end of a pipe instead. What a
-killed server cannot clear away itself goes with it: its temporary FOLDERs and its segments of shared memory.
+A parent-death signal reaches one process only. SGLang's scheduler arms its own late, after half a minute of imports: a
+server killed while it starts would leave the scheduler behind. The guard watches the read end of a pipe instead. It
+also removes what a killed server cannot: its temporary FOLDERs and its segments of shared memory.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dynamo_megatron.runtime.log_files import bound_log, copy_output
 from dynamo_megatron.runtime.process_signals import die_with_parent
 
 POLL_EVERY = 0.5  # seconds
-KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in the kernel's hands may not
-COPIED_WITHIN = 1.0  # seconds for the last words to get to the log; who left the group may hold the pipe open
-LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: what has ended maps none any more
+KILLED_WITHIN = 8.0  # seconds for killed processes to end; one in an uninterruptible system call may not
+COPIED_WITHIN = 1.0  # seconds for the last output to reach the log; a process outside the group may hold the pipe open
+LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
 SHARED_MEMORY = "/dev/shm/"
 
 
 def main(folders: list[str], command: list[str]) -> int:
-    """Returns the command's exit code; a signal that ended it ends this process too.
+    """Returns the command's exit code; a signal that killed the command kills this process too.
 
-    SIGTERM and the end of stdin, a pipe, kill the command: to end in peace takes SGLang seconds, and gains nothing.
-    SIGUSR1 is passed on to it: ranks save and stop, servers ignore it. Its output comes through a pipe, so that a full
-    disk does not reach it, and where stdout is a log, the log's size stays bounded.
+    SIGTERM, and the end of stdin (a pipe), kill the command: a clean exit takes SGLang seconds and gains nothing.
+    SIGUSR1 is passed on: ranks save and stop, servers ignore it. The command's output comes through a pipe, so that a
+    full disk does not affect it. Where stdout is a log, the log's size stays bounded.
     """
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
@@ -98,10 +98,11 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """The files of POSIX shared memory that these processes map; of another user's, none.
+    """Returns the files of POSIX shared memory that these processes map; none for another user's processes.
 
-    By inode: a semaphore is made under one name, which stands among the maps of the process that made it, and gets
-    another one at once."""
+    Files are matched by inode: a semaphore is created under one name, which stays in the maps of the process that
+    created it, and is renamed at once.
+    """
     mapped = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whether a server answers, however long this process was itself suspended meanwhile."""
+"""Checks whether a server answers, even if this process was itself suspended meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dynamo_megatron.rollout.silence import Silence
 
 
 async def answers(client: SGLangClient, silence: Silence, limit: float, look_every: float) -> bool:
-    """Whether /health says 200 before the `silence` is as long as `limit`. Both in seconds."""
+    """Returns whether /health answers 200 before `silence` reaches `limit` seconds. Looks every `look_every`
+    seconds."""
     asked = asyncio.create_task(client.healthy(math.inf))
     try:
         while not asked.done() and (left := limit - silence.look()) > 0:

@@ -1,7 +1,7 @@
 """Files of JSON lines, compressed as they grow: a zstd frame for each line, one after another.
 
-`zstdcat` reads them. A killed writer leaves at most one torn frame, at the end: readers stop before it, and who appends
-cuts it off. Files that end in .jsonl are plain lines, as runs wrote them before.
+`zstdcat` reads them. A killed writer leaves at most one torn frame, at the end: readers stop before it, and the next
+writer cuts it off. Files that end in .jsonl have plain lines, as earlier versions wrote them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
 
 
 def compressed(line: bytes) -> bytes:
-    """A frame of one line, its newline included."""
+    """Returns a zstd frame of one line, which includes its newline."""
     return _compressor.compress(line)
 
 
 def read_raw_lines(path: Path) -> Iterator[bytes]:
-    """The complete lines, each with its newline, one in memory at a time. Raises ValueError where bytes are damaged."""
+    """Yields the complete lines, each with its newline, one in memory at a time. Raises ValueError where bytes are
+    damaged."""
     with path.open("rb") as file:
         if path.suffix != ".zst":
             yield from (line for line in file if line.endswith(b"\n"))
@@ -49,10 +50,11 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Where each frame begins and ends, without what follows the last whole one; nothing is decompressed.
+    """Yields where each complete frame begins and ends, in bytes; nothing is decompressed.
 
-    Raises ValueError where a frame should begin and none does. Zeros are a torn end: a machine that lost its power may
-    leave them where it had not written yet."""
+    Raises ValueError where a frame should begin and none does. Zeros count as a torn end: a machine that lost power may
+    leave them where it had not written yet.
+    """
     size, start = os.fstat(descriptor).st_size, 0
     while start < size:
         head = os.pread(descriptor, LONGEST_HEADER, start)

@@ -14,7 +14,7 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 
 
 class Source(Protocol):
-    """Where servers come from; it tells the fleet by `up` and `down`."""
+    """Where servers come from; it notifies the fleet through `up` and `down`."""
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted."""
@@ -27,7 +27,8 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Member:
-    """A server that is up. `version`: its weights, None if they are not the policy's. `gone`: set when it is out."""
+    """A server that is up. `version`: that of its weights, None if they are not the policy's. `gone`: set when it is
+    out, to the reason."""
 
     endpoint: Endpoint
     client: SGLangClient
@@ -36,11 +37,11 @@ class Member:
     gone: asyncio.Future
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
-    moment: float = -math.inf  # monotonic seconds: when the last moment began that connections were lost in
-    lost: int = 0  # connections, in that moment
+    moment: float = -math.inf  # monotonic seconds: start of the last `fleet.MOMENT` with lost connections
+    lost: int = 0  # connections lost in that moment
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
     busy: float = 0.0  # seconds with a request under way, up to the last one's end
-    busy_since: float = 0.0  # monotonic seconds; of what is under way
+    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
 
     @property
@@ -48,7 +49,7 @@ class Member:
         return self.endpoint.name
 
     def enter(self, tokens: float) -> None:
-        """A request that is expected to come to `tokens`."""
+        """Counts in a request whose response is expected to have `tokens` tokens."""
         if not self.load.requests:
             self.busy_since = time.monotonic()
         self.load.requests += 1

@@ -1,4 +1,4 @@
-"""Rollouts of an earlier run in place of a server: replay, debugging, and runs that must repeat bit for bit."""
+"""Rollouts of an earlier run in place of a server: for replay, debugging, and runs that must repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 
 class RecordedRollouts:
-    """The same interface as `RolloutWorker`, from the `rollouts/` of the run in `folder`. Writes nothing.
+    """The same interface as `RolloutWorker`, with rollouts from the `rollouts/` of the run in `folder`. Writes nothing.
 
-    The k-th occurrence of a prompt in a step gets the k-th group recorded for it in that step, and of it the first n
-    rollouts. Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None.
-    `vocab_size`, `max_new_tokens`: the folder may be another's, and what is not in them is refused. Raises ValueError
-    where the folder is no run's.
+    The k-th occurrence of a prompt in a step gets the first n rollouts of the k-th group recorded for it in that step.
+    Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None. `vocab_size`,
+    `max_new_tokens`: limits that every rollout is checked against, since the folder may be untrusted. Raises ValueError
+    where `folder` has no rollouts/.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RecordedRollouts:
             self._evaluator.close()
 
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
-        """Nothing to do: the record stays as it is, and a replay of it rejects them again."""
+        """Does nothing: the record stays as it is, and a replay of it rejects these rollouts again."""
 
     def dispatch(
         self,
@@ -98,8 +98,8 @@ class RecordedRollouts:
         on_count: Callable[[int, int], None] | None = None,
         first: int = 0,
     ) -> RolloutResult:
-        """Raises ValueError naming the step, prompt or group that was not recorded or is too small, and (path: id: why)
-        the rollout that is damaged."""
+        """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
+        the damaged rollout (path: id: why)."""
         started = time.monotonic()
         check_request(prompts, counts)
         path = step_file(self._folder, step)
@@ -141,7 +141,7 @@ class RecordedRollouts:
         )
 
     def _fault(self, rollout: Rollout) -> str:
-        """Why nothing may be made of a rollout whose fields have the right types, in a few words; "" where it may."""
+        """Returns, in a few words, why a rollout whose fields have the right types cannot be used; "" where it can."""
         if rollout.status in NOT_TRAINED:  # it is only counted
             return (
                 "" if rollout.finish_reason in OUTCOMES else f"finish reason {on_one_line(rollout.finish_reason, 40)}"

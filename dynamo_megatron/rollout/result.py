@@ -1,4 +1,4 @@
-"""What a step's generation comes to. Shared by live and recorded rollouts."""
+"""The result of a step's generation. Shared by live and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KINDS = (*OUTCOMES.values(), "rejected")
 
 
 class RolloutError(RuntimeError):
-    """Rollouts cannot be had: a server, the rollout process or the disk failed. The message is one line."""
+    """Rollouts cannot be obtained: a server, the rollout process or the disk failed. The message is one line."""
 
 
 class PushNeeded(Exception):
     """No server is left that has the current weights; restarted ones wait for a push.
 
-    What was finished of the step is on disk: the same request after a push goes on from there.
+    The step's finished rollouts are on disk: the same request, repeated after a push, continues from there.
     """
 
 
@@ -34,7 +34,7 @@ class ServerUse:
     tokens: int = 0
     busy: float = 0.0
     kv_cache: float | None = None  # largest share of its KV cache in use that was seen; None: not measured
-    retries: int = 0  # requests lost with it and asked again
+    retries: int = 0  # requests that were lost with it
     restarts: int = 0
 
     def add(self, other: ServerUse) -> None:
@@ -47,8 +47,8 @@ class ServerUse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one requested rollout: "completed", "truncated", "aborted" (timed out, or ended by the engine),
-    "failed" or "rejected"; `server` answered it ("": none)."""
+    """What became of one requested rollout: "completed", "truncated", "aborted" (timed out, or aborted by the engine),
+    "failed" or "rejected". `server`: the name of the server that answered, "" if none did."""
 
     kind: str
     server: str
@@ -56,8 +56,8 @@ class Outcome:
 
 @dataclass
 class FunctionScores:
-    """What a reward function came to on the responses of a step: how many by state (`types.REWARD_STATES`), and the sum
-    of its scores."""
+    """A reward function's results on the responses of a step: the number of responses by state (`types.REWARD_STATES`),
+    and the sum of its scores."""
 
     states: Counter[str] = field(default_factory=Counter)
     total: float = 0.0
@@ -69,10 +69,11 @@ class FunctionScores:
 
 @dataclass(frozen=True)
 class Accounted:
-    """One requested rollout: what became of it, what each reward function gave (a score, or the state of one that gave
-    none), and, as a batch, the rollout itself where it can be trained on.
+    """One requested rollout: its outcome, each reward function's score (the state where it gave none), and, as a batch,
+    the rollout itself where it can be trained on.
 
-    Made as a rollout comes, since arrays take a fifth of the memory and of the time that lists take at a step's end.
+    Made when a rollout arrives: arrays take a fifth of the memory that lists take, and a fifth of the time at a step's
+    end.
     """
 
     outcome: Outcome
@@ -92,8 +93,9 @@ class Accounted:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Of a run whose servers work ahead of its ranks, when a step's rollouts were there: groups of later steps that
-    are complete, those that are not, and the share of the time since the step before in which servers were idle."""
+    """In a run whose servers work ahead of its ranks, the state when a step's rollouts were complete: how many groups
+    of later steps were complete and how many were not, and the share of the time since the step before in which servers
+    were idle."""
 
     ready: int
     under_way: int
@@ -104,11 +106,11 @@ class Ahead:
 class RolloutResult:
     """The rollouts of one step.
 
-    `batch` has those that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
-    rollout, by rollout_id. `reused`, `reward_timeouts` and `reward_errors` count among these; `rejected_tokens` are
-    those of responses that `without` has rejected; `discarded` are those of an interrupted run that were not reused.
-    `rewards`: by reward function. `times`: seconds. `uses`: by server. `notes`: for the user, one line each.
-    `episodes`: sums of `EpisodeRecord.counts`; nothing without an agent.
+    `batch`: the rollouts that can be trained on, by (prompt position, rollout index). `outcomes`: the outcome of every
+    requested rollout, by rollout_id; `reused`, `reward_timeouts` and `reward_errors` count some of these.
+    `rejected_tokens`: tokens of responses that `without` rejected. `discarded`: number of rollouts of an interrupted
+    run that were not reused. `rewards`: by reward function. `times`: seconds. `uses`: by server. `notes`: for the user,
+    one line each. `episodes`: sums of `EpisodeRecord.counts`; empty without an agent.
     """
 
     batch: RolloutBatch
@@ -156,7 +158,7 @@ class RolloutResult:
 
     @classmethod
     def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:
-        """The parts of one step, at least one, in order. A single part is returned as it is."""
+        """Joins the parts of one step, at least one, in order. A single part is returned as it is."""
         if len(results) == 1:
             return results[0]
         times, uses = Counter(), {}
@@ -185,7 +187,8 @@ class RolloutResult:
         )
 
     def without(self, rejected: Collection[int], notes: Sequence[str]) -> RolloutResult:
-        """With the rollouts `rejected` (indices in the batch) counted as such and no longer in the batch."""
+        """Returns this result with the rollouts `rejected` (indices in the batch) counted as rejected and removed from
+        the batch."""
         names = [self.batch.rollout_ids[i] for i in rejected]
         outcomes = self.outcomes | {n: Outcome("rejected", self.outcomes[n].server) for n in names}
         kept = np.setdiff1d(np.arange(len(self.batch.rollout_ids)), list(rejected)).astype(np.int64)
@@ -200,7 +203,7 @@ class RolloutResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """requested = completed + truncated + aborted + failed + rejected; the others count among these."""
+        """requested = completed + truncated + aborted + failed + rejected; each other count is of some of these."""
         kinds = Counter(outcome.kind for outcome in self.outcomes.values())
         return {
             "requested": len(self.outcomes),
@@ -212,13 +215,14 @@ class RolloutResult:
 
     @property
     def counts_by_server(self) -> dict[str, dict[str, int]]:
-        """The same for each server, "" for those that none has answered."""
+        """The same five kinds for each server; "" stands for the rollouts that no server answered."""
         servers = sorted({outcome.server for outcome in self.outcomes.values()})
         kinds = Counter((outcome.server, outcome.kind) for outcome in self.outcomes.values())
         return {server: {kind: kinds[server, kind] for kind in KINDS} for server in servers}
 
     def check_accounts(self, requested: int) -> None:
-        """Every one of `requested` rollouts has exactly one outcome, and only those that came are in `batch`.
+        """Checks that every one of `requested` rollouts has exactly one outcome, and that `batch` has exactly the
+        completed and truncated ones.
 
         Raises AssertionError.
         """
@@ -233,7 +237,7 @@ class RolloutResult:
 
 
 def _by_function(scores: Iterable[Mapping[str, float | str]]) -> dict[str, FunctionScores]:
-    """`scores`: of each rollout, as `Accounted.scores`."""
+    """`scores`: the `Accounted.scores` of each rollout."""
     found: dict[str, FunctionScores] = {}
     for of_one in scores:
         for function, score in of_one.items():
@@ -251,7 +255,7 @@ def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def group_id(step: int, position: int) -> str:
-    """Names a dispatch: the prompt at `position` of step `step`'s batch."""
+    """Returns the id of the group of the prompt at `position` in the batch of `step`."""
     return f"{step:06d}-{position:04d}"
 
 
@@ -264,7 +268,7 @@ def rollout_id(group: str, index: int) -> str:
 
 
 def check_request(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
-    """Raises ValueError where counts and prompts do not fit or a prompt was not tokenized."""
+    """Raises ValueError where the numbers of counts and prompts differ, or a prompt was not tokenized."""
     if len(prompts) != len(counts):
         raise InputError(f"counts: {len(counts)} for {len(prompts)} prompts")
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Which steps' rollouts stay on disk: `rollout.keep_last`."""
+"""Decides which steps' rollouts stay on disk: `rollout.keep_last`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from pathlib import Path
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files, tokens_file
 
-SHARE = 0.5  # of what is free on the disk and what rollouts/ takes; above it the oldest go, without a keep_last
-STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes of a response's token, and of all else of a rollout
+SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
+STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
 
 
 def stored_step(rollouts: int, response_tokens: float) -> float:
-    """Bytes on disk of a step's rollouts with that many response tokens on average: an allowance, which
-    benchmarks/rollout_files.py measures."""
+    """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average.
+    benchmarks/rollout_files.py measures it."""
     return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
 
 
 class Retention:
     """Removes the rollouts of old steps of the run in `folder`, with the statistics of their tokens, but none after its
-    last checkpoint: a resume goes on from them.
+    last checkpoint: a resumed run uses them.
 
-    `keep_last`: steps kept before the one that begins; None: all while rollouts/ uses less than SHARE of the disk's
-    room."""
+    `keep_last`: number of steps kept before the one that begins; None: all, while rollouts/ takes at most SHARE of its
+    size and the free disk space together.
+    """
 
     def __init__(self, folder: Path, keep_last: int | None):
         self._folder, self._keep_last = folder, keep_last
-        self._sizes: dict[int, int] = {}  # bytes of the files of steps that are over
+        self._sizes: dict[int, int] = {}  # bytes of the files of finished steps
         self._noted = False
 
     def trim(self, step: int) -> list[str]:
-        """Before the rollouts of `step` are made. Returns a note the first time that anything goes."""
+        """Call it before the rollouts of `step` are generated. Returns a note the first time that anything is
+        removed."""
         last = latest_checkpoint(self._folder / "checkpoints")
         files = step_files(self._folder)
         removable = [s for s in files if last is not None and s <= last[0] and s < step]

@@ -1,4 +1,4 @@
-"""Which rollouts of an interrupted run stand for those that are wanted. Pure."""
+"""Decides which rollouts of an interrupted run are used in place of new ones. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DAMAGED, OTHER_VERSION = "damaged", "of another weight version"
 
 @dataclass
 class Reuse:
-    """By rollout_id: those `kept`, those `discarded` (why), and responses that are `begun`: they are continued.
-    `damage`: what is wrong with the first one that is damaged."""
+    """By rollout_id: the rollouts `kept`, those `discarded` (with the reason), and the partial responses `begun`, which
+    are continued. `damage`: what is wrong with the first damaged rollout."""
 
     kept: dict[str, Accounted] = field(default_factory=dict)
     begun: dict[str, Response] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Reuse:
     damage: str = ""
 
     def notes(self, file: Path) -> list[str]:
-        """Lines for the user; `file` is where the rollouts are."""
+        """Returns lines for the user; `file` is where the rollouts are."""
         notes = []
         if self.kept:
             notes.append(f"{len(self.kept)} rollouts of an interrupted run are reused, with their rewards")
@@ -51,9 +51,9 @@ def reusable(
     max_new_tokens: int,
     continues: bool = False,
 ) -> Reuse:
-    """Of `lines` those at `positions` of the step: kept are the sound ones of the prompts `wanted` (by rollout_id) that
-    weights of `versions` sampled. Of two lines with one rollout_id the later one counts. `continues`: of the other
-    responses as many tokens as these weights have sampled are begun."""
+    """Sorts the `lines` at `positions` of the step. Kept are the valid rollouts of the prompts `wanted` (by rollout_id)
+    that weights of `versions` sampled. Of two lines with one rollout_id the later one counts. `continues`: of the other
+    responses, the leading tokens that these weights sampled are kept as `begun`."""
     reuse = Reuse()
     for rollout in lines:
         name, damage = str(rollout.rollout_id), identity_fault(rollout)
@@ -67,7 +67,7 @@ def reusable(
         reuse.damage = reuse.damage or (damage and f"{on_one_line(name, 80)}: {damage}")
         reuse.kept.pop(name, None)
         reuse.discarded.pop(name, None)
-        if why == "rejected":  # what its server began is not the policy's either
+        if why == "rejected":  # what its server sampled before is not the policy's either
             reuse.begun.pop(name, None)
         goes_on = continues and rollout.episode is None  # an episode starts again
         if why in ("", OTHER_VERSION) and goes_on and (why or rollout.status == "partial"):
@@ -87,7 +87,7 @@ def reusable(
 
 
 def _begun(rollout: Rollout, versions: range) -> Response:
-    """What the first weights of the response have sampled, up to those that are not in `versions`."""
+    """Returns the beginning of the response, up to the first token that was not sampled by weights in `versions`."""
     spans, prompt = [], rollout.response_mask.count(0)
     for span in rollout.weight_versions:
         if span[0] not in versions:
@@ -98,7 +98,7 @@ def _begun(rollout: Rollout, versions: range) -> Response:
 
 
 def _unwanted(rollout: Rollout, wanted: Mapping[str, Prompt]) -> str:
-    """Why not, whatever the rollout holds; "" where it is wanted."""
+    """Returns why the rollout is not wanted, whatever its tokens are; "" where it is wanted."""
     if rollout.status in NOT_TRAINED:
         return rollout.status
     if rollout.status in UNSCORED:  # its user may have repaired the reward function

@@ -1,4 +1,4 @@
-"""Many requests to the fleet: each gets exactly one outcome, whatever becomes of the servers."""
+"""Sends many requests to the fleet: each gets exactly one outcome, whatever becomes of the servers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.member import Member
 from dynamo_megatron.rollout.result import ServerUse
 
-ATTEMPTS = 4  # servers that a request may be lost with
+ATTEMPTS = 4  # a request fails once it has been lost with this many servers
 
 
 @dataclass(eq=False)
 class Request:
-    """`expected`: tokens. `seed`: as `SGLangClient.generate`, the same whichever server is asked and how often.
-    temperature and max_new_tokens: None for the config's; `stop`: besides the config's. The rest is what has become of
-    it."""
+    """`expected`: expected tokens of the response. `seed`: as in `SGLangClient.generate`; the same for every server and
+    every attempt. `temperature` and `max_new_tokens`: None for the config's. `stop`: in addition to the config's. The
+    fields below `stop` are the state of the request."""
 
     name: str
     group: str
@@ -36,17 +36,17 @@ class Request:
     stop: Sequence[str] = ()
     lost: list[str] = field(default_factory=list)  # servers that it was lost with
     refused: list[str] = field(default_factory=list)  # servers that refused it
-    limit: float | None = None  # monotonic seconds: the rollout has taken too long; from its first dispatch on
-    begun: Response | None = None  # what older weights have sampled of it
-    pushes: int = 0  # that interrupted it
-    task: asyncio.Task | None = None  # that a server is asked in
+    limit: float | None = None  # monotonic seconds: when it is aborted; set when first sent
+    begun: Response | None = None  # the part of the response that older weights sampled
+    pushes: int = 0  # pushes that interrupted it
+    task: asyncio.Task | None = None  # waits for a server's response
 
 
 class Sampling:
-    """Asks `fleet` for a response to each of `requests`.
+    """Gets a response from `fleet` for each of `requests`.
 
-    Once `run` is over, `uses` (by server), `finished` (monotonic seconds of each response) and `late` (how many
-    requests the deadline ended) say how it went.
+    After `run`, `uses` (by server), `finished` (monotonic seconds of each response) and `late` (how many requests were
+    aborted at the deadline) describe what happened.
     """
 
     def __init__(
@@ -61,10 +61,9 @@ class Sampling:
         stays_open: bool = False,
     ):
         """`take(request, response, server)` is called once for each request as its response arrives. Requests without
-        an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still
-        has requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`:
-        `run` goes on until `close`, since others are added meanwhile.
-        """
+        an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still has
+        requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`: `run`
+        goes on until `close`, since requests are added meanwhile."""
         self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
         self._after, self._urgent, self._open = after, urgent, stays_open
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
@@ -82,8 +81,8 @@ class Sampling:
         self.late = 0
 
     async def run(self) -> None:
-        """Raises PushNeeded, once all that came has been taken, where no server is left to ask, RolloutError where
-        none comes up, and what `take` raises at once."""
+        """Returns once each request has its outcome. Raises PushNeeded where no server is left, after all responses
+        that came were taken; RolloutError where no server comes up; and whatever `take` raises, at once."""
         self._fleet.listeners.insert(0 if self._urgent else len(self._fleet.listeners), self._wake.set)
         try:
             while self._pending or self._open:
@@ -98,16 +97,17 @@ class Sampling:
             raise failures.exceptions[0] from None
         finally:
             self._fleet.listeners.remove(self._wake.set)
-            self._after = ()  # else each step would hold the one before it, and its rollouts
+            self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
 
     def add(self, request: Request) -> None:
-        """While it is open. Requests of one group are asked of the server that has its prefix, where that is free."""
+        """Adds a request while the sampling is open. Requests of one group go to the server that has its prefix, if it
+        is free."""
         self._group_tokens[request.group] += request.expected
         self._pending.append(request)
         self._wake.set()
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for its response any more; it is not taken."""
+        """Cancels a request whose response nobody waits for any more; `take` is not called for it."""
         if request in self._pending:
             self._pending.remove(request)
         elif request.task is not None:
@@ -119,11 +119,11 @@ class Sampling:
 
     @property
     def begun(self) -> dict[str, Response]:
-        """What there is, by request, of responses that a push has interrupted and that wait for the new weights."""
+        """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
         return {request.name: request.begun for request in self._pending if request.begun is not None}
 
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Returns when nothing is under way and nothing can be: all have been asked, or no server is left."""
+        """Sends requests. Returns when none is under way and none can be sent: all were sent, or no server is left."""
         fleet = self._fleet
         while True:
             self._wake.clear()
@@ -136,7 +136,7 @@ class Sampling:
                 self._enter(request, member)
                 request.task = tasks.create_task(self._one(request, member))
             if waiting and not self._pending:
-                fleet.wake()  # those after this one
+                fleet.wake()  # the Samplings that wait for this one
             if not self._under_way and not (self._pending and (servers or fleet.pushing)):
                 return
             with contextlib.suppress(TimeoutError):
@@ -149,7 +149,7 @@ class Sampling:
         return not any(sampling._pending for sampling in self._after)
 
     def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
-        failed = {*request.refused, *request.lost}  # there: another server is asked where there is one
+        failed = {*request.refused, *request.lost}  # another server is preferred where there is one
         allowed = {name: m for name, m in servers.items() if name not in failed} or servers
         loads = {name: m.load for name, m in allowed.items()}
         home, group_tokens = self._home.get(request.group), self._group_tokens[request.group]
@@ -173,7 +173,7 @@ class Sampling:
         self._fleet.wake()
 
     async def _one(self, request: Request, member: Member) -> None:
-        """Asks one server; what it does not answer is pending again."""
+        """Sends a request to one server; without an answer, the request becomes pending again."""
         try:
             response = await self._ask(request, member)
         except ServerLost as error:
@@ -192,7 +192,7 @@ class Sampling:
             return
         if response.finish_reason == "error":
             if not request.refused and len(self._fleet.serving()) > 1:
-                request.refused.append(member.name)  # it may be that server's fault: another one is asked
+                request.refused.append(member.name)  # it may be that server's fault: another one is tried
                 self._pending.appendleft(request)
                 return
         else:
@@ -202,7 +202,8 @@ class Sampling:
         await self._done(request, response, member.name)
 
     def _interrupted(self, request: Request, response: Response, server: str) -> None:
-        """By a push. The request is sent again, and continues under the new weights."""
+        """Handles a response that a push interrupted: the request is sent again, and continues under the new
+        weights."""
         request.pushes += 1
         if response.tokens:
             request.begun = response if request.begun is None else request.begun.continued(response)
@@ -210,7 +211,7 @@ class Sampling:
         self._pending.appendleft(request)
 
     async def _ask(self, request: Request, member: Member) -> Response:
-        """Raises ServerLost also where the server leaves the rotation meanwhile."""
+        """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
         until = min(request.limit, self._deadline or request.limit)
@@ -256,6 +257,7 @@ class Sampling:
 
 
 def tail_seconds(finished: Sequence[float]) -> float:
-    """Time from when 90 % of the responses were there to the last one."""
+    """Returns the seconds between the arrival of 90 % of the responses and that of the last one; 0 without
+    responses."""
     times = sorted(finished)
     return times[-1] - times[max(0, -(-9 * len(times) // 10) - 1)] if times else 0.0

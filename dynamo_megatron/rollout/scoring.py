@@ -1,4 +1,4 @@
-"""What responses come to: their text, their score, and the rollout of them."""
+"""Turns responses into text, scores and rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGENT = "agent"  # names the reward that an agent returns, among those of reward
 
 
 class Scoring:
-    """`in_thread(function, *arguments)`: what it returns, from a thread."""
+    """`in_thread(function, *arguments)` returns what the function returns, computed in a thread."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Scoring:
         self._config, self._pool, self._tokenizer, self._in_thread = config, pool, tokenizer, in_thread
 
     async def score(self, prompt: Prompt, response: Response) -> tuple[str, Score]:
-        """The text of the response, and its score. Raises RewardError."""
+        """Returns the text of the response, and its score. Raises RewardError."""
         episode = response if isinstance(response, Finished) else None
         text = self._tokenizer.decode(response.tokens, skip_special_tokens=True) if episode is None else episode.text
         if response.error:
@@ -43,7 +43,7 @@ class Scoring:
     async def rollout(
         self, step: int, name: str, prompt: Prompt, response: Response, server: str
     ) -> tuple[Rollout, str]:
-        """The rollout, and how its reward failed where it did. Raises RewardError."""
+        """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
         failure, rollout = "", self.unscored(step, name, prompt, response, server)
         if not response.error:
             rollout.response, score = await self.score(prompt, response)

@@ -1,4 +1,4 @@
-"""`dynamo-megatron serve`: one node's servers for a run whose rank 0 is elsewhere."""
+"""`dynamo-megatron serve`: one node's servers for a run whose rank 0 is on another node."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ STOP_GRACE = 20.0  # seconds
 
 
 def serve(config: Config, nodes: int, node: int) -> int:
-    """Runs node `node`'s share of `rollout.servers` until the run ends or SIGTERM or SIGINT comes; the exit code.
+    """Runs node `node`'s share of `rollout.servers` until the run ends or SIGTERM or SIGINT arrives; returns the exit
+    code.
 
-    With `rollout.placement: split` also its share of the reward model's servers. Raises ValueError where the rollout
-    servers are not an equal share for each of `nodes`, or host or port cannot be used.
+    With `rollout.placement: split` also runs its share of the reward model's servers. Raises ValueError where the
+    rollout servers are not an equal share for each of `nodes`, or host or port cannot be used.
     """
     parts = _parts(config, nodes, node)
     try:
@@ -42,8 +43,8 @@ Part: TypeAlias = "tuple[NodeSide, Supervisor]"
 
 
 def _parts(config: Config, nodes: int, node: int) -> list[Part]:
-    """The rollout servers' and, where it is this node that runs any, the reward model's. Nothing is started yet. Raises
-    ValueError as `serve`."""
+    """Returns the part for the rollout servers and, where this node runs any, that for the reward model's servers.
+    Nothing is started yet. Raises ValueError as `serve` does."""
     names = server_names(config.rollout.servers, nodes, node)
     side = NodeSide(config.output_dir, names)
     parts = [(side, Supervisor(config, names, side))]
@@ -70,14 +71,14 @@ async def _serve(config: Config, parts: list[Part]) -> None:
 
 
 async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
-    """Until the run ends."""
+    """Runs the servers of one part until the run ends. Raises TimeoutError where no run shows itself."""
     await side.join(config.trainer.timeout)
     keeping, telling = tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             keeping.result()
-        await telling  # also where all servers are down for good: the run has to hear of it
+        await telling  # also where all servers are down for good: the run has to be notified
     finally:
         for task in tasks:
             task.cancel()
@@ -86,20 +87,20 @@ async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) ->
 
 
 class NodeServers:
-    """The same as a child process of a training node's local rank 0, for colocated servers.
+    """Runs `serve` in a child process of a training node's local rank 0, for colocated servers.
 
-    Raises ValueError as `serve`.
+    Raises ValueError as `serve` does.
     """
 
     def __init__(self, config: Config, nodes: int, node: int):
-        _parts(config, nodes, node)  # where it raises in the child, rank 0 waits for servers that never come
+        _parts(config, nodes, node)  # raises here: if the child did, rank 0 would wait for ever
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
         with keeping(*ASK_TO_STOP):
             self._process.start()
 
     def close(self) -> None:
-        """Ends the servers."""
+        """Stops the servers."""
         if self._process.is_alive():
             os.kill(self._process.pid, END)
         self._process.join(STOP_GRACE)

@@ -1,4 +1,4 @@
-"""Messages between two processes of one host, their large arrays in memory that both map (arena.py)."""
+"""Messages between two processes of one host. Large arrays are in memory that both processes map (arena.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo_megatron.runtime.arena import Arena, Piece, dump
 
 
 def send(connection: Connection, message: Any) -> None:
-    """As `connection.send`, of a duplex pipe. Raises OSError."""
+    """Sends as `connection.send` does, over a duplex pipe. Raises OSError."""
     head, pieces = dump(message)
     connection.send((head, [(piece.start, piece.size) for piece in pieces]))
     for piece in pieces:
@@ -19,6 +19,6 @@ def send(connection: Connection, message: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """What `send` sent. Raises EOFError and OSError as `connection.recv`."""
+    """Returns what `send` sent. Raises EOFError and OSError as `connection.recv` does."""
     head, places = connection.recv()
     return pickle.loads(head, buffers=[Piece(Arena(recv_handle(connection)), *place).map() for place in places])

@@ -21,8 +21,8 @@ LISTED = 3  # prompts named in a note
 
 @dataclass
 class StepSession:
-    """Of one call of `Generator.generate`. If all servers are lost, the next call continues with it: an outcome is
-    final."""
+    """The state of one call of `Generator.generate` or `Generator.dispatch`. If all servers are lost in `generate`, the
+    next call continues with it: an outcome is final."""
 
     step: int
     wanted: dict[str, Prompt]  # by rollout_id, in batch order
@@ -30,21 +30,21 @@ class StepSession:
     rollouts: dict[str, Accounted]  # those that have an outcome, by rollout_id
     notes: list[str]  # for the user
     discarded: int  # rollouts of an interrupted run
-    begun: Mapping[str, Response] = field(default_factory=dict)  # by it, by rollout_id
+    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of that run, by rollout_id
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    late: int = 0  # requests that the step's deadline ended
+    late: int = 0  # requests aborted at the step's deadline
     arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:
         self.reused = len(self.rollouts)
 
     def requests(self, lengths: ExpectedLengths, seed: int) -> list[Request]:
-        """For what is wanted and has no outcome yet."""
+        """Returns requests for the wanted rollouts that have no outcome yet."""
         return [
             Request(
                 name,
@@ -60,14 +60,14 @@ class StepSession:
         ]
 
     def answer(self, name: str, response: Response, server: str) -> None:
-        """A response came, or did not; it is not scored yet."""
+        """Records a response, or the error in its place; it is not scored yet."""
         if response.error:
             self.errors.append(response.error)
         else:
             self.answered[name] = server
 
     def keep(self, rollout: Rollout, failure: str) -> None:
-        """The rollout is scored and on disk. `failure`: how its reward failed, "" where it did not."""
+        """Records a rollout that is scored and on disk. `failure`: how its reward failed, "" where it did not."""
         if failure:
             self.unscored[rollout.status] = failure
         self.rollouts[rollout.rollout_id] = accounted = Accounted.of(rollout)
@@ -75,7 +75,7 @@ class StepSession:
             self.arena.grow(accounted.batch.nbytes)
 
     def add(self, sampling: Sampling) -> None:
-        """What `sampling`, which has ended, says of servers and times."""
+        """Adds the servers' use and the times of `sampling`, which has ended."""
         self.use(sampling.uses)
         self.finished += sampling.finished
         self.late += sampling.late
@@ -97,13 +97,13 @@ class StepSession:
 
     @property
     def all_unscored(self) -> bool:
-        """Whether there are rollouts, and the reward of each has failed."""
+        """Whether there are rollouts to train on and the reward of each has failed."""
         statuses = {r.status for r in self.rollouts.values()} - set(NOT_TRAINED)
         return bool(statuses) and statuses <= set(UNSCORED)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of which every rollout has an outcome, and all groups."""
+        """The number of groups in which every rollout has an outcome, and the number of all groups."""
         groups = {name.rpartition("-")[0] for name in self.wanted}
         under_way = {name.rpartition("-")[0] for name in self.wanted.keys() - self.rollouts.keys()}
         return len(groups - under_way), len(groups)
@@ -141,7 +141,7 @@ class StepSession:
 
 
 def _listed(prompts: Sequence[Prompt]) -> str:
-    """The first few of them, each once."""
+    """Names the first few prompts, each once."""
     labels = list(dict.fromkeys(p.label for p in prompts))
     more = f" and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"

@@ -1,4 +1,5 @@
-"""Rollouts on disk: a compressed line each, written as it finishes, so that a killed run keeps what it generated."""
+"""Rollouts on disk: one compressed line for each, written when it finishes, so that a killed run keeps what it
+generated."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
-OPEN_FILES = 16  # of steps that are written at the same time: with `rollout.max_staleness` several are
+OPEN_FILES = 16  # steps are written at the same time with `rollout.max_staleness`
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -28,23 +29,24 @@ def step_file(folder: str | os.PathLike, step: int) -> Path:
 
 
 def tokens_file(folder: str | os.PathLike, step: int) -> Path:
-    """The statistics of the step's tokens (tracking/token_rows.py)."""
+    """The file of the statistics of the step's tokens (tracking/token_rows.py)."""
     return Path(folder) / "tokens" / f"step-{step:06d}.jsonl.zst"
 
 
 def step_files(folder: str | os.PathLike, of: str = "rollouts") -> dict[int, Path]:
-    """step -> its file, by step; `of`: rollouts or tokens. No file is opened."""
+    """Returns step -> its file, in the order of steps; `of`: "rollouts" or "tokens". No file is opened."""
     files = Path(folder) / of
     names = sorted(os.listdir(files)) if files.is_dir() else []
     found = {int(match[1]): files / name for name in names if (match := STEP_FILE.fullmatch(name))}
-    return dict(sorted(found.items()))  # of .jsonl and .jsonl.zst, the later name
+    return dict(sorted(found.items()))  # where a step has both, .jsonl.zst: the later name
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file in the order of their first line; of two lines with one rollout_id the later one counts.
+    """Returns the rollouts of a file in the order of their first line; of two lines with one rollout_id the later one
+    counts.
 
-    Responses that were only begun and a last line that a kill has torn are left out. Raises ValueError (path:line) for
-    any other line that is not a rollout of a step, and where bytes are damaged.
+    Partial responses are left out, and so is a last line that a kill has torn. Raises ValueError (path:line) for any
+    other line that is not a rollout of a step, and where bytes are damaged.
     """
     found = {}
     for number, rollout in enumerate(read_typed_lines(path), 1):
@@ -56,7 +58,8 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def read_typed_lines(path: Path) -> Iterator[Rollout]:
-    """As `read_lines`, for who uses the fields as they are: raises ValueError also where one has a wrong type."""
+    """As `read_lines`, for callers that use the fields without checks: raises ValueError also where a field has a wrong
+    type."""
     for number, rollout in enumerate(read_lines(path), 1):
         if fault := type_fault(rollout):
             raise InputError(f"{path}:{number}: {fault}")
@@ -64,7 +67,7 @@ def read_typed_lines(path: Path) -> Iterator[Rollout]:
 
 
 def read_lines(path: Path) -> Iterator[Rollout]:
-    """The rollout of each line, one in memory at a time; its fields may hold anything that JSON can. Raises ValueError
+    """Yields the rollout of each line, one in memory at a time; its fields may hold any JSON value. Raises ValueError
     (path:line) for a line that is no rollout, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
@@ -75,7 +78,8 @@ def read_lines(path: Path) -> Iterator[Rollout]:
 
 
 def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
-    """prompt_id -> its groups by group id, each by rollout index. Raises ValueError as `read_rollouts`."""
+    """Returns prompt_id -> its groups, sorted by group id, each sorted by rollout index. Raises ValueError as
+    `read_rollouts`."""
     by_group: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in read_rollouts(path):
         by_group[rollout.group_id, rollout.prompt_id].append(rollout)
@@ -86,9 +90,9 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
 
 
 def check_rollouts(folder: Path, step: int) -> None:
-    """Looks at the rollouts that a run finds when it goes on after `step`: reads those of the next step, and of later
-    ones, which may be many GBs, only where each line's frame begins and ends. Raises ValueError: as `read_lines`, and
-    what to do."""
+    """Checks the rollouts that a run finds when it continues after `step`. Parses those of the next step. Of later
+    steps, which may be many GB, it only looks where each line's frame begins and ends. Raises ValueError as
+    `read_lines` does, and says what to do."""
     for later, path in step_files(folder).items():
         if later > step:
             try:
@@ -101,7 +105,7 @@ def check_rollouts(folder: Path, step: int) -> None:
 
 
 def _frames(path: Path) -> Iterator[tuple[int, int]]:
-    """None in a file of plain lines."""
+    """Yields as `whole_frames`; nothing for a file of plain lines."""
     if path.suffix == ".zst":
         with path.open("rb") as file:
             yield from whole_frames(file.fileno(), path)
@@ -116,7 +120,8 @@ class RolloutStore:
         step_file(self._folder, 0).parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, *rollouts: Rollout) -> None:
-        """At least one, all of one step. Raises RolloutError where the disk does not take all their lines."""
+        """Appends rollouts, at least one, all of one step. Raises RolloutError where the disk does not take all their
+        lines."""
         step = rollouts[0].step
         frames = b"".join(compressed(rollout.to_json().encode() + b"\n") for rollout in rollouts)
         try:
@@ -129,7 +134,7 @@ class RolloutStore:
             raise self._cannot_write(step, "the disk is full; free some space and resume")
 
     def lines(self, step: int) -> Iterator[Rollout]:
-        """What the file of this step has, as `read_lines`; nothing without a file."""
+        """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""
         self.close()  # the next append looks at the file's end anew
         path = step_file(self._folder, step)
         return read_lines(path) if path.exists() else iter(())
@@ -145,8 +150,8 @@ class RolloutStore:
             self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
 
     def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
-        """Leaves these rollouts out of the file of this step, and adds `instead`, at once. The file may be another's,
-        and its ids any JSON: those that are no texts go by `str` of them."""
+        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite. The file may be
+        untrusted, and its ids any JSON value: ids that are no strings are compared by their `str`."""
         names = set(rollout_ids)
         self.close()
         try:
@@ -185,8 +190,8 @@ class RolloutStore:
         return descriptor
 
     def _rewrite(self, step: int, keeps: Callable[[bytes], bool], more: Sequence[Rollout] = ()) -> None:
-        """The file of this step with the lines for which `keeps` is true and those of `more`, compressed if it was
-        not."""
+        """Rewrites the file of this step with the lines for which `keeps` is true and those of `more`, compressed even
+        if it was not before."""
         path = step_file(self._folder, step)
         final = path.with_name(f"step-{step:06d}.jsonl.zst")
         with replacing(final) as kept:
@@ -198,6 +203,6 @@ class RolloutStore:
 
 
 def _id_of(line: bytes) -> str:
-    """The rollout_id, which `Rollout.to_json` writes first; "" where the line is not one of its."""
+    """Returns the rollout_id, which `Rollout.to_json` writes first; "" where `to_json` did not write the line."""
     words = line[:100].split(b'"', 4)
     return words[3].decode(errors="replace") if words[1:2] == [b"rollout_id"] and len(words) == 5 else ""

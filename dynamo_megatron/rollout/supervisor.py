@@ -1,4 +1,4 @@
-"""One node's servers: started in parallel, restarted when they end or are given up."""
+"""One node's servers: started in parallel, restarted when they end or are condemned."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def pause(failures: int) -> float:
 
 
 def seed_arguments(config: Config, name: str) -> list[str]:
-    """Of the server `name`. On a GPU SGLang heeds a request's seed in its deterministic mode alone, which is slower; a
-    CPU server always does (sglang_cpu/seeded_sampling.py)."""
+    """Returns the command line arguments that seed the server `name`. On a GPU SGLang uses a request's seed only in its
+    deterministic mode, which is slower; a CPU server always does (sglang_cpu/seeded_sampling.py)."""
     arguments = ["--random-seed", str(derived_seed(config.seed, name) % 2**31)]
     if config.trainer.deterministic and cuda_available():
         arguments.append("--enable-deterministic-inference")
@@ -33,18 +33,19 @@ def seed_arguments(config: Config, name: str) -> list[str]:
 
 
 class Listener(Protocol):
-    """Hears of servers that come and go."""
+    """Is notified of servers that come and go."""
 
     def up(self, endpoint: Endpoint) -> None:
-        """Healthy, warm, with the weights it was started with; where it takes turns with ranks without its caches."""
+        """The server is healthy and warm, with the weights it was started with; without its caches where it takes turns
+        with ranks."""
 
     def down(self, name: str, why: str, final: bool) -> None:
-        """Gone, or not come up; `final`: for good, else a next incarnation follows."""
+        """The server is gone or did not come up. `final`: for good; otherwise another incarnation follows."""
 
 
 class Supervisor:
-    """Keeps the servers `names` of this node running while `run` does, and tells `listener`. `make` makes a server from
-    SGLangServer's arguments.
+    """Keeps the servers `names` of this node running while `run` does, and notifies `listener`. `make` makes a server
+    from SGLangServer's arguments.
 
     Raises ValueError where `rollout.host` or `rollout.port` cannot be used.
     """
@@ -60,11 +61,11 @@ class Supervisor:
         self._make = make or SGLangServer
         self._running: dict[str, int] = {}  # name -> incarnation, from `up` on
         self._condemned: dict[str, tuple[int, str]] = {}
-        self._failures = dict.fromkeys(names, 0)  # since it last took a push
+        self._failures = dict.fromkeys(names, 0)  # since the server last took a push
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
     def condemn(self, name: str, incarnation: int, why: str) -> None:
-        """Has this incarnation of the server, or an earlier one, ended by force and started again."""
+        """Has this incarnation of the server, or an earlier one, killed and started again."""
         self._condemned[name] = incarnation, why
 
     def served(self, name: str) -> None:
@@ -72,7 +73,7 @@ class Supervisor:
         self._failures[name] = 0
 
     async def run(self) -> None:
-        """For ever; cancel it. The servers are gone when it is."""
+        """Runs until it is cancelled; by then the servers are gone."""
         async with asyncio.TaskGroup() as group:
             for slot, server in enumerate(self._first):
                 group.create_task(self._keep(slot, server))
@@ -97,7 +98,7 @@ class Supervisor:
                 try:
                     await server.wait_ready()
                     if shares_memory(self._config.rollout):
-                        # The ranks build the policy next, or are in the midst of a step: the caches' turn comes.
+                        # The ranks build the policy next, or are in a step: the caches come back in a later phase.
                         await server.release_caches()
                     failed_starts = 0
                     self._listener.up(server.endpoint)
@@ -115,7 +116,8 @@ class Supervisor:
             incarnation += 1
 
     async def _until_condemned(self, server: SGLangServer) -> str:
-        """Returns why. Raises RolloutError where the server ends by itself."""
+        """Waits until this incarnation is condemned; returns why. Raises RolloutError where the server ends by
+        itself."""
         name, incarnation = server.endpoint.name, server.endpoint.incarnation
         while True:
             server.check()
@@ -126,7 +128,7 @@ class Supervisor:
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
-    """To its end, also where this task is cancelled meanwhile."""
+    """Runs `call` in a thread to its end, even if this task is cancelled meanwhile."""
     work = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         await asyncio.shield(work)

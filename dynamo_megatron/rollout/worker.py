@@ -1,8 +1,9 @@
-"""The rollout process: a child of rank 0 that owns the server, its client, the store and the reward workers.
+"""The rollout process: a child of rank 0 that owns the servers, their client, the store and the reward workers.
 
-It is spawned, never forked, before CUDA or the process group exists, so that JSON and scoring never hold rank 0's
-interpreter. Rank 0 sends a command through a pipe and polls for the reply. The child lives in a session of its own
-(signals to rank 0's process group are for rank 0 to handle) and ends, with all it started, when rank 0 does.
+JSON and scoring run in it, so that they never hold rank 0's interpreter. It is spawned, never forked, before CUDA or
+the process group exists. Rank 0 sends a command through a pipe and polls for the reply. The child lives in a session of
+its own (signals to rank 0's process group are for rank 0 to handle) and ends, with everything it started, when rank 0
+ends.
 """
 
 from __future__ import annotations
@@ -42,24 +43,25 @@ if TYPE_CHECKING:
 POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
 SILENCE = 120.0  # seconds without a beat until the child counts as hung
-CLOSE_GRACE = 20.0  # seconds: the reward workers' and the server's own grace, and some
+CLOSE_GRACE = 20.0  # seconds: more than the reward workers and the servers take to end
 MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, PushNeeded)}
 
 
 class RolloutWorker:
     """Rank 0's handle of the rollout process.
 
-    `on_poll` is called about every 0.2 s while a method waits; what it raises ends the wait, and the worker is then
-    good for `close` only; `on_count(done, tokens)` hears how many responses are finished and how many tokens they have.
-    Every method raises RolloutError if the process died or fell silent; InputError, RewardError
-    and RolloutError raised in it come back as they are.
+    `on_poll` is called about every 0.2 s while a method waits. If it raises, the wait ends, and only `close` may be
+    called after that. `on_count(done, tokens)` is called with the number of finished responses and of their tokens.
+    Every method raises RolloutError if the process died or fell silent. InputError, RewardError, RolloutError and
+    PushNeeded that were raised in the process are raised again here.
     """
 
     def __init__(self, config: Config, eos_token_ids: Sequence[int], vocab_size: int, decoder: Tokenizer | None = None):
-        """`vocab_size`: rows of the model's embedding; a response with other token ids is nonsense.
+        """`vocab_size`: rows of the model's embedding; a response with other token ids is refused.
 
-        `decoder`: of responses (`decoder_of` the tokenizer); None: the process loads that of model.path, and torch
-        with it."""
+        `decoder`: decodes responses (`decoder_of` the tokenizer). None: the process loads the tokenizer of model.path,
+        and torch with it.
+        """
         self._config, self._eos_token_ids, self._vocab_size = config, tuple(eos_token_ids), vocab_size
         self._decoder = decoder
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
@@ -80,7 +82,7 @@ class RolloutWorker:
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Waits until server and reward workers are up. Raises what kept them from it."""
+        """Waits until the servers and the reward workers are up. Raises what kept them from it."""
         if not self._ready:
             self._reply("its start", on_poll, None, SILENCE + self._config.rollout.start_timeout)
             self._ready = True
@@ -94,12 +96,12 @@ class RolloutWorker:
         on_count: Callable[[int, int], None] | None = None,
         first: int = 0,
     ) -> RolloutResult:
-        """`counts[i]` responses to `prompts[i]` (tokenized), scored and on disk; `first` is the first one's position in
-        the step's batch, of which this may be a later part.
+        """Returns `counts[i]` responses to each `prompts[i]` (tokenized), scored and on disk. `first`: the position of
+        `prompts[0]` in the step's batch, of which this may be a later part.
 
-        Finished rollouts of this step that are on disk already are reused where prompt and weight version are the
-        same. The result may have no rollout; its notes say why. Raises PushNeeded where no server with the current
-        weights is left, ValueError for a malformed request, RewardError.
+        Finished rollouts of this step that are on disk already are reused where prompt and weight version are the same.
+        The result may have no rollout; its notes say why. Raises PushNeeded where no server with the current weights is
+        left, ValueError for a malformed request, RewardError.
         """
         check_request(prompts, counts)
         return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)
@@ -111,11 +113,11 @@ class RolloutWorker:
         counts: Sequence[int],
         on_poll: Callable[[], None] | None = None,
     ) -> None:
-        """Begins what `generate` does, and returns: `collect` waits for it. Steps are dispatched in order, and servers
-        are asked for those of a step once all of the steps before it have been asked for. A push leaves what is under
-        way as `rollout.at_push` says. Rollouts of an interrupted run are reused where weights sampled them that the
-        step may have (`rollout.max_staleness`) and that this run began with. Raises ValueError for a malformed request.
-        """
+        """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
+        requests of a step are sent after those of all earlier steps. `rollout.at_push` decides what a push does to
+        responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
+        enough for the step (`rollout.max_staleness`) and no newer than those that this run began with. Raises
+        ValueError for a malformed request."""
         check_request(prompts, counts)
         self._call("dispatch", (step, list(prompts), [int(n) for n in counts]), on_poll)
 
@@ -125,7 +127,7 @@ class RolloutWorker:
         on_poll: Callable[[], None] | None = None,
         on_count: Callable[[int, int], None] | None = None,
     ) -> RolloutResult:
-        """The rollouts of a step that was dispatched, once all are there. Raises as `generate`."""
+        """Waits for all rollouts of a step that was dispatched, and returns them. Raises as `generate` does."""
         return self._call("collect", (step,), on_poll, on_count)
 
     def evaluate(
@@ -134,7 +136,7 @@ class RolloutWorker:
         on_poll: Callable[[], None] | None = None,
         on_count: Callable[[int, int], None] | None = None,
     ) -> list[ProblemResult]:
-        """`eval.samples` scored responses to each of `prompts` (tokenized), in their order; nothing is stored.
+        """Returns `eval.samples` scored responses to each of `prompts` (tokenized), in their order; nothing is stored.
 
         Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
         """
@@ -142,12 +144,12 @@ class RolloutWorker:
         return self._call("evaluate", (list(prompts),), on_poll, on_count)
 
     def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None] | None = None) -> None:
-        """Begins what `evaluate` does, and returns: `end_evaluation` waits for it, and so does the next push."""
+        """Starts what `evaluate` does, and returns; `end_evaluation` waits for it, and so does the next push."""
         check_request(prompts, [self._config.eval.samples] * len(prompts))
         self._call("begin_evaluation", (list(prompts),), on_poll)
 
     def end_evaluation(self, on_poll: Callable[[], None] | None = None) -> list[ProblemResult]:
-        """As `evaluate`. Raises PushNeeded, too, where its servers were lost."""
+        """Returns and raises what `evaluate` does; raises PushNeeded, too, where the servers were lost."""
         return self._call("end_evaluation", (), on_poll)
 
     def rescore(
@@ -156,8 +158,8 @@ class RolloutWorker:
         results: Sequence[ProblemResult],
         on_poll: Callable[[], None] | None = None,
     ) -> list[ProblemResult]:
-        """`results` of these prompts, in their order, with the scores of the present reward functions. Raises
-        RewardError."""
+        """Returns `results`, which belong to `prompts` in this order, with the scores of the present reward functions.
+        Raises RewardError."""
         return self._call("rescore", (list(prompts), list(results)), on_poll)
 
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
@@ -165,27 +167,29 @@ class RolloutWorker:
         self._call("reject", (step, list(rollout_ids)), on_poll)
 
     def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
-        """Takes every healthy server out of the rotation and to rest: nothing under way, no cached prefix.
+        """Takes every healthy server out of the rotation and brings it to rest: nothing under way, no cached prefix.
+        Returns these servers.
 
-        Waits up to `rollout.start_timeout` for a first one where none is up. Raises RolloutError rather than return
-        no server.
+        Where none is up, waits up to `rollout.start_timeout` seconds for the first one. Raises RolloutError rather than
+        return no server.
         """
         return self._call("begin_push", (version,), on_poll)
 
     def end_push(
         self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Callable[[], None] | None = None
     ) -> None:
-        """`outcomes` of what begin_push returned: None (proved to have `version`: into the rotation) or why not
-        (restarted, counted, noted). A server restarted since then is stale. Raises PushNeeded where no server took it.
-        """
+        """`outcomes`: one for each server that begin_push returned. None: it was proved to have `version`, and joins
+        the rotation. Otherwise the reason why not: it is restarted, counted and noted. A server restarted since then is
+        stale. Raises PushNeeded where no server took the weights."""
         return self._call("end_push", (version, outcomes), on_poll)
 
     def condemn(self, lost: dict[Endpoint, str]) -> None:
-        """Takes servers that did not do as they were told, and why, out of the rotation; they are restarted."""
+        """Takes servers that failed a request of a rank, each with the reason, out of the rotation; they are
+        restarted."""
         self._call("condemn", (lost,), None)
 
     def close(self) -> None:
-        """Ends the child and all that it started. May be called twice."""
+        """Stops the child and everything that it started. May be called twice."""
         if self._process is None:
             return
         atexit.unregister(self.close)
@@ -294,15 +298,15 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         generator = Generator(config, eos_token_ids, vocab_size, stack, decoder)
         opened = await _answer(connection, generator, generator.open())
-        gc.freeze()  # a reply's thousands of lists start collections, which went over all imports: 4 times the seconds
-        stack.callback(gc.unfreeze)  # what is not collected at the exit, libraries list as leaked, a hundred lines long
+        gc.freeze()  # else each reply's thousands of lists start collections over all imports: 4 times as slow
+        stack.callback(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
         while opened:
             command, arguments = await inbox.get()
             await _answer(connection, generator, generator.carry_out(command, arguments))
 
 
 async def _answer(connection: Connection, generator: Generator, work: Awaitable[Any]) -> bool:
-    """Sends what `work` comes to; False where it failed."""
+    """Awaits `work` and sends its result or its error; returns False where it failed."""
     generator.done = generator.tokens = 0
 
     async def beat() -> None:

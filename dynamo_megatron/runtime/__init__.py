@@ -1,1 +1,1 @@
-"""Processes, signals, sockets, files, and text and JSON that others wrote."""
+"""Processes, signals, sockets, files, and text and JSON from outside sources."""

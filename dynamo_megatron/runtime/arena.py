@@ -1,7 +1,7 @@
 """Memory for large arrays that several processes of one host map, and pickling that leaves such arrays where they are.
 
-A step of 8,192 responses of 8k tokens has 0.8 GB of arrays, which a pipe takes seconds for and three copies of. The
-memory has no name in any file system: it is gone with the processes that map it, however they end.
+A step of 8,192 responses of 8k tokens has 0.8 GB of arrays. Sending them through a pipe takes seconds and makes three
+copies. The memory has no name in any file system: it is gone with the processes that map it, however they end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-APART = 1 << 20  # bytes from which on an array is not part of a pickled message
+APART = 1 << 20  # bytes: arrays of at least this size are not part of a pickled message
 ZEROS = bytes(1 << 20)
 _pieces: dict[int, Piece] = {}  # by the address where this process maps them
 
@@ -24,11 +24,13 @@ _pieces: dict[int, Piece] = {}  # by the address where this process maps them
 class Arena:
     """Memory that is taken from the system bit by bit. It is freed with the last array in it, in any process.
 
-    The first use of 0.8 GB can take a virtual machine five seconds, which a step's end would wait for.
+    Using 0.8 GB for the first time can take a virtual machine five seconds; if done at once, the end of a step would
+    wait.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """`descriptor`: of another process's arena, closed with this object; None: memory of its own."""
+        """`descriptor`: the file descriptor of another process's arena, closed with this object. None: creates new
+        memory."""
         if descriptor is None:
             # The random name is how another process knows that it has opened this memory and no other.
             descriptor = os.memfd_create(f"dynamo-megatron-{secrets.token_hex(8)}", os.MFD_CLOEXEC)
@@ -37,13 +39,14 @@ class Arena:
         weakref.finalize(self, os.close, descriptor)
 
     def grow(self, size: int) -> None:
-        """By `size` bytes. Raises OSError where the system refuses them."""
+        """Takes `size` more bytes. Raises OSError where the system refuses them."""
         end = self._taken + size
         while self._taken < end:  # fallocate would leave the clearing of pages, the slow part, to their first use
             self._taken += os.pwrite(self.descriptor, ZEROS[: end - self._taken], self._taken)
 
     def take(self, size: int) -> Piece:
-        """The next `size` bytes; the arena grows if it has to. Raises OSError as `grow`."""
+        """Returns the next `size` bytes, from a page boundary on; the arena grows if it has to. Raises OSError as
+        `grow` does."""
         start = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
         self._used = start + size
         if self._used > self._taken:
@@ -51,7 +54,8 @@ class Arena:
         return Piece(self, start, size)
 
     def concatenate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """As np.concatenate, of arrays of one dtype [N, ...]; a large result is in here, which grows if it has to."""
+        """As np.concatenate, for arrays of one dtype [N, ...]. A result of at least APART bytes is in this arena, which
+        grows if it has to."""
         shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
         dtype = arrays[0].dtype
         size = int(np.prod(shape)) * dtype.itemsize
@@ -68,7 +72,8 @@ class Piece(NamedTuple):
     size: int
 
     def map(self) -> mmap.mmap:
-        """The bytes, writable, for all processes that map them. `dump` does not copy an array that covers them."""
+        """Maps the bytes, writable and shared with all processes that map them. `dump` does not copy an array that
+        covers them."""
         mapped = mmap.mmap(self.arena.descriptor, self.size, offset=self.start)
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         _pieces[address] = self
@@ -77,13 +82,13 @@ class Piece(NamedTuple):
 
 
 def dump(value: Any) -> tuple[bytes, list[Piece]]:
-    """`value` pickled without its contiguous arrays of at least `APART` bytes, and where these are, in order: where
-    they were if an arena has them, else in arenas that they are copied to. `pickle.loads(head, buffers=...)` reads it.
-    Raises OSError as `Arena.grow`."""
+    """Returns `value` pickled without its contiguous arrays of at least `APART` bytes, and the pieces that hold these
+    arrays, in order. An array that is in an arena stays there; others are copied to new arenas. `pickle.loads(head,
+    buffers=...)` restores the value. Raises OSError as `Arena.grow` does."""
     arrays: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether it stays in the message."""
+        """Returns whether the buffer stays in the message."""
         if buffer.raw().nbytes < APART:
             return True
         arrays.append(buffer.raw())

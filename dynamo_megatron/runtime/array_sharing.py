@@ -1,5 +1,5 @@
-"""A value of rank 0 on every rank: its large arrays through memory that the ranks of a node map, and as tensors from
-node to node. Only what is left of the value is a pickled message.
+"""Gives every rank a value of rank 0. Its large arrays go through memory that the ranks of a node map, and as tensors
+from node to node. Only the rest of the value is a pickled message.
 
 All ranks of a node map the same pages, copy-on-write: a rank that writes to an array gets pages of its own.
 """
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def share(value: T | None, layout: Layout) -> T:
-    """Rank 0's `value` (None elsewhere), which can be pickled, on every rank; collective over all ranks.
+    """Returns on every rank the `value` of rank 0 (None elsewhere), which must be picklable; collective over all ranks.
 
-    With several ranks every rank gets a value of its own, rank 0 too; `value` itself must not be altered any more,
-    since the other ranks may read its arrays where they are. Raises OSError where the system has no memory for a copy.
+    With several ranks every rank, also rank 0, gets a value of its own. `value` itself must not be changed any more,
+    since the other ranks may read its arrays in place. Raises OSError where the system has no memory for a copy.
     """
     if layout.world_size == 1:
         return value
@@ -41,7 +41,7 @@ def share(value: T | None, layout: Layout) -> T:
 
 
 def _between_nodes(pieces: list[Piece], sizes: list[int], leaders: dist.ProcessGroup) -> list[Piece]:
-    """Rank 0's pieces; on the other leaders, pieces of their own with the same bytes."""
+    """Returns rank 0's pieces; on the other leaders (the first ranks of nodes), new pieces with the same bytes."""
     if leaders.rank() != 0:
         arena = Arena()
         pieces = [arena.take(size) for size in sizes]
@@ -51,7 +51,7 @@ def _between_nodes(pieces: list[Piece], sizes: list[int], leaders: dist.ProcessG
 
 
 def _within_node(pieces: list[Piece], sizes: list[int], node: dist.ProcessGroup) -> list[Any]:
-    """The bytes of the pieces that the first rank of `node` has, on all its ranks."""
+    """Returns the bytes of the pieces of the first rank of `node`, on all its ranks."""
     first = dist.get_global_rank(node, 0)
     box: list[list[_Address]] = [[]]
     with contextlib.suppress(OSError):  # no /proc: the others find nothing to open
@@ -74,11 +74,11 @@ def _within_node(pieces: list[Piece], sizes: list[int], node: dist.ProcessGroup)
 
 
 class _Address(NamedTuple):
-    """Where the other processes of a node find a piece: a descriptor of the process that has it, in /proc.
+    """Where the other processes of a node find a piece: at a descriptor of the process that has it, in /proc.
 
-    Nothing is created for it that a killed rank could leave behind, and nothing listens, as it would to pass
-    descriptors on through a socket. Another user, or a process that sees other process ids, finds nothing there, or
-    memory of another name.
+    This creates nothing that a killed rank could leave behind, and nothing listens, as passing descriptors through a
+    socket would need. Another user, or a process with another view of process ids, finds nothing there, or memory of
+    another name.
     """
 
     path: str
@@ -92,7 +92,7 @@ class _Address(NamedTuple):
         return cls(path, os.readlink(path), piece.start, piece.size)
 
     def open(self) -> mmap.mmap:
-        """The bytes, copy-on-write. Raises OSError where this process cannot open them."""
+        """Maps the bytes, copy-on-write. Raises OSError where this process cannot open them."""
         if os.readlink(self.path) != self.name:
             raise FileNotFoundError(f"{self.path} is not {self.name}")
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -107,5 +107,5 @@ def _copy_on_write(descriptor: int, start: int, size: int) -> mmap.mmap:
 
 
 def _bytes(buffer: Any) -> torch.Tensor:
-    """uint8 [bytes of `buffer`], in its memory."""
+    """Returns a uint8 tensor over the memory of `buffer`."""
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -2,8 +2,8 @@
 
 A rank enters a collective only when the data is there, because a collective that times out breaks its group for good
 and generation may take half an hour. Meanwhile it polls the store. A watchdog thread ends a rank that is stuck in a
-collective when another rank has failed, when rank 0 has stopped beating, or when the store is gone. What the ranks say
-to each other is signed (signed_store.py): the store itself asks nobody who they are.
+collective when another rank has failed, when rank 0's heartbeat has stopped, or when the store is gone. The ranks sign
+what they write (signed_store.py), since the store itself authenticates nobody.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ FIRST_POLL, POLL_EVERY = 0.001, 0.02  # seconds: a wait is polled more slowly th
 
 
 class StopRequested(Exception):
-    """The run is to be saved and ended here, to be resumed later; the message says by whom."""
+    """The run is to be saved and stopped here, to be resumed later; the message says who requested it."""
 
 
 class RemoteFailure(RuntimeError):
-    """Another rank failed; the message is its own."""
+    """Another rank failed; the message is that rank's."""
 
 
 def connect_store(timeout: float) -> dist.TCPStore:
-    """The job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does. Raises
-    ValueError where rank 0's host cannot listen there."""
+    """Returns the job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does.
+    Raises ValueError where rank 0's host cannot listen there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
@@ -67,9 +67,9 @@ def connect_store(timeout: float) -> dist.TCPStore:
 
 
 class StopFlag:
-    """Whether this process was asked to stop: by SIGTERM or SIGUSR1, or because it is `wall_time` seconds old.
+    """Whether this process is to stop: it received SIGTERM or SIGUSR1, or has run for more than `wall_time` seconds.
 
-    From `catch_signals` on the signals do nothing else; Ctrl-C stays KeyboardInterrupt.
+    After `catch_signals` the signals do nothing else; Ctrl-C still raises KeyboardInterrupt.
     """
 
     def __init__(self, wall_time: float | None = None):
@@ -77,7 +77,7 @@ class StopFlag:
         self._number: int | None = None
 
     def catch_signals(self) -> None:
-        """Call it once there is something to save. Until then SIGTERM ends the process: no handler of Python's would
+        """Call it once there is something to save. Until then SIGTERM ends the process: a handler in Python would not
         run while C code holds the interpreter."""
         for number in ASK_TO_STOP:
             signal.signal(number, self._set)
@@ -86,13 +86,13 @@ class StopFlag:
         self._number = self._number or number
 
     def ignore(self) -> None:
-        """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited 75, and Python
-        dies of it while it shuts down."""
+        """From here on the signals do nothing. srun sends SIGTERM to all ranks once the first has exited with 75, which
+        would kill Python while it shuts down."""
         for number in ASK_TO_STOP:
             signal.signal(number, signal.SIG_IGN)
 
     def check(self) -> None:
-        """Raises StopRequested."""
+        """Raises StopRequested if this process is to stop."""
         if self._number is not None:
             raise StopRequested(signal.Signals(self._number).name)
         if self._wall_time is not None and time.monotonic() - self._start > self._wall_time:
@@ -102,8 +102,8 @@ class StopFlag:
 class Coordinator:
     """This rank's end of the store.
 
-    `secret`: what `share_secret` gave all ranks; `heartbeat_timeout`: seconds without a beat of rank 0 until it counts
-    as dead; `step_timeout`: seconds from one `begin_step` to the next (None: any number).
+    `secret`: from `share_secret`, the same on all ranks; `heartbeat_timeout`: seconds without a heartbeat of rank 0
+    until it counts as dead; `step_timeout`: seconds from one `begin_step` to the next (None: any number).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Coordinator:
         return self._step
 
     def begin_step(self, number: int) -> None:
-        """The step that messages name from now on; the time that a step may take begins anew."""
+        """Sets the step that messages name from now on, and restarts the time limit of a step."""
         self._step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -142,17 +142,19 @@ class Coordinator:
             raise RemoteFailure(message)
 
     def check_stop(self) -> None:
-        """For rank 0, which decides for all: raises StopRequested if any rank was asked to stop, else as `check`."""
+        """For rank 0, which decides for all: raises as `check` does, and StopRequested if any rank was asked to
+        stop."""
         self.check()
         self.stop.check()
         if (by := self._store.get(STOP)) is not None:
             raise StopRequested(by)
 
     def on_rank_0(self, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
-        """What `make` returns on rank 0, on every rank, as by `share`. All ranks make the same calls in the same order.
+        """Returns on every rank what `make` returns on rank 0, passed on by `share`. All ranks make the same calls in
+        the same order.
 
-        The others poll until it is there, outside of any collective, at most `timeout` seconds; `what` they wait for is
-        in the message. Where `make` raises StopRequested, all ranks do.
+        The other ranks poll until the value is there, outside of any collective, for at most `timeout` seconds; `what`
+        names it in the error message. Where `make` raises StopRequested, all ranks raise it.
         """
         self._calls += 1
         key, made = f"call-{self._calls}-{what}", None
@@ -171,7 +173,7 @@ class Coordinator:
         self._store.set(key, value)
 
     def wait(self, key: str, what: str, timeout: float) -> str:
-        """Polls for `key`. Raises RemoteFailure, or TimeoutError that says what was waited for."""
+        """Polls for `key`; returns its value. Raises RemoteFailure, or TimeoutError that says what was waited for."""
         deadline, pause = time.monotonic() + timeout, FIRST_POLL
         while (said := self._store.get(key)) is None:
             self.check()
@@ -183,7 +185,7 @@ class Coordinator:
         return said
 
     def pass_on_stop(self) -> None:
-        """For the other ranks: rank 0 learns of it where this one was asked to stop."""
+        """For the other ranks: notifies rank 0 if this rank was asked to stop."""
         try:
             self.stop.check()
         except StopRequested as stopped:
@@ -191,7 +193,8 @@ class Coordinator:
 
     # -- failure -------------------------------------------------------------------------------------------------
     def fail(self, message: str) -> str:
-        """Tells all ranks of this one's failure; returns the message all report: that of the first to fail."""
+        """Notifies all ranks of this rank's failure; returns the message that all report: that of the first rank to
+        fail."""
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: there is no one to tell
             return self._store.set_first(ABORT, message)
         return message
@@ -200,7 +203,7 @@ class Coordinator:
         self._closed.set()
 
     def _watch(self) -> None:
-        last, seen = 0, None  # rank 0 may take long until it beats for the first time
+        last, seen = 0, None  # rank 0's first heartbeat may take long
         beats = 0
         while not self._closed.wait(BEAT_EVERY / 2):
             try:
@@ -212,7 +215,7 @@ class Coordinator:
                     self._end_a_stalled_run()
                 elif self._watch_store.get(STALLED) is not None:
                     os._exit(75)
-                elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # no earlier one, set by a stranger
+                elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # an earlier one may be a stranger's
                     last, seen = beat, time.monotonic()
             except RuntimeError:
                 self._end("rank 0 is gone (its store does not answer)", grace=2.0)
@@ -221,8 +224,8 @@ class Coordinator:
                 os._exit(1)
 
     def _end_a_stalled_run(self) -> None:
-        """On rank 0: ends all ranks where a step takes longer than it may. Their main threads are stuck, and so
-        nothing is saved."""
+        """On rank 0: ends all ranks with exit code 75 where a step exceeds `step_timeout`. Their main threads are
+        stuck, so nothing is saved."""
         if self._step_timeout is None or self._step_began is None:
             return
         if time.monotonic() - self._step_began > self._step_timeout:
@@ -237,7 +240,8 @@ class Coordinator:
             os._exit(75)
 
     def _end(self, message: str, grace: float) -> None:
-        """The main thread has `grace` seconds to notice by itself; a rank stuck in a collective is ended."""
+        """Gives the main thread `grace` seconds to notice by itself; then ends this process, which is stuck in a
+        collective."""
         if self._closed.wait(grace):
             return
         if self.rank == 0:

@@ -1,4 +1,5 @@
-"""Secrets, by the names of variables and options and in URLs: what may not be written to a file or a message."""
+"""Finds secrets by the names of variables and options, and in URLs. Secrets must not be written to a file or a
+message."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from urllib.parse import unquote
 SECRET_NAME = re.compile(  # of an environment variable
     r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)PASS(_|$)", re.IGNORECASE
 )
-SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which stand in scripts anyway
+SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which scripts contain anyway
 SECRET_OPTION = re.compile(r"api[-_]?key\b|auth[-_]token\b|secret|passw(or)?d|passphrase|credential", re.IGNORECASE)
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
 USER_IN_URL = re.compile(
     r"\b(([a-z0-9+.-]+\+)?https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE
 )
-SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are none
+SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are not secrets
     r"\b(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?"
     r"(api[-_]?key|(access|secret|private|account|auth)[-_]?key|(access|auth|security|refresh|id|bearer|hf)[-_]?token"
     r"|secret|password|passwd|passphrase|signature))=",
@@ -35,8 +36,8 @@ INSTEAD = {
 
 
 def without(text: str, secrets: Iterable[str]) -> str:
-    """`text` with "[API key]" in the place of each of `secrets`, also as JSON writes its slashes and quotes. Secrets
-    shorter than SHORTEST_SECRET stay."""
+    """Returns `text` with "[API key]" in place of each of `secrets`, also where JSON has escaped its slashes or quotes.
+    Secrets shorter than SHORTEST_SECRET characters stay."""
     for secret in secrets:
         if len(secret) >= SHORTEST_SECRET:
             for written in (secret, json.dumps(secret)[1:-1], secret.replace("/", "\\/")):
@@ -45,7 +46,7 @@ def without(text: str, secrets: Iterable[str]) -> str:
 
 
 def secret_in_url(text: str) -> str:
-    """Which secret some URL in a text has, in words that do not show it; "" for none."""
+    """Returns which secret a URL in `text` has, in words that do not show it; "" for none."""
     if USER_IN_URL.search(text):
         return "a user or password"
     found = SECRET_PARAMETER.search(unquote(text))
@@ -53,8 +54,8 @@ def secret_in_url(text: str) -> str:
 
 
 def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, what is wrong in words that do not show it) of every text in a configuration that is a URL with a
-    user, a password or a key in it."""
+    """Yields (dotted key, what is wrong in words that do not show the secret) for every string in a configuration that
+    is a URL with a user, a password or a key in it."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from in_urls(value, f"{key}.{name}" if key else str(name))

@@ -1,4 +1,4 @@
-"""Memory that a process has freed, and the C library keeps."""
+"""Memory that a process has freed but the C library keeps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 
 
 def give_back_freed_memory() -> None:
-    """Returns the freed pages of the heap to the system. glibc returns those at the heap's end alone: steps of other
-    lengths leave holes that the next ones do not fit in, and a rank grows by 5 to 10 % in 500 steps without a leak.
-    For 130 MB of holes this takes 11 ms, and the next step, which fills them again, another 46 ms (of 0.87 s, two ranks
-    on a CPU)."""
+    """Returns the freed pages of the heap to the system. By itself glibc returns only those at the heap's end. Steps of
+    different lengths leave holes that later ones do not fit in, so that a rank grows by 5 to 10 % in 500 steps without
+    a leak. For 130 MB of holes this takes 11 ms, and the next step, which fills them again, another 46 ms (of 0.87 s,
+    two ranks on a CPU)."""
     ctypes.CDLL(None).malloc_trim(0)

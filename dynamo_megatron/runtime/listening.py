@@ -1,8 +1,8 @@
-"""On which address this package's processes listen: torch's stores, gloo, which opens a socket for each group, and
-the OpenMetrics endpoint.
+"""Decides on which address this package's processes listen: torch's stores, gloo, which opens a socket for each group,
+and the OpenMetrics endpoint.
 
-torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen on
-the one address that those who are to connect have been told (docs/security.md: what listens, and who may connect).
+torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen only
+on the address that the processes that connect were given (docs/security.md: what listens, and who may connect).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-ANOTHER_HOST = "192.0.2.1"  # of RFC 5737: nobody's
+ANOTHER_HOST = "192.0.2.1"  # RFC 5737: no host has it
 
 
 def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     """Serves a store on `address`, an IP address of this host ("": on all of them), at `port` (0: a free one). Raises
-    OSError where that cannot be listened to."""
-    import torch.distributed as dist  # not above: the rollout process imports this module, and no torch
+    OSError where it cannot listen there."""
+    import torch.distributed as dist  # not above: the rollout process imports this module, but not torch
 
     listener = socket.create_server((address, port), family=_family(address))
     return dist.TCPStore(
@@ -45,8 +45,8 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
 
 
 def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], None]:
-    """Serves the metrics of `registry` at http://127.0.0.1:PORT/metrics from a daemon thread; returns what ends it.
-    Raises OSError where that cannot be listened to."""
+    """Serves the metrics of `registry` at http://127.0.0.1:PORT/metrics from a daemon thread; returns a function that
+    stops it. Raises OSError where it cannot listen there."""
     from prometheus_client import start_http_server  # an optional package
 
     server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
@@ -60,7 +60,7 @@ def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], No
 
 
 def check_port(host: str, port: int, message: str) -> None:
-    """Raises InputError, `message` with the reason in the place of its {}, where the port cannot be listened to."""
+    """Raises InputError where this process cannot listen at the port: `message`, with the reason in place of its {}."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,13 +70,14 @@ def check_port(host: str, port: int, message: str) -> None:
 
 
 def address_of(host: str) -> str:
-    """The IP address, IPv4 if there is one, that a name means on this host. Raises OSError for an unknown one."""
+    """Returns the IP address, IPv4 if there is one, that a name has on this host. Raises OSError for an unknown
+    name."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the way to another one. Raises OSError for an unknown one."""
+    """Returns the address from which this host reaches another one. Raises OSError for an unknown host."""
     there = address_of(host)
     with socket.socket(_family(there), socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing
@@ -84,8 +85,8 @@ def address_towards(host: str) -> str:
 
 
 def store_address() -> str:
-    """The address of this host that MASTER_ADDR means; "" where it is a name that means loopback here, and there may be
-    ranks on other hosts, to whom it means another one. Raises OSError for an unknown name."""
+    """Returns the address that MASTER_ADDR has on this host; "" where it is a name for loopback here and there may be
+    ranks on other hosts, on which the name has another address. Raises OSError for an unknown name."""
     host, ranks = os.environ["MASTER_ADDR"], os.environ["WORLD_SIZE"]
     address = address_of(host)
     # A launcher that does not say how many ranks are here names localhost only where all are.
@@ -94,8 +95,9 @@ def store_address() -> str:
 
 
 def ranks_address() -> str:
-    """This host's address on the way to rank 0; on rank 0's host, where `store_address` is "", that of its default
-    route, and "" where it has none. Raises InputError where gloo would then take loopback, out of the others' reach."""
+    """Returns the address from which this host reaches rank 0. On rank 0's host, where `store_address` is "", returns
+    that of the default route, or "" where there is none. Raises InputError where gloo would then listen on loopback,
+    out of the reach of other hosts."""
     if address := store_address():
         return address_towards(address)
     try:
@@ -111,7 +113,7 @@ def ranks_address() -> str:
 
 
 def _own_address() -> str:
-    """What gloo takes by itself: what the host's name means, or loopback."""
+    """Returns the address that gloo chooses by itself: that of the host's name, or loopback."""
     try:
         return address_of(socket.gethostname())
     except OSError:
@@ -135,8 +137,8 @@ def interface_of(address: str) -> str | None:
 
 @contextlib.contextmanager
 def gloo_listens_on(address: str) -> Iterator[None]:
-    """Groups of gloo that are created here listen on the interface of `address`, an IP address of this host ("":
-    where gloo itself will), unless the user has named one (GLOO_SOCKET_IFNAME)."""
+    """Groups of gloo that are created in this context listen on the interface of `address`, an IP address of this host
+    ("": on the one that gloo chooses), unless the user has named one (GLOO_SOCKET_IFNAME)."""
     interface = interface_of(address) if address else None
     if interface is None or GLOO_INTERFACE in os.environ:
         yield

@@ -1,8 +1,8 @@
 """Logs of processes that run for weeks: appended to by all that inherit the descriptor, and of bounded size.
 
-A process that holds a log open cannot be told to open another one. So the end of a long log is copied to NAME.1, which
-it replaces, and the log is emptied under its writers, who all append. Output that cannot be written is dropped; the
-process continues.
+A process that holds a log open cannot be made to open another one. So the end of a long log is copied to NAME.1,
+replacing an older one, and the log is emptied while its writers, who all append, hold it open. Output that cannot be
+written is dropped; the process continues.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 from dynamo_megatron.runtime.plain_text import PrintableStream
 from dynamo_megatron.runtime.whole_files import replacing
 
-LOG_BYTES = 32 << 20  # from which a log is moved to NAME.1, which keeps that much of its end
+LOG_BYTES = 32 << 20  # a longer log is moved to NAME.1, which keeps as many bytes of its end
 CHECK_EVERY = 10.0  # seconds
 CHUNK = 1 << 16  # bytes
-TAIL_BYTES = 1 << 20  # of a log that are searched for what ended its process
+TAIL_BYTES = 1 << 20  # at a log's end: searched for the error that ended its process
 
 
 def open_log(path: Path, mode: int) -> int:
-    """A descriptor that appends to a log. Raises OSError, also for a symbolic link."""
+    """Returns a descriptor that appends to a log. Raises OSError, also for a symbolic link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
 
 
 def log_to(path: Path) -> None:
-    """Stdout and stderr of this process, and of those that it starts, are the log from now on. Raises OSError."""
+    """Redirects stdout and stderr of this process, and of those that it starts, to the log. Raises OSError."""
     descriptor = open_log(path, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -56,26 +56,28 @@ class _Lossy(io.FileIO):
 
 
 def never_fail() -> None:
-    """What this process prints (tracebacks and warnings too) is printable, and raises nothing where its log cannot be
-    written."""
+    """From now on everything that this process prints (tracebacks and warnings too) is made printable, and nothing is
+    raised where its log cannot be written."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
         setattr(sys, name, PrintableStream(raw, "utf-8", errors="backslashreplace", line_buffering=True))
 
 
 def copy_output(pipe: int) -> None:
-    """Writes to stdout what comes through `pipe`, until all who write to it have ended."""
+    """Writes to stdout what comes through the descriptor `pipe`, until all its writers have ended."""
     output = _Lossy(1, "wb", closefd=False)
     while data := os.read(pipe, CHUNK):
         output.write(data)
 
 
 def bound_log(descriptor: int) -> None:
-    """Moves what a long log holds to NAME.1. Leaves alone what is no log: a terminal, a file that is not appended to.
+    """Moves the end of a long log to NAME.1. Ignores anything that is no log: a terminal, a file that is not appended
+    to.
 
     The log is cut when NAME.1 has its name: a kill in between leaves both whole. What is written between the last read
     and the cut, about a millisecond, is lost. One process at a time does it: while a server is restarted, two have its
-    log."""
+    log.
+    """
     status = os.fstat(descriptor)
     appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
     if not (stat.S_ISREG(status.st_mode) and appends and status.st_nlink) or status.st_size <= LOG_BYTES:
@@ -93,12 +95,13 @@ def bound_log(descriptor: int) -> None:
 
 
 def mark(path: Path) -> tuple[int, int]:
-    """Where a log ends now, for `text_since`."""
+    """Returns where a log ends now, for `text_since`."""
     return path.stat().st_size if path.exists() else 0, _moved(path)
 
 
 def text_since(path: Path, begin: tuple[int, int]) -> str:
-    """The last TAIL_BYTES of what a log got since `mark` returned `begin`, also if it was moved to NAME.1 meanwhile."""
+    """Returns the last TAIL_BYTES of what was written to a log since `mark` returned `begin`, even if it was moved to
+    NAME.1 meanwhile."""
     start, moved = begin
     if _moved(path) == moved:
         return _tail(path, start).decode(errors="replace")
@@ -110,7 +113,7 @@ def _older(path: Path) -> Path:
 
 
 def _moved(path: Path) -> int:
-    """When a log was last moved, ns; 0: never."""
+    """When a log was last moved, in ns; 0: never."""
     return _older(path).stat().st_mtime_ns if _older(path).exists() else 0
 
 

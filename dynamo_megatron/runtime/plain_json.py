@@ -1,4 +1,5 @@
-"""JSON and other plain data that others wrote (data rows, model folders, checkpoints): its value, or ValueError."""
+"""JSON and other plain data from outside sources (data rows, model folders, checkpoints): returns it or raises
+ValueError."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from typing import Any
 from dynamo_megatron.errors import InputError
 
 DEEPEST = 100  # levels: what is done with a value later (hashing, copying, printing) recurses too
-MOST_DIGITS, MOST_BITS = 4300, 14284  # of a whole number: Python reads and prints no more digits
+MOST_DIGITS, MOST_BITS = 4300, 14284  # of an integer: Python parses and prints no more digits
 LARGEST_FILE = 256 << 20  # bytes; the largest tokenizer.json are below 40 MiB
 
 
 def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
-    """The value of JSON as RFC 8259 has it, UTF-8 where it is bytes. Raises ValueError, one line that begins with
-    `where`: not JSON, an object with a key twice, NaN or infinity (unless `nan`), and what `fault` finds."""
+    """Returns the value of JSON as defined in RFC 8259, in UTF-8 if it is bytes. Raises ValueError, one line that
+    begins with `where`, for text that is not JSON, an object with a key twice, NaN or infinity (unless `nan`), and what
+    `fault` finds."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
@@ -41,12 +43,12 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
 
 
 def read(file: Path) -> Any:
-    """The value in a JSON file. Raises ValueError, one line with the path."""
+    """Returns the value in a JSON file. Raises ValueError, one line with the path."""
     return parse(read_bytes(file, LARGEST_FILE), str(file))
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """As `read`, of a file that holds an object."""
+    """As `read`, for a file that must hold an object."""
     value = read(file)
     if not isinstance(value, dict):
         raise InputError(f"{file}: not a JSON object")
@@ -54,8 +56,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """All of a regular file. Raises ValueError, one line with the path: it cannot be read, is a pipe or a device, which
-    may never end, or has more than `limit` bytes."""
+    """Returns all of a regular file. Raises ValueError, one line with the path, where the file cannot be read, is a
+    pipe or a device, which may never end, or has more than `limit` bytes."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
         with open(descriptor, "rb") as stream:
@@ -70,8 +72,8 @@ def read_bytes(file: Path, limit: int) -> bytes:
 
 
 def fault(value: Any) -> str | None:
-    """Why a value of dictionaries, lists, texts and numbers cannot go through a run; None where it can. Others (dates)
-    are not looked at."""
+    """Returns why a value of dictionaries, lists, strings and numbers cannot be used in a run; None where it can.
+    Values of other types (dates) are not checked."""
     level = [value]
     for _ in range(DEEPEST + 1):
         deeper: list[Any] = []
@@ -101,12 +103,12 @@ def _encodable(text: str) -> bool:
 
 
 class _Refused(ValueError):
-    """What JSON's grammar or ours refuses, in the words for the user."""
+    """JSON's grammar or ours refuses something; the message is for the user."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, for json's `object_pairs_hook`. Of a key that stands twice, readers take the first or the last:
-    ValueError."""
+    """Makes an object, for json's `object_pairs_hook`. Raises ValueError for a key that occurs twice: parsers differ in
+    whether the first or the last one counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

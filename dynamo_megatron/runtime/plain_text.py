@@ -1,4 +1,4 @@
-"""Texts of others (models, users' code, data) as a terminal may show them."""
+"""Makes untrusted text (from models, users' code, data) safe to show in a terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 
 def on_one_line(text: str, longest: int | None = None) -> str:
-    """For messages: one line of at most `longest` characters (None: any number). Blanks stand for what is not
-    printable."""
+    """For messages: returns one line of at most `longest` characters (None: any number) and "..." where it was longer.
+    Unprintable characters become blanks."""
     plain = TERMINAL_SEQUENCE.sub(" ", text)
     line = " ".join("".join(c if c.isprintable() else " " for c in plain).split())
     return line if longest is None or len(line) <= longest else f"{line[:longest]}..."
@@ -28,8 +28,8 @@ def error_line(error: BaseException, longest: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what could drive a terminal written as an escape: control characters but newline and tab, line
-    separators, halves of surrogate pairs, and what turns the direction of writing."""
+    """Returns `text` with everything that could control a terminal escaped: control characters except newline and tab,
+    line separators, halves of surrogate pairs, and characters that change the direction of writing."""
     return "".join(c if c.isprintable() or c in "\n\t" or not _drives(c) else _escape(c) for c in text)
 
 
@@ -39,17 +39,18 @@ def escaped_line(text: str) -> str:
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Prints what others may have written a part of; to stderr where no file is given."""
+    """Prints text of which a part may be untrusted; to stderr where no file is passed."""
     print(printable(text), file=file or sys.stderr, flush=True)
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As sys.excepthook: a traceback, whose message may quote what others wrote."""
+    """For sys.excepthook: shows a traceback, whose message may quote untrusted text."""
     show("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 class PrintableStream(io.TextIOWrapper):
-    """Of a process that writes to a log, or runs the user's functions: whatever it prints, logs or raises."""
+    """The output of a process that writes to a log or runs the user's functions: all that it prints, logs or raises is
+    made printable."""
 
     def write(self, text: str) -> int:
         super().write(printable(text))

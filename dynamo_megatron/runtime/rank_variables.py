@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def rank_variables(config: Config) -> dict[str, str]:
-    """What the user has set comes before it."""
-    # SGLang's ranks have it so; with ranks of which some have it and some not, NCCL's groups of both fail.
+    """Returns the variables to set; what the user has set takes precedence."""
+    # SGLang's ranks have this value; an NCCL group of ranks with different values fails.
     variables = {"NCCL_CUMEM_ENABLE": "0"}
     if config.parallel.tp > 1 or config.parallel.cp > 1:
-        # One queue: Megatron issues an exchange before the product that hides it, and relies on that order.
+        # One queue: Megatron issues an exchange before the GEMM that hides it, and relies on that order.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables

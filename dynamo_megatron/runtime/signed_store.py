@@ -1,8 +1,8 @@
-"""Keys of the ranks' store whose values the ranks alone can have written.
+"""Keys of the ranks' store whose values only the ranks can have written.
 
-torch's TCPStore asks nobody who they are: whoever reaches it lists, reads, writes and deletes its keys. Every value
-therefore carries a code (HMAC-SHA256) that takes the secret of this start, and a value without it is none. What a
-stranger can still do is to delete values, for which a run ends in a timeout.
+torch's TCPStore authenticates nobody: whoever reaches it can list, read, write and delete its keys. Every value
+therefore carries a code (HMAC-SHA256) made with the secret of this start, and a value without the right code is
+ignored. A stranger can still delete values; then the run ends with a timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.runtime.whole_files import replacing
 
-SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder, and the key that tells which it is
+SECRET_FILE, PROOF = ".ranks", "proof"  # the secret's file, in the output folder; the key that proves which it is
 SECRET_BYTES, CODE = 32, 64  # CODE: characters
 POLL_EVERY = 0.05  # seconds
 
@@ -34,11 +34,11 @@ class SignedStore:
         self._store.set(key, self._sign(key, value))
 
     def get(self, key: str) -> str | None:
-        """None where no rank has set it."""
+        """Returns the value; None where no rank has set it."""
         return self._check(key, self._store.get(key)) if self._store.check([key]) else None
 
     def set_first(self, key: str, value: str) -> str:
-        """Sets it unless a rank has; returns what it is then."""
+        """Sets the value unless a rank has set it; returns the value that the key then has."""
         first = self._check(key, self._store.compare_set(key, "", self._sign(key, value)))
         if first is None:
             self.set(key, value)
@@ -58,7 +58,7 @@ class SignedStore:
 
 @functools.cache
 def _warn() -> None:
-    """Once in a process."""
+    """Warns once in a process."""
     print(
         f"MASTER_ADDR: the ranks' store at {os.environ['MASTER_ADDR']} has values that no rank has signed; they are "
         "ignored, but whoever writes them can end the run (docs/security.md)",
@@ -68,7 +68,8 @@ def _warn() -> None:
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """torchrun's store outlives a restart of the ranks, whose keys must not be taken for today's."""
+    """Returns a view of the store for this start: torchrun's store outlives a restart of the ranks, and keys of an
+    earlier start must not be taken for those of this one."""
     return dist.PrefixStore(f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -77,8 +78,8 @@ def _code(secret: bytes, text: str) -> str:
 
 
 def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> bytes:
-    """The secret of this start, which rank 0 makes and the others read from a file in `folder` (mode 0600), under each
-    launcher alike. Raises TimeoutError where a rank does not see it within `timeout` seconds."""
+    """Returns the secret of this start (32 bytes). Rank 0 makes it, and the others read it from a file in `folder`
+    (mode 0600), under every launcher. Raises TimeoutError where a rank does not see it within `timeout` seconds."""
     file, store = folder / SECRET_FILE, _of_this_start(store)
     if rank == 0:
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -89,12 +90,12 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
         return secret
     deadline = time.monotonic() + timeout
     while True:
-        if store.check([PROOF]):  # NFS remembers for a minute that a file was not there: none looks before it is
+        if store.check([PROOF]):  # NFS caches for a minute that a file is missing: no rank looks before
             try:
                 secret = file.read_bytes()
-            except OSError:  # a network's file system may show an earlier start's for a while, and then none
+            except OSError:  # a network file system may show an earlier start's file for a while, and then none
                 secret = b""
-            # A stranger could have signed with what is no whole secret.
+            # A stranger could have signed with an incomplete secret.
             if len(secret) == SECRET_BYTES and hmac.compare_digest(store.get(PROOF), _code(secret, PROOF).encode()):
                 return secret
         if time.monotonic() > deadline:
@@ -105,5 +106,5 @@ def share_secret(store: dist.Store, folder: Path, rank: int, timeout: float) -> 
 
 
 def forget_secret(folder: Path) -> None:
-    """On rank 0, once all ranks have it."""
+    """Removes the file; call it on rank 0, once all ranks have the secret."""
     (folder / SECRET_FILE).unlink(missing_ok=True)

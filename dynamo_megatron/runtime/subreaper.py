@@ -1,10 +1,10 @@
-"""Runs a command, and ends all that it has started when it ends, or when stdin does.
+"""Runs a command. When the command ends, or stdin does, kills all that the command has started.
 
     python -P -m dynamo_megatron.runtime.subreaper FD COMMAND...
 
-stdin is a pipe that whoever starts this holds open; the command inherits FD. A process group is not enough: what calls
-setsid leaves it, and what a killed process leaves behind becomes a child of init. Here such orphans become children of
-this process, and so all that the command has started is below it.
+stdin is a pipe that the parent holds open; the command inherits FD. A process group is not enough: a process that calls
+setsid leaves it, and the children of a killed process become children of init. Here such orphans become children of
+this process, so that all that the command has started is below this process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import time
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 STDIN = 0
-KILLED_WITHIN = 3.0  # seconds for killed processes to end; one in the kernel's hands may not
+KILLED_WITHIN = 3.0  # seconds for killed processes to end; one in an uninterruptible system call may not
 
 
 def main(descriptor: int, command: list[str]) -> int:
-    """Returns the command's exit code; a signal that ended it ends this process too."""
+    """Returns the command's exit code; a signal that killed the command kills this process too."""
     adopt_orphans()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -57,7 +57,7 @@ def main(descriptor: int, command: list[str]) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """pid -> status of the children that have ended; most are orphans."""
+    """Reaps the children that have ended, most of them orphans; returns pid -> status."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -66,7 +66,7 @@ def _reap() -> dict[int, int]:
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those have, without those that have ended and are not yet reaped."""
+    """Returns the descendants of `pid`, without those that have ended and are not yet reaped."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as stat:

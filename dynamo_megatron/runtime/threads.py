@@ -1,4 +1,4 @@
-"""Calls in daemon threads: a server that does not answer holds neither the main thread nor the end of the process."""
+"""Calls in daemon threads: a server that does not answer blocks neither the main thread nor the end of the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 
 POLL_EVERY = 0.1  # seconds
 T = TypeVar("T")
-FORESEEN = (RuntimeError, OSError)  # ServerError, torch's errors of groups and stores, the network's
+FORESEEN = (RuntimeError, OSError)  # ServerError, errors of torch's groups and stores, and of the network
 
 
 class Call:
@@ -25,7 +25,7 @@ class Call:
     def _run(self, function: Callable[..., Any], arguments: tuple) -> None:
         try:
             self._value = function(*arguments)
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised by `result`
             self._error = error
 
     def wait(self, seconds: float) -> bool:
@@ -45,9 +45,10 @@ class Call:
 def for_each(
     things: Iterable[T], function: Callable[[T], Any], on_poll: Callable[[], None] | None
 ) -> tuple[list[tuple[T, Any]], list[tuple[T, str]]]:
-    """`function` of all of them at once: (those it returned for, with the result) and (those it failed for, and why).
+    """Calls `function` for all things at once. Returns the things for which it returned, with the results, and those
+    for which it failed, with the reasons.
 
-    Only foreseen errors count as failures; others are raised. `on_poll` is called while it waits, and may raise.
+    Only errors of FORESEEN count as failures; others are raised. `on_poll` is called during the wait, and may raise.
     """
     calls = [(thing, Call(function, thing)) for thing in things]
     for _, call in calls:

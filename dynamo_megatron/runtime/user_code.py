@@ -23,7 +23,8 @@ SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class UserCodeError(InputError):
-    """What a function of the user's did wrong, one line that names it. `frames`: the user's own, as in a traceback."""
+    """A function of the user's failed; the message is one line that names it. `frames`: the user's frames, as in a
+    traceback."""
 
     def __init__(self, line: str, frames: str = ""):
         super().__init__(line)
@@ -32,7 +33,7 @@ class UserCodeError(InputError):
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's, and what messages call it ("key: module:function")."""
+    """A function of the user's, and its name in messages ("key: module:function")."""
 
     function: Callable
     name: str
@@ -43,7 +44,7 @@ class UserFunction:
         function = load_callable(spec, key)
         try:
             signature = inspect.signature(function)
-        except ValueError:  # some of C's have none
+        except ValueError:  # some functions written in C have none
             signature = None
         if signature is not None:
             try:
@@ -69,11 +70,12 @@ class UserFunction:
 
 
 def load_callable(spec: str, key: str) -> Callable:
-    """The function that `spec` ("module:function") names, from the installed packages or the current folder.
+    """Returns the function that `spec` ("module:function") names, from the installed packages or the current folder.
 
     The current folder is appended to `sys.path` and stays there, so that the function may import its neighbours later.
-    `key` is the configuration key that error messages name. Raises ValueError (one line): not of this form, no such
-    module, a module that fails while it is imported, no such function, not callable.
+    `key` is the configuration key that error messages name. Raises ValueError (one line) where `spec` is not of this
+    form, there is no such module, it fails while it is imported, or it has no such function or one that cannot be
+    called.
     """
     if not SPEC.fullmatch(spec):
         file, _, name = spec.rpartition(":")
@@ -106,10 +108,11 @@ def load_callable(spec: str, key: str) -> Callable:
 
 
 def failure(error: BaseException) -> tuple[str, str]:
-    """("Type: text (file, line N)", the frames as in a traceback) of what a function of the user's raised.
+    """Returns ("Type: text (file, line N)", the frames as in a traceback) for an error that a function of the user's
+    raised.
 
-    The frames are those of the user's files, the innermost one is named in the line. Where all are of installed
-    packages, they are those outside of this package.
+    The frames are those of the user's files; the line names the innermost one. Where all are of installed packages,
+    they are those outside of this package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]

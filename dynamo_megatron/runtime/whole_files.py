@@ -1,4 +1,5 @@
-"""Files that are written aside and take their name when they are whole, in folders that others may write to too."""
+"""Files that are written under another name and renamed when they are whole, in folders that others may write to
+too."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
-    """A file to write, in binary mode, that takes the name `path` when the block ends; if the block raises, an older
-    file of that name stays. One process at a time may write a `path`, several with `shared`.
+    """Opens a file to write, in binary mode, that gets the name `path` when the block ends. If the block raises, an
+    older file of that name stays. Only one process at a time may write a `path`; with `shared`, several may.
 
-    `mode`: its permissions, less the umask. `sync`: it is on disk when this returns, so that a power cut does not lose
-    it. Raises OSError. A link that somebody has put in the place of one of the two files is not followed."""
+    `mode`: the permissions, less the umask. `sync`: the file is on disk when the block has ended, so that a power cut
+    does not lose it. Raises OSError. A link that somebody has put in the place of one of the two files is not followed.
+    """
     aside = path.with_name(f".{path.name}{f'.{uuid.uuid4().hex}' if shared else ''}.tmp")
     aside.unlink(missing_ok=True)  # left by a kill
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)

@@ -1,6 +1,6 @@
 """Servers and training ranks that share GPUs take turns with their memory.
 
-Has run on CPUs alone. There a server frees nothing; in the tests there is one that loses what it releases
+So far this has run on CPUs only. There a server frees nothing; the tests have a server that loses what it releases
 (tests/e2e/poisoning_saver).
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dynamo_megatron.rollout.worker import RolloutWorker
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
-# What is on the device in each phase: the server's tags, the training side's parts. A server that has released its
-# weights has lost them: from `training` the way to the others is a push.
+# What is on the device in each phase: the server's tags, the training side's parts. A server that releases its
+# weights has lost them: after "train" it needs a push.
 PHASES = {
     "generate": (TAGS, ()),
     "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a push
@@ -38,7 +38,8 @@ PHASES = {
 
 @dataclass
 class Moved:
-    """Since the last report. Bytes are of this rank's GPU, the server's only as far as CUDA tells."""
+    """What was moved since the last report. Bytes are of this rank's GPU; the server's are the change in the free
+    memory that CUDA reports."""
 
     seconds: float = 0.0
     released: int = 0  # by the training side
@@ -48,20 +49,22 @@ class Moved:
 
 
 class DeviceMemory:
-    """Every rank's. `rollout` is rank 0's, None elsewhere: it has a server restarted that does not do its part."""
+    """Releases and resumes memory in each phase, on every rank. `rollout`: on rank 0 only, None elsewhere; it restarts
+    a server that does not do its part."""
 
     def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None):
         self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
-        self._released: dict[Endpoint, set[str]] = {}  # what each known server lacks; empty but on rank 0
+        self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
         self.moved = Moved()
 
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
-        """The servers there are now. One that is new comes without its caches (rollout/supervisor.py)."""
+        """Sets the servers there are now. A new one comes without its caches (rollout/supervisor.py)."""
         if self._rollout is not None:
             self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
 
     def enter(self, phase: str) -> None:
-        """Collective over all ranks: what the phase does not need is released everywhere, then the rest comes back."""
+        """Collective over all ranks: what the phase does not need is released everywhere, then what it needs comes
+        back."""
         start, (tags, parts) = time.monotonic(), PHASES[phase]
         free = _free_bytes()
         self._ask("release", [t for t in TAGS if t not in tags])
@@ -82,12 +85,12 @@ class DeviceMemory:
         return moved
 
     def _ask(self, what: str, tags: Sequence[str]) -> None:
-        """Of every server that still has, or lacks, some of `tags`: SGLang dies of being asked twice."""
+        """Asks every server that still has (or, to resume, lacks) some of `tags`: SGLang dies of being asked twice."""
         due = {e: [t for t in tags if (t in lacks) == (what == "resume")] for e, lacks in self._released.items()}
 
         def ask(endpoint: Endpoint) -> None:
             if what == "release" and "kv_cache" in due[endpoint]:
-                rest(endpoint)  # SGLang dies of a release while a request is under way, as one is after its abort
+                rest(endpoint)  # SGLang dies of a release during a request, even one just aborted
             call(endpoint, f"/{what}_memory_occupation", {"tags": due[endpoint]}, CONTROL_TIMEOUT)
 
         done, failed = for_each([e for e, tags in due.items() if tags], ask, None)
@@ -103,7 +106,7 @@ class DeviceMemory:
 
 
 def memory_metrics(ranks: Sequence[Moved]) -> dict[str, float]:
-    """Of a step: bytes over all ranks, and the slowest rank's seconds."""
+    """Returns a step's metrics: bytes summed over all ranks, and the seconds of the slowest rank."""
     names = ("released", "resumed", "server_released", "server_resumed")
     return {
         **{f"memory/{name}_bytes": sum(getattr(moved, name) for moved in ranks) for name in names},

@@ -1,7 +1,8 @@
 """The two 64-bit hashes of SGLang's weights_checker (0.5.23): a server on a CPU uses one, on a GPU the other.
 
-`Sha256` is the start of SHA-256 over the bytes. `TileHash` (SGLang's Triton kernel gpu_tensor_hash) sums mixed 32-bit
-words over tiles of 8192, mixes each tile's sums and adds the tiles: parts may come in any order and from any rank.
+`Sha256` is the first 8 bytes of SHA-256 over the bytes. `TileHash` (SGLang's Triton kernel gpu_tensor_hash) sums mixed
+32-bit words over tiles of 8192, mixes each tile's sums and adds the tiles: parts may come in any order and from any
+rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of each o
 
 
 class Sha256:
-    """Of `nbytes` bytes, given as parts in any order; they are held in host memory until the end."""
+    """The hash of `nbytes` bytes, added as parts in any order; they are held in host memory until the end."""
 
     def __init__(self, nbytes: int):
         self._nbytes, self._parts = nbytes, {}
@@ -35,7 +36,7 @@ class Sha256:
         self._parts.update(other._parts)
 
     def digest(self) -> int:
-        """What no part covers (the vocabulary's padding) is 0."""
+        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
         whole = np.zeros(self._nbytes, np.uint8)
         for start, part in self._parts.items():
             whole[start : start + len(part)] = part
@@ -43,7 +44,8 @@ class Sha256:
 
 
 class TileHash:
-    """Of `nbytes` bytes, given as parts in any order on any device; only 16 bytes a tile of 32 KiB are held."""
+    """The hash of `nbytes` bytes, added as parts in any order on any device; only 16 bytes for each tile of 32 KiB are
+    held."""
 
     def __init__(self, nbytes: int):
         self._words = -(-nbytes // 4)
@@ -52,7 +54,7 @@ class TileHash:
 
     def add(self, start: int, data: torch.Tensor) -> None:
         """`data`: any contiguous tensor; its first byte is byte `start`. Parts begin and end on multiples of 4 bytes,
-        but for the last one's end."""
+        except that the last part may end anywhere."""
         raw = data.flatten().view(torch.uint8)
         if tail := -len(raw) % 4:
             raw = torch.cat([raw, raw.new_zeros(tail)])
@@ -64,7 +66,7 @@ class TileHash:
         self._sums += other._sums
 
     def digest(self) -> int:
-        """What no part covers (the vocabulary's padding) is 0."""
+        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
         end = 0
         for first, last in sorted([*self._covered, (self._words, self._words)]):
             if first > end:
@@ -85,7 +87,7 @@ class TileHash:
             chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
             first = start + max(0, offset)
             i = torch.arange(first, first + len(chunk), device=words.device) & MASK
-            around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # what others add to these tiles
+            around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
             lanes = []
             for seed, (factor, rotation) in zip(SEEDS, POSITION, strict=True):
                 rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK

@@ -1,4 +1,4 @@
-"""A conversation's token ids by the chat template: of the whole, or of what comes after a sampled answer."""
+"""Token ids of a conversation, rendered by the chat template: all of it, or what follows a sampled answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from dynamo_megatron.runtime.plain_text import error_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = "An-answer-that-no-template-changes"  # stands for one, to see what a template puts after it
+ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts after an answer
 
 
 class ChatTokens:
-    """`end_token_ids`: those that end a sampled answer."""
+    """`end_token_ids`: the tokens that end a sampled answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]):
         self._tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
 
     def whole(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
-        """As `data.templates` renders a prompt: up to where the assistant begins. Raises BadRequest."""
+        """Returns the ids of the conversation as `data.templates` renders a prompt: up to where the assistant begins.
+        Raises BadRequest."""
         try:
             encoded = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -36,11 +37,11 @@ class ChatTokens:
     def added(
         self, held: list[Message], new: list[Message], tools: list[Message] | None, last_token: int
     ) -> list[int] | None:
-        """What follows the ids of `held`, whose last message was sampled up to `last_token`: the end of that turn, as
-        far as it was not sampled, the messages `new`, and the beginning of the assistant's next one.
+        """Returns the ids that follow those of `held`, whose last message was sampled up to `last_token`: the rest of
+        that turn's end that was not sampled, the messages `new`, and the beginning of the assistant's next message.
 
-        None where the template renders `held` in another way once `new` follows: then the ids of `held` are not those
-        of this conversation. Raises BadRequest.
+        Returns None where the template changes an answer's text, or renders `held` differently once `new` follows: then
+        the ids of `held` are not the beginning of this conversation. Raises BadRequest.
         """
         before = self._text(held, tools, False)
         whole = self._text(held + new, tools, True)
@@ -51,17 +52,18 @@ class ChatTokens:
         return end[sampled:] + self._encode(whole[len(before) :])
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
-        """Of a sampled answer, without the token that ended it. `specials`: with the other special tokens."""
+        """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special
+        tokens."""
         shown = tokens[:-1] if tokens[-1] in self._ends else tokens
         return self._tokenizer.decode(shown, skip_special_tokens=not specials)
 
     def encode_text(self, text: str) -> list[int]:
-        """Of a text that is no chat, with what the tokenizer begins one with."""
+        """Returns the ids of a plain text, with the special tokens that the tokenizer puts before it."""
         return self._tokenizer.encode(text)
 
     @cached_property
     def _turn_end(self) -> list[int] | None:
-        """What the template puts after an assistant's text; None where it changes that text."""
+        """The ids that the template puts after an assistant's text; None where the template changes that text."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         _, found, end = self._text(messages, None, False).rpartition(ANSWER)
         return self._encode(end) if found else None

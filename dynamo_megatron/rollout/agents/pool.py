@@ -1,4 +1,4 @@
-"""The processes that run agents. They can be ended at any time, with all that they have started."""
+"""The processes that run agents. Each can be killed at any time, with everything that it has started."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from dynamo_megatron.types import LARGEST_REWARD
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
-REACT_WITHIN = 5.0  # seconds for an agent to end once it is told to
+REACT_WITHIN = 5.0  # seconds for an agent to stop once it is cancelled
 LINE_LIMIT = 1 << 28  # bytes
 
 
 class AgentFailed(Exception):
-    """The agent raised, or returned what is no reward. One line."""
+    """The agent raised an exception or returned an invalid reward. The message is one line."""
 
 
 class AgentLost(Exception):
-    """The agent's process ended, or was ended for the sake of another agent. One line."""
+    """The process of the agent ended, or was killed because another agent did not stop. The message is one line."""
 
 
 class AgentPool:
     """`workers` processes of the interpreter `python` (None: this one), each of which runs many episodes of the agent
-    `function` ("module:function") at a time. One whose agent does not end when it is told to is ended, and replaced."""
+    `function` ("module:function") at a time. A process whose agent does not stop when it is cancelled is killed and
+    replaced."""
 
     def __init__(self, function: str, python: str | None, workers: int):
         if not SPEC.fullmatch(function):
@@ -45,14 +46,16 @@ class AgentPool:
         self._workers: list[_Worker] = []
 
     async def start(self) -> None:
-        """Until all are ready. Raises InputError where the function cannot be loaded, or the interpreter started."""
+        """Waits until all processes are ready. Raises InputError where the function cannot be loaded or the interpreter
+        does not start."""
         self._workers = [_Worker(self._function, self._python) for _ in range(self._count)]
         await asyncio.gather(*(worker.ready for worker in self._workers))
 
     async def run(self, name: str, prompt: dict[str, Any], url: str, until: float) -> float | None:
-        """The reward that the agent returns. `name`: of no other episode that is under way. `until`: monotonic seconds.
+        """Runs an episode; returns the reward that the agent returned. `name`: unique among the episodes under way.
+        `until`: monotonic seconds.
 
-        Raises AgentFailed, AgentLost, and TimeoutError at `until`. Cancelled, it ends the agent first.
+        Raises AgentFailed, AgentLost, and TimeoutError at `until`. If this call is cancelled, it stops the agent first.
         """
         worker = self._least()
         ended = worker.begin(name, prompt, url)
@@ -60,7 +63,7 @@ class AgentPool:
             async with asyncio.timeout(until - time.monotonic()):
                 answer = await asyncio.shield(ended)
         except (TimeoutError, asyncio.CancelledError):
-            if not await worker.end(name) and worker in self._workers:  # else another episode has had it replaced
+            if not await worker.end(name) and worker in self._workers:  # else another episode has replaced the worker
                 self._replace(worker, f"the agent of {name} did not end within {REACT_WITHIN:g} s")
             raise
         if "error" in answer:
@@ -71,12 +74,12 @@ class AgentPool:
         return reward
 
     async def close(self) -> None:
-        """Ends all of them now."""
+        """Ends all processes now."""
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.close("the pool was closed") for worker in workers))
 
     def _least(self) -> _Worker:
-        """The worker with the fewest agents; one that has ended is replaced."""
+        """Returns the worker with the fewest agents. If its process has ended, the worker is replaced first."""
         worker = min(self._workers, key=lambda w: len(w.running))
         return self._replace(worker, "") if worker.has_ended else worker
 
@@ -139,9 +142,9 @@ class _Worker:
         self.running.clear()
 
     def begin(self, name: str, prompt: dict[str, Any], url: str) -> asyncio.Future:
-        """Of the answer. Raises AgentLost through it."""
+        """Starts an episode; returns a future of the agent's answer, which raises AgentLost if the process is lost."""
         ended = self.running[name] = asyncio.get_running_loop().create_future()
-        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # may be nobody's any more
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody awaits it any more
 
         def send(ready: asyncio.Task) -> None:
             if ready.cancelled() or ready.exception() is not None:
@@ -153,7 +156,7 @@ class _Worker:
         return ended
 
     async def end(self, name: str) -> bool:
-        """Whether the agent ended within REACT_WITHIN seconds."""
+        """Cancels the agent. Returns whether it stopped within REACT_WITHIN seconds."""
         if (ended := self.running.get(name)) is None:
             return True
         self._send(cancel=name)
@@ -170,7 +173,7 @@ class _Worker:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 5)
-        self._process.kill()  # where that took too long: the worker at least dies with it
+        self._process.kill()  # where that took too long; at least the worker dies with it
         self._lose(why)
         for task in (self.ready, self._listening):
             if task is not None:

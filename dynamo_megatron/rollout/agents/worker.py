@@ -1,9 +1,9 @@
 """A process that runs agents: `PYTHON worker.py FD`, started by the pool.
 
-It may run under another interpreter than the trainer's, so that it imports the standard library alone. Over the socket
-FD it gets a line of JSON with the function's name and answers {"ready": true} or {"failed": why}. Then each
+It may run under another interpreter than the trainer's, so it imports only the standard library. From the socket FD it
+receives a line of JSON with the function's name and answers {"ready": true} or {"failed": why}. Then each
 {"run": id, "url": ..., "prompt": {...}} is answered, in any order, with {"ended": id, "reward": number or null} or
-{"ended": id, "error": why}; {"cancel": id} ends one. It ends with the socket.
+{"ended": id, "error": why}; {"cancel": id} cancels one. The process ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ SHOWN = 500  # characters of an error
 
 
 class ChatError(RuntimeError):
-    """The session refused a request: the message says why."""
+    """The session refused a request; the message says why."""
 
 
 @dataclass
 class Prompt:
-    """One problem of the data, as the trainer's Prompt. `messages` are ready to be sent."""
+    """One problem of the data, with the fields of the trainer's Prompt that an agent needs. `messages` are ready to be
+    sent."""
 
     prompt_id: str
     messages: list[dict[str, Any]]
@@ -43,14 +44,14 @@ class Prompt:
 
 
 class Session:
-    """One episode. `base_url`: of an OpenAI-compatible endpoint, for clients; they need no key, or any."""
+    """One episode. `base_url`: the URL of an OpenAI-compatible endpoint for clients, which accepts any key or none."""
 
     def __init__(self, base_url: str):
         self.base_url = base_url
 
     async def chat(self, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> dict[str, Any]:
-        """The assistant's message, which can be appended to `messages`. `options`: other fields of a request, such as
-        stop and max_tokens. Raises ChatError."""
+        """Returns the assistant's message, which can be appended to `messages`. `options`: other fields of a request,
+        such as stop and max_tokens. Raises ChatError."""
         request = {"messages": messages, **({"tools": tools} if tools else {}), **options}
         status, reply = await _post(f"{self.base_url}/chat/completions", request)
         if status != 200:
@@ -74,14 +75,14 @@ async def _post(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
 
 
 def load(spec: str) -> Any:
-    """The function "module:function". Raises whatever the user's module does."""
+    """Returns the function named by `spec`, "module:function". Raises whatever importing the user's module raises."""
     module, _, name = spec.partition(":")
-    sys.path.append(os.getcwd())  # last: a folder next to the module must not replace an installed package
+    sys.path.append(os.getcwd())  # last: a folder in the working directory must not replace an installed package
     return getattr(importlib.import_module(module), name)
 
 
 async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
-    """What is answered of one episode."""
+    """Runs one episode; returns the fields of its answer."""
     try:
         reward = await agent(prompt, session)
     except (Exception, SystemExit) as error:
@@ -129,8 +130,8 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main(descriptor: int) -> None:
-    del sys.path[0]  # the folder of this file, whose modules are none of the user's
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the trainer's ranks
+    del sys.path[0]  # the folder of this file: an agent must not import its modules
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these are for the trainer's ranks
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     os.set_inheritable(descriptor, False)  # what an agent starts must not keep the socket open

@@ -1,4 +1,4 @@
-"""A plugin of SGLang's: attention over short sequences on a CPU is one call for the whole batch.
+"""An SGLang plugin: attention over short sequences on a CPU is one call for the whole batch.
 
 SGLang's torch_native backend loops over the sequences of a batch in Python, which for sequences of some dozen tokens
 costs several times what their attention does.
@@ -42,13 +42,15 @@ def _attend(original, backend, tensors, options, seq_lens, query_lens, encoder_l
 
 
 def attention(query, keys, values, slots, seq_lens, query_lens, scaling):
-    """Causal attention of each sequence's last tokens, [tokens, heads, size] as `query`, sequence after sequence.
+    """Returns causal attention for the last tokens of each sequence, [tokens, heads, size] like `query`, the sequences
+    one after another.
 
-    `keys` and `values` [slots, key heads, size] are the caches, `slots` [n, longest] the places of the sequences'
-    tokens there, `query_lens` [n] how many tokens of each of `seq_lens` [n] are asked for.
+    `keys` and `values` [slots, key heads, size] are the caches. `slots` [n, longest] has the places of the sequences'
+    tokens in the caches, `seq_lens` [n] the tokens of each sequence, `query_lens` [n] how many of them, the last ones,
+    are in `query`.
     """
     positions = torch.arange(slots.shape[1])
-    slots = torch.where(positions < seq_lens[:, None], slots, slots[:, :1])  # padding: a token that is finite, too
+    slots = torch.where(positions < seq_lens[:, None], slots, slots[:, :1])  # padding: a token with finite values
     asked = torch.arange(int(query_lens.max()))
     real = asked < query_lens[:, None]
     padded = query.new_zeros(*real.shape, *query.shape[1:])

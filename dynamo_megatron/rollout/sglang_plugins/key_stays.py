@@ -1,7 +1,8 @@
-"""A plugin of SGLang's: a server does not send its key to its own address.
+"""An SGLang plugin: a server does not send its key to its own address.
 
-SGLang asks its own URL to freeze the heap, with the key, from a thread that may start before it has bound the port: a
-stranger who listens there would get the key. `SGLangServer.wait_ready` asks for the same once it knows who answers.
+SGLang calls its own URL, with the key, to freeze the heap, from a thread that may start before the server has bound the
+port: a stranger who listens there would get the key. `SGLangServer.wait_ready` makes the same call once it knows who
+answers.
 """
 
 

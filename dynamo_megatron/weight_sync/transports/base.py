@@ -1,4 +1,4 @@
-"""What a transport does for weight_sync/push.py, and the streaming transports' share of it."""
+"""The interface of a transport, which weight_sync/push.py calls, and the code that streaming transports share."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from dynamo_megatron.weight_sync.schedule import Bucket
 
 
 class Transport(Protocol):
-    """One way to a server. Calls for different servers come from different threads, those for one server one at a time.
+    """One way to send weights to servers. Calls for different servers come from different threads, calls for one server
+    one at a time.
 
-    What goes wrong with one server raises ServerError, RuntimeError or OSError, and then nothing more but `forget` is
-    called for it in this push. What a transport has no use for does nothing.
+    Whatever goes wrong with one server raises ServerError, RuntimeError or OSError; after that only `forget` is called
+    for it in this push. A method that a transport does not need does nothing.
     """
 
     def prepare(self) -> None:
-        """Rank 0, at the start of a push, before any server is told."""
+        """Rank 0, at the start of a push, before any server is notified."""
 
     def begin(self, endpoint: Endpoint) -> None:
         """Rank 0: tells the server that weights are coming."""
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Every sender, one after the other: its link to this incarnation of the server, kept for later pushes."""
+        """Every sender, one after the other: links to this incarnation of the server. The link is kept for later
+        pushes."""
 
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -37,29 +39,30 @@ class Transport(Protocol):
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
-        """Every rank, `len(buckets)` times a round: the servers to which it sends in this turn. In one turn a server
-        hears one rank, and in all turns every bucket once. `own`: this rank's bucket of the round."""
+        """Every rank, `len(buckets)` times a round: returns the servers to which it sends in this turn. In one turn a
+        server receives from one rank, and in all turns it receives every bucket once. `own`: this rank's bucket of the
+        round."""
 
     @abstractmethod
     def send(self, endpoint: Endpoint) -> int:
-        """The turn's bucket to one server; returns the bytes sent to it alone."""
+        """Sends the turn's bucket to one server; returns the bytes sent to it alone."""
 
     @abstractmethod
     def finish(self, endpoint: Endpoint, version: int) -> None:
-        """Rank 0, after all buckets: the server runs the new weights under `version`, no cached prefix is left."""
+        """Rank 0, after all buckets: has the server run the new weights under `version`, with no cached prefix left."""
 
     def forget(self, endpoint: Endpoint) -> None:
-        """A sender: the link to a server that has failed."""
+        """A sender: drops the link to a server that has failed."""
 
     def end(self) -> None:
-        """Every rank, at the end of a push: memory that only the push needed."""
+        """Every rank, at the end of a push: frees memory that only the push needed."""
 
     def close(self) -> None:
         """Every rank, at the end of the run."""
 
 
 def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-    """Senders go round the servers: at any time they are busy with different ones."""
+    """Returns the servers of a turn. Senders go round the servers, so that in one turn they send to different ones."""
     if own is None:
         return []
     return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]

@@ -15,13 +15,13 @@ class FlatBuffer:
     def __init__(self, make: Callable[[int], torch.Tensor]):
         self._make = make
         self._whole: torch.Tensor | None = None
-        self.tensors: list[SimpleNamespace] = []  # name, shape, dtype, start_idx, end_idx, numel: all in bytes
+        self.tensors: list[SimpleNamespace] = []  # name, shape, dtype; start_idx, end_idx, numel in bytes
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies the tensors in, one after the other; each once."""
         total = sum(tensor.nbytes for tensor in tensors.values())
         if self._whole is None or self._whole.numel() < total:
-            self._whole = None  # the old one's memory first
+            self._whole = None  # free the old buffer first
             self._whole = self._make(total)
         self.used = self._whole[:total]
         self.tensors, start = [], 0
@@ -41,7 +41,7 @@ class FlatBuffer:
             start = end
 
     def description(self) -> dict[str, list[Any]]:
-        """Names, dtypes and shapes as /update_weights_from_distributed takes them."""
+        """Returns names, dtypes and shapes as /update_weights_from_distributed takes them."""
         return {
             "names": [t.name for t in self.tensors],
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in self.tensors],

@@ -1,8 +1,8 @@
 """`gloo` and `nccl`: a process group of one sender and one server's ranks, in which the sender broadcasts.
 
-A group a server, not one for all: what breaks with one server then breaks for it alone. It belongs to the server's
-incarnation and is not a group of the training ranks, so that no failure of a server reaches those. `nccl` has never
-run (docs/resharding.md).
+Each server has a group of its own: a failure of one server breaks no other server's group. A group belongs to the
+server's incarnation and is separate from the groups of the training ranks, so that no failure of a server reaches
+those. `nccl` has never run (docs/resharding.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dynamo_megatron.weight_sync.transports.base import Streamed
 from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
 
 JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
-GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: what the server says comes first
+GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: the server's own error comes first
 LEAVE_TIMEOUT = 5.0
 POLL_EVERY = 0.01  # seconds
 ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by default a broken group ends the process
@@ -40,7 +40,7 @@ class GroupTransport(Streamed):
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
-        self._left: dict[str, list[str]] = {}  # server's name -> groups that it may still have its end of
+        self._left: dict[str, list[str]] = {}  # server's name -> groups that the server may still be in
 
     def connect(self, endpoint: Endpoint) -> None:
         known = self._groups.get(endpoint.name)
@@ -60,12 +60,12 @@ class GroupTransport(Streamed):
             "group_name": name,
             "backend": self._backend,
         }
-        self._left[endpoint.name] = [name]  # until we have our end
+        self._left[endpoint.name] = [name]  # until this rank has joined
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
         ours = Call(self._join, store, address, name, size)
         while not ours.wait(POLL_EVERY):
             if theirs.failed():
-                theirs.result()  # our end gives up by itself, after JOIN_TIMEOUT
+                theirs.result()  # this rank's attempt ends by itself, after JOIN_TIMEOUT
         self._groups[endpoint.name] = endpoint, self._left.pop(endpoint.name)[0], ours.result()
         theirs.result()
 
@@ -85,7 +85,7 @@ class GroupTransport(Streamed):
             torch.cuda.set_device(self._device)  # this thread has a current device of its own
             torch.cuda.current_stream().synchronize()  # the buffer is filled
         theirs = Call(call, endpoint, "/update_weights_from_distributed", payload, TRANSFER_TIMEOUT)
-        # In a thread: NCCL meets in the first one, and is stuck where the server does not come.
+        # In a thread: NCCL connects in the first broadcast, and is stuck where the server does not take part.
         ours = Call(self._broadcast, group, self._buffer.used)
         deadline = time.monotonic() + GROUP_TIMEOUT
         while not ours.wait(POLL_EVERY):
@@ -94,7 +94,7 @@ class GroupTransport(Streamed):
             if time.monotonic() > deadline:
                 raise ServerError(f"the broadcast to it was not done within {GROUP_TIMEOUT:g} s")
         if ours.failed():
-            theirs.wait(LEAVE_TIMEOUT)  # what the server says tells more than a broken group
+            theirs.wait(LEAVE_TIMEOUT)  # the server's error says more than a broken group's
             if not theirs.failed():
                 ours.result()
         theirs.result()
@@ -129,7 +129,8 @@ class GroupTransport(Streamed):
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _join(self, store: dist.TCPStore, address: str, name: str, size: int) -> dist.ProcessGroup:
-        """As sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the same."""
+        """Joins as sglang.srt.utils.init_custom_process_group does on the server: prefixes and backends must be the
+        same."""
         # With gloo the members meet here, with NCCL in the first broadcast.
         timeout = GROUP_TIMEOUT if self._backend == "nccl" else JOIN_TIMEOUT
         before = os.environ.get(ERROR_HANDLING)

@@ -23,7 +23,7 @@ from dynamo_megatron.weight_sync.transports import is_local
 from dynamo_megatron.weight_sync.transports.base import Streamed
 from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
 
-DEVICE = 6  # of rebuild_cuda_tensor's arguments
+DEVICE = 6  # position of the device in rebuild_cuda_tensor's arguments
 
 
 class IpcTransport(Streamed):
@@ -31,7 +31,7 @@ class IpcTransport(Streamed):
         super().__init__()
         self._layout = layout
         self._staged = FlatBuffer(self._allocate)
-        self._copy: torch.Tensor | None = None  # what servers read: it stays where it is as long as they do
+        self._copy: torch.Tensor | None = None  # what servers read: it must not move as long as they do
         self._ranks: dict[Endpoint, list[int]] = {}  # the training rank on the GPU of each of a server's ranks
         self._handles: list[str] = []  # by training rank, of the bucket of this turn
         self._failed: set[Endpoint] = set()  # in this push
@@ -43,7 +43,7 @@ class IpcTransport(Streamed):
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
-        """Collective over all ranks: in turn t every server hears of bucket t."""
+        """Collective over all ranks: in turn t every server receives bucket t."""
         self._locate(endpoints)
         bucket = buckets[turn]
         if self._copy is None or self._copy.numel() < bucket.nbytes:
@@ -78,11 +78,12 @@ class IpcTransport(Streamed):
     def end(self) -> None:
         self._staged, self._copy = FlatBuffer(self._allocate), None
         torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()  # servers have the same GPUs
+        torch.cuda.empty_cache()  # servers use the same GPUs
         self._failed.clear()
 
     def _locate(self, endpoints: Sequence[Endpoint]) -> None:
-        """Which training rank is on which server rank's GPU; asked once of every incarnation."""
+        """Finds which training rank is on which server rank's GPU, once for every incarnation. Collective over all
+        ranks where there are new servers."""
         new = [endpoint for endpoint in endpoints if endpoint not in self._ranks]
         if not new:
             return
@@ -95,7 +96,7 @@ class IpcTransport(Streamed):
                         endpoint, "/server_info", None, CONTROL_TIMEOUT, "base_gpu_id", "gpu_id_step"
                     )
                 except ServerError:
-                    continue  # it is then found nowhere, and `send` says so
+                    continue  # then no rank is found for it, and `send` says so
                 gpus = [first + rank * step for rank in range(endpoint.tp)]
                 if max(gpus) >= torch.cuda.device_count():
                     continue

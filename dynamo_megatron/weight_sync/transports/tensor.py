@@ -1,4 +1,4 @@
-"""`tensor`: CPU tensors in shared memory, whose handle goes over HTTP. Servers on the sending rank's host only.
+"""`tensor`: CPU tensors in shared memory, whose handle goes over HTTP. Only for servers on the sending rank's host.
 
 A bucket is written once, for all servers; each server rank maps it and copies its own shard into its parameters.
 """
@@ -31,7 +31,7 @@ class TensorTransport(Streamed):
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         with keeping(*FOR_THE_RANKS):
-            _shared(1)  # starts torch's shared-memory manager, which would die of them, and every later push with it
+            _shared(1)  # starts torch's shared-memory manager: these signals would kill it and break later pushes
         self._buffer = FlatBuffer(_shared)
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -50,16 +50,18 @@ class TensorTransport(Streamed):
 
     def _handle(self) -> str:
         raw = io.BytesIO()
-        # SGLang reads the attributes of whatever stands for its FlattenedTensorMetadata, which is not importable here.
+        # SGLang takes any object with the attributes of its FlattenedTensorMetadata, which cannot be imported here.
         ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
         return base64.b64encode(raw.getvalue()).decode()
 
 
 def _shared(nbytes: int) -> torch.Tensor:
-    """Shared memory that is removed with the tensor. torch would leave it behind if one handle is not read, as when a
-    server fails: one reader more than there are is registered, so that no reader removes it and this process does.
+    """Returns a uint8 tensor [nbytes] in shared memory that is removed with the tensor. torch would leave the memory
+    behind if a handle is never read, as when a server fails. Therefore one reader more than there are is registered: no
+    reader removes the memory, and this process does.
 
-    Raises OSError where /dev/shm has no room for it."""
+    Raises OSError where /dev/shm has no room for it.
+    """
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
     except RuntimeError as error:
