@@ -13,11 +13,11 @@ SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` (or `\fboxed{...}`) of `text`; None where there is none."""
+    r"""The content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None where there is none."""
     # One pass, since a response that repeats itself may hold thousands of boxes that are never closed.
     open_braces: list[int | None] = []
     last: tuple[int, int] | None = None
-    for match in re.finditer(r"\\f?boxed\s*\{|\\[{}\\]|[{}]", text):
+    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]", text):
         if match[0] == "}" and open_braces:
             start = open_braces.pop()
             if start is not None and (last is None or start > last[0]):

@@ -71,6 +71,7 @@ def test_an_answer_that_cannot_be_checked_is_an_error(answer):
 def test_extraction():
     assert boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}" and boxed(r"\boxed{\{1\}}") == r"\{1\}"
     assert boxed("no") is None and boxed(r"\boxed{1") is None
+    assert boxed(r"\boxed{1} or \fbox{2}") == "2"
     assert tagged("<answer>1</answer> <answer> 2\n</answer>") == "2" and tagged("</answer><answer>") is None
     assert last_number("3-5") == "5" and last_number("a -5.") == "-5" and last_number("1,234,567 x2") == "1234567"
     assert boxed(r"\boxed{\boxed{5} cm}") == "5" and boxed(r"} \boxed{1} {") == "1"
