@@ -75,13 +75,13 @@ def history_advantages(
     *,
     reward_variance: float | None = None,
 ) -> Array:
-    """Reward minus a leave-one-out baseline shrunk to the expected reward known before, float [S] of the rewards' dtype.
+    """Reward minus a leave-one-out baseline, shrunk to what was known before; float [S] of the rewards' dtype.
 
     A_j = r_j - p_j with p_j = (m c + sum of the group's other rewards) / (c + n - 1): n >= 1 rollouts in the group, m
     and c its `prior_mean` and `prior_strength` (in rollouts; float [S], equal within a group). c = 0 is `rloo`; where
     c + n - 1 = 0 nothing is known, and A_j is 0. Unbiased if m and c were fixed before the rollouts were sampled.
 
-    `score_ratio` rho: mean energy of wrong rollouts divided by that of right ones (algorithm.energy), also fixed before.
+    `score_ratio` rho: mean energy of wrong rollouts / mean energy of right ones (algorithm.energy), also fixed before.
     If rho is not 1, rewards must be in [0, 1], and the baseline is the one of least variance, E[S r] / E[S], with an
     energy S that falls linearly from reward 0 to 1 (optimal baseline, as in arXiv 2602.07078, per rollout). For rewards
     of 0 and 1 it is p_j / (p_j + (1 - p_j) rho). For graded rewards of variance v (`reward_variance`) it is

@@ -1,4 +1,4 @@
-"""Helpers of functions that take numpy arrays or torch tensors and return what they were given."""
+"""Helpers of functions that take either numpy arrays or torch tensors and return the same kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 
 def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
-    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming the argument if not `ndim`-dimensional."""
+    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has `ndim` dimensions."""
     values = array.detach().numpy() if _is_tensor(array) else np.asarray(array)
     if values.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {values.shape}")

@@ -1,4 +1,4 @@
-"""The number of prompts of a step: `data.batch_prompts`, or with `auto` a number chosen by the measured gradient noise."""
+"""The number of prompts of a step: `data.batch_prompts`, or if that is `auto`, chosen by the measured gradient noise."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def prefill_cost(prompt_tokens: float, response_tokens: float) -> float:
 
 
 def expense(prompts: float, budget: int, prompt_cost: float) -> np.ndarray:
-    """The factors of `between` and `within`, float64 [2], in the variance of the gradient times the cost of a step of
+    """The factors of `between` and `within`, float64 [2], in the variance of the gradient times the cost of a step with
     `budget` rollouts of `prompts` prompts: (between / prompts + within / budget) (prompt_cost prompts + budget)."""
     return (prompt_cost * prompts + budget) * np.array([1 / prompts, 1 / budget])
 
 
 class BatchShape:
-    """Minimises variance times cost, since a step of half the variance is worth two steps. If a prompt costs c rollouts,
-    the best number of rollouts per prompt is sqrt(c within / between). The number of prompts changes by factors of 2,
-    and only if the gain exceeds LEAST_GAIN by CERTAINTY standard errors of the measurements so far. Earlier
-    measurements count less.
+    """Minimises variance times cost, since a step of half the variance is worth two. If a prompt costs c rollouts, the
+    best number of rollouts per prompt is sqrt(c within / between). The number of prompts changes by factors of 2, and
+    only if the gain exceeds LEAST_GAIN by CERTAINTY standard errors of the measurements so far. Earlier measurements
+    count less.
     """
 
     def __init__(self, config: Config):

@@ -41,7 +41,7 @@ def load_loss(spec: str) -> UserFunction:
 
 
 def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
-    """Returns the losses that `function` gives and their derivative. `inputs.logprobs`: a leaf that requires a gradient.
+    """Returns the losses that `function` gives and their derivative. `inputs.logprobs` is a leaf that requires grad.
 
     Raises UserCodeError naming the function if it or its backward pass raises, or if it returns anything but floating
     point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU.

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 RATIO_RANGE = (1.0, 8.0)  # of the energies of wrong over right rollouts; measured: 2 to 8
-PRIOR_ROLLOUTS = 2.0  # added at each of the rewards 0 and 1, with the mean energy: a few rollouts give no reliable ratio
+PRIOR_ROLLOUTS = 2.0  # added at each of the rewards 0 and 1, with the mean energy: a few rollouts are not enough
 
 
 def token_energies(logprobs: np.ndarray, collision: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ class EnergyLine:
         self.sums = np.zeros(5) if sums is None else sums
 
     def after(self, rewards: np.ndarray, energies: np.ndarray, keep: float) -> EnergyLine:
-        """Returns the line with rollouts added, float64 [S] each; the weight of earlier ones is multiplied by `keep`."""
+        """Returns the line with rollouts added, float64 [S] each; earlier rollouts' weight is multiplied by `keep`."""
         fresh = [np.ones_like(rewards), rewards, rewards**2, energies, rewards * energies]
         exact = [math.fsum(x.tolist()) for x in fresh]  # whatever the order of the rollouts
         return EnergyLine(keep * self.sums + np.array(exact))

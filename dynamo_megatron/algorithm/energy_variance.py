@@ -68,7 +68,7 @@ def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray
 
 
 def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
-    """The lines of right and of wrong rollouts. If only one kind was measured, the other's line is its mean; if neither
+    """The lines of right and of wrong rollouts. If only one kind was measured, its mean is the other's line; if neither
     was, both lines are 1."""
     p = _rate(pool, prior)
     sums = [(pool.energy_right_trials, pool.energy_right), (pool.energy_wrong_trials, pool.energy_wrong)]
@@ -79,7 +79,7 @@ def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
 
 
 def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
-    """A line by least squares over the rollouts. p is the posterior mean, so that errors in p do not flatten the line."""
+    """A line by least squares over rollouts. p is the posterior mean, so that errors in p do not flatten the line."""
     weight = trials.sum()
     centre, mean = (trials * p).sum() / weight, energy.sum() / weight
     spread = (trials * (p - centre) ** 2).sum()

@@ -167,7 +167,7 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5].
 
-        Nothing is copied and nothing changes later, so a call at every step costs nothing even with a million prompts."""
+        Nothing is copied and nothing changes later, so calls at every step cost nothing even with a million prompts."""
         columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
         return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums}
 
@@ -215,7 +215,7 @@ def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarra
 
 
 def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
-    """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], the prompt of each rollout."""
+    """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], each rollout's prompt."""
     rewards, right = observed.rewards, observed.successes
     order = np.lexsort((rewards, index))
     trials, wins = np.bincount(index), np.bincount(index, right)
