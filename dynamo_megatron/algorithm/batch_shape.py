@@ -1,4 +1,4 @@
-"""The number of prompts of a step: `data.batch_prompts`, or if that is `auto`, chosen by the measured gradient noise."""
+"""The number of prompts of a step: `data.batch_prompts`, or with `auto` chosen by the measured gradient noise."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ class Greso(Rule):
     """GRESO (arXiv 2506.02177): a prompt whose last z groups were all solved (no wrong rollout) or all unsolved (no
     right one) is drawn with probability max(q^z, .01), any other prompt always.
 
-    Each of the two kinds has its own q, .5 at the start. After each step with prompts seen before, q falls by .01 if the
-    kind's share of their groups reaches its target, else it rises by .01. The target is a third of `zero_variance` for
-    solved groups, the rest for unsolved ones. As in the public code the kinds are counted separately. A group of one
-    rollout is ignored. A group of equal rewards in which some rollouts failed counts as unsolved. GRESO's adaptive
+    Each of the two kinds has its own q, .5 at the start. After each step with prompts seen before, q falls by .01 if
+    the kind's share of their groups reaches its target, else it rises by .01. The target is a third of `zero_variance`
+    for solved groups, the rest for unsolved ones. As in the public code the kinds are counted separately. A group of
+    one rollout is ignored. A group of equal rewards in which some rollouts failed counts as unsolved. GRESO's adaptive
     batch size is left out: a step draws as many prompts as it needs.
     """
 

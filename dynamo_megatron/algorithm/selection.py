@@ -63,7 +63,7 @@ def kl_cov(covariance: Tensor, *, ratio: float) -> Tensor:
 
 
 def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, *, seed: int) -> np.ndarray:
-    """Uniform in [0, 1), one per token, float64 [sum lengths], from the seed, the rollout's id and the token's position.
+    """Uniform in [0, 1), one per token, float64 [sum lengths], from seed, rollout's id and position in the response.
 
     An id names step, group and index, so each step draws anew; neither ranks nor packing nor a resume change the draw.
     """
