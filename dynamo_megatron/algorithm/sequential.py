@@ -83,8 +83,8 @@ class Rule:
         return (right + wrong > 0) & (right / came >= self.config.lower) & (wrong / came >= self.config.upper)
 
     def _committed(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """The rest of the budget goes to the prompts that pass or that `explore` selects, at least `low` and at most
-        `high` minus the first round's rollouts to each. If it is not enough for all, the first in the batch get it."""
+        """The rest of the budget goes to the prompts that pass or that `explore` selects: to each at least `low`, at
+        most `high` minus the first round's rollouts. If it is not enough for all, the first in the batch get it."""
         if seen.rounds > 1:
             return np.zeros(0, np.int64), 0
         rest = self.budget - int(seen.asked.sum())
@@ -92,8 +92,8 @@ class Rule:
         return chosen, min(rest, len(chosen) * (self.high - self.config.round_n))
 
     def _unbiased_weights(self, seen: Outcomes) -> np.ndarray:
-        """Weights with which the mean over the groups of both rounds has the mean over prompts of g_i (the gradient of
-        prompt i) as its expectation: share * first round's estimate + (1 - share) * second round's / (probability of a
+        """Weights with which the mean over the groups of both rounds has the mean over prompts of g_i (prompt i's
+        gradient) as its expectation: share * first round's estimate + (1 - share) * second round's / (probability of a
         second round). Each estimate of g_i is unbiased whatever came before it; `share` is equal for all prompts."""
         first = seen.round == 0
         prompts = len(np.unique(seen.prompt[first]))

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3_moe": qwen3_moe.spec_from_config,
 }
 MOST_MODULES = 200_000  # layers, or experts of all layers; the largest published models have 15,000
-ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same, given only fields that the family knows
+ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same from the fields that it knows
 
 
 def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:

@@ -161,8 +161,8 @@ def to_megatron(
 def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of parameter `name` from the shards of all tensor-parallel ranks, in rank order.
 
-    The inverse of `to_megatron`: padding is cut off. For a parameter that is not sharded, `shards` may have one entry or
-    one per rank. The result may share memory with the shards.
+    The inverse of `to_megatron`: padding is cut off. For a parameter that is not sharded, `shards` may have one entry
+    or one per rank. The result may share memory with the shards.
     """
     names = huggingface_names(spec, name)
     layout = layout_of(name)

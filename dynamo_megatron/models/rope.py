@@ -41,8 +41,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. A file with both sets is
     refused if they differ: transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, and older
-    versions ignore `rope_parameters`. Values that transformers and SGLang read differently (`mscale` 0, null) are
-    refused, too.
+    versions ignore `rope_parameters`. Values that transformers and SGLang read differently are refused, too: `mscale`
+    0, and null except for NULLABLE.
 
     Raises ValueError naming the field that is contradictory, malformed or not supported.
     """

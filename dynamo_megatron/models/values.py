@@ -18,7 +18,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of config.json, `default` if missing or null. Raises ValueError for anything else or neither."""
+    """A positive integer of config.json, `default` if missing or null. Raises ValueError for anything else."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
