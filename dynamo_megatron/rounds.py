@@ -21,7 +21,7 @@ class Selection(NamedTuple):
     rows: np.ndarray  # int64 [K], ascending: indices into the rollouts of all rounds
     # Of each rollout's prompt, from earlier steps and from rollouts that are left out; None: the method uses none
     baseline: Baseline | None
-    weights: np.ndarray | None  # float64 [K], by prompt (`data.selection.weights`, `explore`); None: all are 1
+    weights: np.ndarray | None  # float64 [K], in the loss (`data.selection.weights`, `explore`); None: all are 1
     group_ids: list[str] | None = None  # [K]; None: the rollouts keep theirs
 
     def of(self, sampled: RolloutBatch) -> RolloutBatch:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
-TRIES = 5  # after this many in a row in which servers were lost, the run fails
+TRIES = 5  # pushes or requests in a row that may lose all servers before the run fails
 
 
 class Serving:

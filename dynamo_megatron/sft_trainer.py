@@ -12,7 +12,7 @@ from dynamo_megatron.train import Trainer
 from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Sequences
 
-LINES = 20  # about as many step lines are printed; metrics.jsonl has every step
+LINES = 20  # about this many step lines are printed; metrics.jsonl has every step
 
 
 class SFTTrainer(Trainer):

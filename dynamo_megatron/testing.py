@@ -1,8 +1,8 @@
 """Checks of functions that the user plugs in, for the user's own tests. A broken contract raises ValueError, one line.
 
-`check_allocator` is for `algorithm.allocation.kind`. The others take a second at most and are for
-`algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind`. docs/your-own.md describes
-the contracts.
+`check_allocator` is for `algorithm.allocation.kind`, and may also raise AssertionError. The others take a second at
+most and are for `algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind`.
+docs/your-own.md describes the contracts.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Trainer(TrainingRun):
         raise NotImplementedError
 
     def evaluate_if_due(self, step: int) -> str | None:
-        """Evaluates the policy if that is due. Returns the reason why the run ends after `step`, None if it goes on."""
+        """In `train`, evaluates the policy if that is due. Returns why the run ends after `step`; None: it goes on."""
         raise NotImplementedError
 
 

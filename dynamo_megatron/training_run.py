@@ -116,7 +116,7 @@ class TrainingRun:
         self.checkpoints.save()
 
     def save_if_due(self, step: int, stop_reason: str | None) -> None:
-        """Saves every `checkpoint.every` steps and after the last one; never if that is null."""
+        """Saves every `checkpoint.every` steps and after the last step; never if `checkpoint.every` is null."""
         every = self.config.checkpoint.every
         if every and (stop_reason is not None or step % every == 0 or step == self.config.trainer.steps):
             self.save()

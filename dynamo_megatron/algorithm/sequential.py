@@ -84,7 +84,7 @@ class Rule:
 
     def _committed(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
         """The rest of the budget goes to the prompts that pass or that `explore` selects: to each at least `low`, at
-        most `high` minus the first round's rollouts. If it is not enough for all, the first in the batch get it."""
+        most `high` minus the first round's rollouts. If it is too small for all, the first in the batch get it."""
         if seen.rounds > 1:
             return np.zeros(0, np.int64), 0
         rest = self.budget - int(seen.asked.sum())
@@ -94,7 +94,7 @@ class Rule:
     def _unbiased_weights(self, seen: Outcomes) -> np.ndarray:
         """Weights with which the mean over the groups of both rounds has the mean over prompts of g_i (prompt i's
         gradient) as its expectation: share * first round's estimate + (1 - share) * second round's / (probability of a
-        second round). Each estimate of g_i is unbiased whatever came before it; `share` is equal for all prompts."""
+        second round). Each estimate of g_i is unbiased whatever came before; `share` is equal for all prompts."""
         first = seen.round == 0
         prompts = len(np.unique(seen.prompt[first]))
         groups = prompts + len(np.unique(seen.prompt[~first]))
@@ -104,8 +104,8 @@ class Rule:
 
     # -- reinforce_ada: Reinforce-Ada (arXiv 2510.04996; code RLHFlow/Reinforce-Ada) -----------------------------------
     def _unfinished(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """`round_n` more rollouts for each prompt that does not meet the condition `exit`, up to `high` in all, whatever
-        the budget."""
+        """`round_n` more rollouts for each prompt that does not meet the condition `exit`, up to `high` in all. The
+        budget is not used."""
         right, wrong = seen.tally()
         if self.config.exit == "balanced":
             half = self.config.keep // 2

@@ -4,8 +4,8 @@ config.json is read once more, not through the ModelSpec. It is compared with th
 other arguments, both as `build_chunks` passes them to Megatron. This finds a field that the family's module or the
 policy has misread. RoPE's frequencies and the softmax scale are compared with those that transformers computes from
 config.json. Biases and q/k norms, which config.json implies by `model_type` alone, are compared with the family's
-tensors, and these are compared elsewhere with the folder's. No model is built here; tests/models/test_published.py
-builds one for every family.
+tensors, and these with the folder's when it is opened. No model is built here; tests/models/test_published.py builds
+one for every family.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def fused_loss(slots: Tensor, output: PolicyLossOutput) -> HeadLoss:
 
 
 class StepTokens(NamedTuple):
-    """Values of all response tokens of a step, float32 [R] on the CPU, with the meaning that they have in LossInputs."""
+    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
 
     old_logprobs: Tensor
     engine_logprobs: Tensor

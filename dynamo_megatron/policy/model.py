@@ -163,8 +163,9 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
 
 
 def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
-    """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's own
-    value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale."""
+    """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's
+    own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
+    """
     if not spec.rope_scaling:
         return None, None
     frequencies, factor = scaled_frequencies(spec)

@@ -1,4 +1,4 @@
-"""The error of a pass whose results are not finite. A module of its own, so that it can be imported without Megatron."""
+"""The error of a pass whose results are not finite. A module of its own, since it needs no Megatron."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ class Policy:
         return squares
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
-        """One optimizer step. Sums and flags stay on the device until the last micro-batch, so the host waits for none."""
+        """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         finite: list[Finite] = []  # of each micro-batch

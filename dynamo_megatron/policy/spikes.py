@@ -1,4 +1,4 @@
-"""Which updates are skipped, or end the run, because their gradient is far larger than earlier ones (`optimizer.spike`).
+"""Which updates are skipped, or end the run, since their gradient is far larger than earlier ones (`optimizer.spike`).
 
 The history holds the norms of all updates, including skipped ones: if gradients stay large, the median follows after
 half a window. Norms of 0 (no gradient) do not count.
@@ -34,7 +34,7 @@ class Spikes:
         self._norms: deque[float] = deque(maxlen=config.window)
 
     def observe(self, norm: float) -> str | None:
-        """Adds the norm of an update to the history. Returns why the update is a spike, or None if it is not a spike."""
+        """Adds the norm of an update to the history. Returns why the update is a spike, or None if it is not."""
         limit, median = None, None
         if len(self._norms) == self._config.window:
             median = statistics.median(self._norms)
