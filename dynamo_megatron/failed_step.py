@@ -26,9 +26,9 @@ from dynamo_megatron.run_folder import FAILED_STEPS
 def write_failed_step(
     policy: Policy, config: Config, step: int, error: NonFiniteError, say: Callable[[str], None] | None
 ) -> None:
-    """Writes the folder of `step`, then removes those of earlier failures; collective over all ranks. `say`: rank 0's,
-    None elsewhere; it gets one line that names the folder. Raises OSError if the disk is full, RuntimeError if the save
-    fails for another reason (memory, a collective)."""
+    """Writes the folder of `step`, then removes the folders of earlier failures; collective over all ranks. `say`: rank
+    0's, None elsewhere; it gets one line that names the folder. Raises OSError if the disk is full, RuntimeError if the
+    save fails for another reason (memory, a collective)."""
     output = Path(config.output_dir)
     root, state = output / FAILED_STEPS, None
     earlier = [folder for number, folder in checkpoint_folders(root) if number != step]

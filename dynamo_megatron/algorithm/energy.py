@@ -2,7 +2,7 @@
 
 The gradient of a response's logprob with respect to the logits has the squared norm sum_t (1 - 2 pi_t + sum_v pi_v^2),
 pi_t the probability of the sampled token: W of the optimal token baseline (arXiv 2602.07078). The policy is more
-certain in right answers than in wrong ones, so right answers have smaller energies.
+certain of right answers than of wrong ones, so right answers have smaller energies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRIOR_ROLLOUTS = 2.0  # added at each of the rewards 0 and 1, with the mean ener
 
 def token_energies(logprobs: np.ndarray, collision: np.ndarray) -> np.ndarray:
     """1 - 2 pi + sum_v pi_v^2, float64 [R], from logprobs (natural log) and sum_v pi_v^2, float [R]."""
-    # Rounding can leave a token whose probability is 1 a little below 0.
+    # Rounding can make the energy of a token of probability 1 slightly negative.
     return np.maximum(1 - 2 * np.exp(logprobs.astype(np.float64)) + collision, 0)
 
 

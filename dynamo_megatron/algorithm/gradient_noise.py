@@ -28,7 +28,7 @@ PREFIX = "gradient_noise/"
 
 @dataclass(frozen=True)
 class Noise:
-    """Unbiased estimates, any of which may be below 0. Their unit is that of the squared norm of the gradient."""
+    """Unbiased estimates, any of which may be below 0, in units of the gradient's squared norm."""
 
     signal: float  # |E g_i|^2
     between: float  # E|g_i|^2 - |E g_i|^2
@@ -53,7 +53,7 @@ class Split:
     """
 
     prompt: np.ndarray  # int64 [S]
-    weights: np.ndarray  # float64 [S], sum 1: what a rollout's gradient counts in the whole
+    weights: np.ndarray  # float64 [S], sum 1: the weight of a rollout's gradient in the whole
     rank: np.ndarray  # int64 [S]
     part: np.ndarray  # int64 [S]
     parts: int  # 2 or 3

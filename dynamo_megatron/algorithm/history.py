@@ -1,4 +1,4 @@
-"""What earlier rollouts showed of every prompt: columns of numbers under stable prompt ids, fast for a million."""
+"""Statistics of every prompt's earlier rollouts: columns of numbers by stable prompt id, fast for a million prompts."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Rule:
         return NextRound(prompts, budget) if budget else None
 
     def trained(self, seen: Outcomes) -> Trained:
-        """Selects what a step trains on after its last round. Never selects nothing if there is any rollout."""
+        """Selects what a step trains on after its last round: something if there is any rollout."""
         if self.config.kind == "reinforce_ada":
             return Trained(np.flatnonzero(self._kept(seen)), None)
         if not self.config.explore:
@@ -104,8 +104,8 @@ class Rule:
 
     # -- reinforce_ada: Reinforce-Ada (arXiv 2510.04996; code RLHFlow/Reinforce-Ada) -----------------------------------
     def _unfinished(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """`round_n` more rollouts for each prompt that does not meet the condition `exit`, up to `high` in all. The
-        budget is not used."""
+        """`round_n` more rollouts, whatever the budget, for each prompt that does not meet the condition `exit`, up to
+        `high` in all."""
         right, wrong = seen.tally()
         if self.config.exit == "balanced":
             half = self.config.keep // 2

@@ -97,7 +97,7 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1), under the prior of their stratum as above."""
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
     rate = _rate(prompts, pool)
     for own, peers in large_strata(prompts, pool):
         rate[own] = _rate(prompts.take(own), pool.take(peers))

@@ -1,4 +1,4 @@
-"""The exact allocation where one more rollout of a prompt is worth less than the one before."""
+"""The exact allocation if each further rollout of a prompt is worth less than the one before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 # (prompts int64 [M], rollouts of each float64 [M]) -> value of one more rollout, float64 [M] > 0, falling with rollouts
 Gain = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-# The size of a sample of prompts, and how far (in the logarithm) from its threshold that of all prompts is tried first.
+# The size of a sample of prompts, and how far (in the logarithm) from its threshold the search for all prompts begins.
 SAMPLE = 8192
 NEAR = 0.03
 # If gains' logarithms differ by less than this, the rollouts are given one by one.

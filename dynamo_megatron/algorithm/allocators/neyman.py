@@ -44,7 +44,7 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
 
 
 def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
-    """`neyman` where a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
+    """As `neyman`, but a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
 
     Takes the largest gains variance_i / (n (n + 1) price_i) one by one until the next one costs more than is left. So
     less than a rollout's price is left, unless all prompts have `high`, and no counts of at most the same cost have a
