@@ -243,7 +243,7 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
 
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
-    """This rank's shard of its pipeline stage, without values of the parameters: one chunk, or `parallel.vpp` chunks."""
+    """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [
