@@ -19,17 +19,18 @@ from dynamo_megatron.weight_sync.folder import export_huggingface
 
 class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and arrays, none of which change later. Called at every step."""
+        """Returns plain data and arrays that are not modified later. Called at every step."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where `state` is not one of its own."""
+        """Raises ValueError if `state` is not what `state_dict` of this class returns."""
 
 
 class Checkpoints:
-    """The policy together with `parts`, rank 0's own state. `parts` and `say` are rank 0's alone.
+    """Saves, loads and exports the policy, with the state of `parts`. Only rank 0 uses `parts` and `say`, which prints
+    a line for the user.
 
-    All methods are collective over all ranks; those that save raise OSError where the disk is full,
-    with `checkpoint.async` possibly at a later call than the one that began the save.
+    All methods are collective over all ranks. Those that save raise OSError if the disk is full. With
+    `checkpoint.async` a later call than the one that began the save may raise it.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Checkpoints:
         self._under_way: Save | None = None
 
     def resume(self) -> int:
-        """Loads the newest complete checkpoint, if there is one; returns its step, else 0. Raises ValueError where
-        there are only damaged ones."""
+        """Loads the newest complete checkpoint and returns its step, or returns 0 if there is no checkpoint. Raises
+        ValueError if all checkpoints are damaged."""
         leads = self._parts is not None
         found = self._policy.layout.gather(choose_checkpoint(self._root, self._say) if leads else None)[0]
         if found is not None:
@@ -58,7 +59,7 @@ class Checkpoints:
                 state = read_state(folder)
                 for name, part in self._parts.items():
                     if name not in state:
-                        if name == SPIKES:  # the option was not on; its history begins here
+                        if name == SPIKES:  # the option was off before; its history begins here
                             continue
                         raise InputError(f"{folder}: its state has no {name}: it is of another command, or altered")
                     part.load_state_dict(state[name])
@@ -68,8 +69,8 @@ class Checkpoints:
         return self._saved
 
     def reached(self, step: int) -> None:
-        """The weights are those of `step` now, and so is the state of the parts. A save whose files have all been
-        written meanwhile is completed."""
+        """To be called when the weights and the parts have the state of `step`. Completes a background save whose files
+        have all been written."""
         self._reached = step
         if self._parts is not None:
             self._state = {name: part.state_dict() for name, part in self._parts.items()}
@@ -77,7 +78,7 @@ class Checkpoints:
             self.settle()
 
     def save(self) -> None:
-        """Saves the step reached, where that is not done already; with `checkpoint.async` only begins to."""
+        """Saves the step reached unless it is saved already; with `checkpoint.async` it only begins the save."""
         if self._saved != self._reached:
             self.settle()
             self._under_way = begin_save(
@@ -96,13 +97,14 @@ class Checkpoints:
             self._under_way = None
 
     def export_best(self) -> None:
-        """What was reached is the best so far. Saved first, so that an export that fails loses no step."""
+        """To be called when the step reached is the best so far. It is saved first, so that no step is lost if the
+        export fails."""
         if self._config.export_hf == "best":
             self.save()
             self._export(self._output / "hf")
 
     def export_final(self) -> None:
-        """Ends the run: what was saved is complete afterwards."""
+        """To be called at the end of the run. Completes the save under way, and exports the model if requested."""
         self.settle()
         if self._config.export_hf == "final":
             self._export(self._output / "hf")
@@ -110,5 +112,5 @@ class Checkpoints:
     def _export(self, folder: Path) -> None:
         exported = self._policy.layout.gather(exported_step(folder) == self._reached)
         if not exported[0]:  # rank 0 decides: the others may see the shared folder late
-            self.settle()  # a kill must not leave an export of a step that is trained again, otherwise
+            self.settle()  # else a kill could leave an export of a step that the resumed run repeats
             export_huggingface(self._policy, folder, self._reached)

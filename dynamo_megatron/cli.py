@@ -1,4 +1,4 @@
-"""The command `dynamo-megatron`, from its first moment: the imports of the commands alone take a second."""
+"""The entry point of `dynamo-megatron`. Importing the commands takes a second; Ctrl-C works during the import, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
-    # A rank that ends before the others would have torch's store write 30 lines of C++ frames on each of them.
+    # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from dynamo_megatron.commands import carry_out

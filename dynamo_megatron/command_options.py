@@ -1,4 +1,4 @@
-"""The commands of the command line with their options: what `--help` shows."""
+"""The commands of the command line with their options and help texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's parser: errors are one line, unknown commands and options are answered with the nearest one."""
+"""The command line's parser. Errors are one line; for an unknown command or option it suggests the nearest one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    """Prints the versions of this package, Python and what the results depend on most; imports none of them."""
+    """Prints the versions of this package, of Python and of the packages REPORTED, without importing them."""
 
     def __init__(self, option_strings: Sequence[str], dest: str):
         super().__init__(option_strings, dest, nargs=0, help="show the versions installed and stop")
@@ -41,8 +41,8 @@ def _version(name: str) -> str:
 
 
 def unknown_command(words: Sequence[str], commands: Iterable[str]) -> str | None:
-    """What is wrong with the first words as one of `commands`, such as "train" and "launch slurm"; None: nothing that
-    the parser would not say as well."""
+    """Returns an error message if the first words name none of `commands` (such as "train" or "launch slurm"), None
+    if they do or if the parser's own message is as good."""
     names = [command.split() for command in commands]
     for depth, word in enumerate(words[:2]):
         known = list(dict.fromkeys(n[depth] for n in names if n[:depth] == list(words[:depth]) and len(n) > depth))
@@ -56,7 +56,7 @@ def unknown_command(words: Sequence[str], commands: Iterable[str]) -> str | None
 
 
 def unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """A line for each option that `parser` does not have."""
+    """Returns one line for each of `words`, which are options or arguments that `parser` does not have."""
     known = sorted(set(re.findall(r"--[a-z][a-z0-9-]*", parser.format_help())))
     lines = []
     for word in words:

@@ -1,4 +1,4 @@
-"""The commands: what each of them (`command_options`) calls."""
+"""The functions that carry out the commands of `command_options`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynamo_megatron.tracking.progress import Progress
 
 
 def carry_out(arguments: list[str]) -> int:
-    """The command that `arguments` name; returns its exit code."""
+    """Carries out the command that `arguments` name; returns its exit code."""
     sys.excepthook = show_exception
     if (why := unknown_command(arguments, EXAMPLES)) is not None:
         print(why, file=sys.stderr)
@@ -41,7 +41,8 @@ def carry_out(arguments: list[str]) -> int:
         return 2
 
 
-# What these import takes seconds (torch), which a typo in the config should not have to wait for.
+# The functions below import torch and other packages late. That takes seconds, and a typo in the config is reported
+# before it.
 
 
 def _loading_packages() -> contextlib.closing[Progress]:
@@ -56,13 +57,13 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     adopt_rank(os.environ)
     config, origins = compose(*_files_and_keys(options.config + rest))
-    # There is nothing to save yet. A rank leaves SIGTERM as it is: launchers also send it because another rank has
-    # failed, and it has to end even a rank whose interpreter is busy in C code.
+    # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
+    # another rank has failed, and it has to end even a rank whose interpreter is busy in C code.
     asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else FOR_THE_RANKS
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
     if "RANK" in os.environ:
-        os.environ |= {**rank_variables(config), **os.environ}  # before anything asks for CUDA
+        os.environ |= {**rank_variables(config), **os.environ}  # before anything uses CUDA
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.train_job import TrainJob as Job
@@ -86,7 +87,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         return 0
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until it can answer them
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until the launcher handles them
     os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
 
 
@@ -150,8 +151,8 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    # It asks the ranks to save, which takes servers; SLURM may send it to every process of a job. What is started here
-    # ignores it, too, and so do the threads that libraries have begun.
+    # SIGUSR1 tells the ranks to save, for which they need the servers, and SLURM may send it to every process of a job.
+    # Processes that are started here and the threads of libraries ignore it, too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, _ = compose(*_files_and_keys(options.config + rest))
     if not 0 <= options.node < options.nodes:
@@ -233,7 +234,8 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _write_page(runs: Sequence[Path], out: Path, asked: Sequence[str]) -> None:
-    """Text and picture are there: what only the page needs is no error, unless rollouts are asked for by id."""
+    """Writes report.html. Text and picture are written already, so a failure is only a warning, unless rollouts were
+    requested by id; a missing library is always only a warning."""
     from dynamo_megatron.reports.page.command import write_page
     from dynamo_megatron.reports.page.render import MissingLibrary
 
@@ -258,7 +260,7 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
         sys.stdout.flush()
     except InputError as error:
         raise ConfigError(str(error)) from None
-    except BrokenPipeError:  # the pager was left
+    except BrokenPipeError:  # the user has quit the pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -307,8 +309,8 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _local_ranks(ranks: int, output_dir: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a process that takes the place of this one, which has imported torch for the checks: 0.2 GB
-    for as long as the ranks run."""
+    """Returns the command line of the launcher that replaces this process. This process has imported torch for its
+    checks, and would hold 0.2 GB for as long as the ranks run."""
     return [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), output_dir, *arguments]
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's part of a training step: prompts, the rollouts that each gets, which of them are trained on, the record."""
+"""Rank 0's part of a training step: it draws prompts, has rollouts sampled, selects what is trained on, and logs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class StepEnd(NamedTuple):
     """What comes after a step."""
 
     evaluate: bool
-    is_best: bool  # of all evaluated so far
+    is_best: bool  # the best of all steps evaluated so far
     stop_reason: str | None  # None: the run goes on
 
 
 class Controller:
-    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). Across steps the
-    prompts' selection, the batch's shape, the allocator's history and the journal keep state; within a step only its
-    `Round`s do.
+    """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). State across steps is
+    in the prompt selection, the batch shape, the allocator's history, the journal, and the rounds and the evaluation
+    under way; state within a step is in its `Round`s.
 
-    Methods that wait raise StopRequested where the run is asked to stop.
+    Methods that wait raise StopRequested if a stop of the run is requested.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Controller:
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self.shape, self.ahead = BatchShape(config), RoundsAhead()
-        self._dispatched = 0  # the last step that was, by this process
+        self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
 
     def print_notes(self) -> None:
-        """Prints what the user should know of the method, and the legend of the step's line."""
+        """Prints what the user should know about the method, and the legend of the step lines."""
         allocation = self.config.algorithm.allocation
         if allocation.kind == "neyman":
             alike = "in the pool, so that a first pass is uniform"
@@ -84,8 +84,9 @@ class Controller:
 
     # -- sampling --------------------------------------------------------------------------------------------------
     def begin_round(self, step: int, rounds: Sequence[Round]) -> Round:
-        """The round of `step` after `rounds`: prompts, and how many rollouts each gets. With `rollout.max_staleness`
-        the first rounds of as many later steps are drawn, too, from what is known now, and all are dispatched."""
+        """Returns the round of `step` after `rounds`: prompts, and how many rollouts each gets. With
+        `rollout.max_staleness` it also draws the first rounds of that number of later steps, from what is known now,
+        and dispatches all rounds that it has drawn."""
         staleness, ahead = self.config.rollout.max_staleness, self.ahead.rounds
         if staleness == 0:
             return self.allocate(step, self.draw(step, rounds), rounds)
@@ -100,8 +101,9 @@ class Controller:
         return ahead.pop(step)
 
     def draw(self, step: int, rounds: Sequence[Round]) -> list[Prompt]:
-        """Prompts of the data, by default the next ones (`data.selection`): a batch, or after the step's first round as
-        many as it still misses groups. With `algorithm.sequential` those of the first round that get further ones."""
+        """Draws prompts from the data, by default the next ones (`data.selection`): a batch, or after the step's first
+        round one for each group that the batch still lacks. With `algorithm.sequential` it returns the prompts of the
+        first round that get further rollouts."""
         self._journal.progress.phase("read data")
         if further := self._further(step, rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
@@ -109,9 +111,9 @@ class Controller:
         return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
-        """How many rollouts each of `prompts` gets in the round after `rounds`. Their share of the step's budget is
-        divided by the history that `observe` has collected of each; a prompt without history counts as the average
-        prompt. `algorithm.sequential` has rounds of other sizes, each divided evenly."""
+        """Decides how many rollouts each of `prompts` gets in the round after `rounds`. Divides their share of the
+        step's budget according to the history that `observe` has collected. A prompt without history counts as the
+        average prompt. Rounds of `algorithm.sequential` have budgets of their own, divided evenly."""
         advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
         budget = self.config.rollout_budget * len(prompts) // self.shape.prompts
         first = sum(len(r.prompts) for r in rounds)
@@ -127,8 +129,8 @@ class Controller:
         return Round(prompts, allocation, baseline, first, origin)
 
     def generate(self, step: int, now: Round) -> RolloutBatch:
-        """Scored rollouts of the round's prompts, all on disk, perhaps none. Raises PushNeeded: then it may be called
-        again."""
+        """Returns the scored rollouts of the round's prompts, possibly none; all are on disk. Raises PushNeeded if no
+        server is left that has the weights; after a push it may be called again."""
         progress, counts = self._journal.progress, now.allocation.counts
         self._coordinator.check_stop()
         progress.phase("generate", int(counts.sum()))
@@ -140,9 +142,10 @@ class Controller:
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
-        """Takes rollouts out of the last round whose server had other weights than the policy, whose `logprobs` (float
-        [R]) of their tokens are given. Raises RolloutError where more than `rollout.proof.max_rejected_share` of the
-        step's are rejected, and not all of them are of one of several servers, which is restarted."""
+        """Removes rollouts from the last round if their weights were too old, or if the server's logprobs of their
+        tokens differ too much from the policy's (`logprobs`, natural log, [R]). Raises RolloutError if more than
+        `rollout.proof.max_rejected_share` of the step's rollouts are rejected, unless all rejected rollouts of the
+        round come from one of several servers."""
         proof, now = self.config.rollout.proof, rounds[-1]
         batch = now.result.batch
         found = rejections(
@@ -176,8 +179,8 @@ class Controller:
         now.result = now.result.without(list(found), [note])
 
     def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
-        """The allocator's history takes in reward, energy and length of each rollout of the round but those rejected.
-        `sampled`: all of them, and `stats` of their tokens."""
+        """Adds reward, energy and length of each rollout of the round to the allocator's history, except those that
+        were rejected. `sampled`: the round's rollouts with the rejected ones; `stats`: of their tokens."""
         fresh, lengths = now.result.batch, sampled.response_lengths
         energies = rollout_energies(stats.logprobs.numpy(), stats.collision.numpy(), lengths)
         if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
@@ -187,15 +190,16 @@ class Controller:
         self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
-        """Which of the step's rollouts are trained on, of all that its rounds sampled. None: another round is needed.
+        """Selects the rollouts that are trained on from all that the step's rounds sampled. Returns None if another
+        round is needed.
 
         With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups of equal rewards are left out and replaced by
-        those of further prompts, in at most `rounds` further rounds. A batch of only such groups stays as it is.
-        `algorithm.sequential` leaves out what its rule does (algorithm/sequential.py).
-        Raises RolloutError where not one rollout can be trained on.
+        groups of other prompts, in at most `dynamic_sampling.rounds` further rounds. If all groups have equal rewards,
+        all are trained on. With `algorithm.sequential` its rule selects (algorithm/sequential.py).
+        Raises RolloutError if no rollout can be trained on.
         """
         sampling, last = self.config.algorithm.dynamic_sampling, rounds[-1].result.counts
-        in_time = last["aborted"] < last["requested"]  # a round past the step's deadline gets nothing
+        in_time = last["aborted"] < last["requested"]  # a round after the step's deadline would get no rollouts
         refill = sampling and len(rounds) <= sampling.rounds and self._missing(rounds)
         if in_time and (refill or self._further(step, rounds)):
             return None
@@ -223,8 +227,8 @@ class Controller:
         return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
 
     def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
-        """Of the rollouts `chosen`, of all that the rounds have. Where rounds are merged it is that of the first: later
-        ones know rewards of the same groups already."""
+        """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). Where rounds are merged it
+        is the first round's: later baselines already contain rewards of the same groups."""
         if not self._merges:
             known = [r.baseline.of(r.dispatch) for r in rounds if r.baseline is not None]
             return Baseline.join(known).of(chosen) if known else None
@@ -239,24 +243,24 @@ class Controller:
 
     @cached_property
     def _rule(self) -> Rule | None:
-        """Of `algorithm.sequential`."""
+        """The rule of `algorithm.sequential`."""
         config = self.config
         return config.algorithm.sequential and Rule(config.algorithm.sequential, *config.rollout_bounds)
 
     @property
     def _merges(self) -> bool:
-        """The rollouts of a prompt in all rounds are one group."""
+        """Whether the rollouts of a prompt in all rounds form one group."""
         return self._rule is not None and self._rule.merges
 
     def _further(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
-        """The round that `algorithm.sequential` asks for after `rounds`, if any."""
+        """Returns the round that `algorithm.sequential` requires after `rounds`, if any."""
         if self._rule is None or not rounds:
             return None
         seed = derived_seed(self.config.seed, "sequential", str(step))
         return self._rule.next_round(outcomes(rounds), np.random.default_rng(seed).random(len(rounds[0].prompts)))
 
     def _missing(self, rounds: Sequence[Round]) -> int:
-        """How many groups with different rewards the batch still lacks."""
+        """Returns the number of groups with different rewards that the batch still lacks."""
         there = 0
         for batch in (r.result.batch for r in rounds):
             differs = informative(batch.rewards, batch.group_ids)
@@ -265,16 +269,15 @@ class Controller:
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
-        """What the step sampled."""
+        """Returns the record of what the step sampled."""
         sampled = joined(rounds, self._merges)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
         return StepRecord(step, allocations, sampled, drawing, ratio, rounds[0].version)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float], batch: TrainBatch, stats: TokenStats) -> None:
-        """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` what the
-        policy says of some rollouts' tokens. What it has measured of the gradient's noise may change the shape of the
-        next step."""
+        """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` the token
+        statistics of some rollouts. The gradient noise in `metrics` may change the batch shape of the next step."""
         if count := self.config.tracking.token_rollouts:
             self._journal.tokens(record.step, token_rows(batch, stats, self.config, count))
         line = step_line(metrics, self.config.trainer.steps, self._journal.width)
@@ -285,8 +288,8 @@ class Controller:
             self._journal.say(f"step {record.step}: {change}")
 
     def end_of(self, step: int) -> StepEnd:
-        """What comes after `step`. An evaluation from before a kill counts, since the kill may have prevented its
-        export. With `rollout.max_staleness` it may begin here, and end while the next step trains."""
+        """Decides what comes after `step`. An evaluation from before a kill counts, since the kill may have prevented
+        its export. With `rollout.max_staleness` an evaluation may begin here, and end while the next step trains."""
         evaluation, journal = self._evaluation, self._journal
         lost = evaluation is not None and evaluation.under_way is not None and not self._end_evaluation()
         due = evaluation is not None and (lost or journal.finished() is not None or evaluation.due(step))
@@ -297,8 +300,8 @@ class Controller:
         return StepEnd(due and not evaluated, evaluated and journal.best(step), journal.finished())
 
     def _evaluates_beside(self, step: int) -> bool:
-        """Whether the next step may train while this one is evaluated: it is not the start's or the last evaluation,
-        and neither an export nor the end of the run depends on it."""
+        """Whether the next step may train while this one is evaluated: this is neither the first nor the last
+        evaluation of the run, and neither an export nor the end of the run depends on it."""
         config = self.config
         between = 0 < step < config.trainer.steps and self._journal.finished() is None
         stop = config.trainer.stop_when
@@ -306,10 +309,10 @@ class Controller:
         return between and config.rollout.max_staleness > 0 and not needed
 
     def _end_evaluation(self) -> bool:
-        """False where its servers were lost."""
+        """Records the evaluation under way. Returns False if its servers were lost."""
         step, _ = self._evaluation.under_way
         try:
-            # All is there, since the push has waited for it: a stop would lose it.
+            # The push has waited for all responses. `check` does not raise StopRequested, which would lose them.
             self._journal.evaluation(self._evaluation.end(self._coordinator.check))
         except PushNeeded as lost:
             self._journal.say(f"the evaluation of step {step} was lost: {lost}; the next one takes its place")
@@ -317,8 +320,8 @@ class Controller:
         return True
 
     def evaluate(self, step: int) -> StepEnd:
-        """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises PushNeeded:
-        then it may be called again."""
+        """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises PushNeeded if
+        none of them is left; after a push it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)
         journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count, journal.say))

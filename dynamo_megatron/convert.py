@@ -39,13 +39,12 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
-OVERHEAD = 4096  # bytes a tensor, for what the formats say of it
+OVERHEAD = 4096  # bytes per tensor, for the formats' metadata
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Path]:
-    """(step, folder) of the checkpoint that `path` is, or of a run's newest complete one or the one of `step`.
-
-    Raises ConfigError.
+    """Returns (step, folder) of the checkpoint `path`, or of the checkpoint of the run `path` at `step` (None: the
+    newest complete one). Raises ConfigError if there is no such complete checkpoint.
     """
     path = Path(path).resolve()
     if path.parent.name == "checkpoints" and step is None:
@@ -68,7 +67,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
 
 
 def run_config(checkpoint: Path) -> Config:
-    """The config of the run that a checkpoint is in. Raises ConfigError."""
+    """Returns the config of the run that a checkpoint belongs to. Raises ConfigError."""
     file = checkpoint.parents[1] / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}")
@@ -81,10 +80,11 @@ def run_config(checkpoint: Path) -> Config:
 def open_checkpoint(
     path: str | Path, step: int | None = None, model: Path | None = None
 ) -> tuple[MegatronFolder, ModelSpec, Path]:
-    """(tensors, spec, folder of config.json and tokenizer) of what `hf2mcore` wrote, of a run, of its checkpoint or of
-    any other folder in the format; `model`, None: the folder's own or the `model.path` of its run.
+    """Returns (tensors, spec, folder of config.json and tokenizer). `path`: a folder that `hf2mcore` wrote, a run, its
+    checkpoint, or any other folder in Megatron's torch_dist format. `model`: the folder of config.json and tokenizer;
+    None: `path` if it has a config.json, else the `model.path` of its run.
 
-    Raises ConfigError for what is not there, ValueError for what does not fit.
+    Raises ConfigError if a file is missing, ValueError if the tensors are damaged or are not those of the model.
     """
     path, family = Path(path), None
     in_run = path.resolve().parent.name == "checkpoints" and not (path / "config.json").is_file()
@@ -104,7 +104,7 @@ def open_checkpoint(
 
 
 def _verified(folder: MegatronFolder) -> MegatronFolder:
-    """Raises ValueError where the bytes are not those that were saved."""
+    """Raises ValueError if the bytes are not those that were saved; warns if there are no checksums to compare."""
     if not verify(folder.path):
         print(f"{folder.path}: {UNVERIFIED}", file=sys.stderr)
     return folder
@@ -112,9 +112,9 @@ def _verified(folder: MegatronFolder) -> MegatronFolder:
 
 def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the Hugging Face folder `source` as a Megatron checkpoint that any layout loads, with config.json and
-    tokenizer beside it; `dtype` None: each tensor's own.
+    tokenizer beside it; `dtype` None: each tensor keeps its own.
 
-    Raises ConfigError or ValueError for what cannot be converted or written, OSError where writing fails.
+    Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if writing fails.
     """
     spec = load_model_config(source)
     _check_config(source, spec)
@@ -144,21 +144,21 @@ def mcore2hf(
         _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
         parent = folder.path.resolve().parent
         if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
-            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # of the run that trained with it
+            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
         sync_folder(unfinished)
 
 
 def _check_config(source: Path, spec: ModelSpec) -> None:
-    from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
+    from dynamo_megatron.policy.config_check import check_config  # takes seconds: imports Megatron
 
     check_config(source, spec)
 
 
 def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], list[str]]:
-    """({tensor: largest absolute difference}, tensors that are not bit-equal) of two model folders, Hugging Face's or
-    Megatron's (`open_checkpoint`), one tensor at a time.
+    """Compares two model folders, Hugging Face's or Megatron's (`open_checkpoint`), one tensor at a time. Returns
+    ({tensor: largest absolute difference}, names of the tensors that are not bit-equal).
 
-    Raises ConfigError or ValueError where one cannot be read or they are different models.
+    Raises ConfigError or ValueError if a folder cannot be read or if they are different models.
     """
     (one, spec), (two, other) = _open(a), _open(b)
     theirs = other.dimensions()
@@ -181,7 +181,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of both of at most 2^24 values: a difference of whole tensors would take several of them in memory."""
+    """Yields the same rows of both tensors, about 2^24 values at a time: comparing them whole would take several copies
+    in memory."""
     rows = max(1, (1 << 24) // max(1, x[0].numel()))
     return zip(x.split(rows), y.split(rows), strict=True)
 
@@ -206,7 +207,7 @@ def _bytes(spec: ModelSpec, kinds: dict[str, torch.dtype]) -> int:
 
 
 def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
-    """config.json (its dtype set to `dtype`), tokenizer, generation config, chat template."""
+    """Copies config.json (its dtype set to `dtype`), tokenizer, generation config and chat template."""
     for file in companion_files(source):
         shutil.copy(file, target / file.name)
     if dtype is not None:
@@ -215,9 +216,10 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
 
 @contextlib.contextmanager
 def _aside(out: Path, companions: Path, size: int) -> Iterator[Path]:
-    """A folder beside `out` that takes its name if all goes well; else, after a Ctrl-C too, it is removed.
+    """Yields a new folder beside `out`. It is renamed to `out` if all goes well, and removed otherwise, after Ctrl-C,
+    too. `size`: bytes of the tensors; the files of `companions` are added.
 
-    Raises ConfigError where `out` is there, cannot be written or does not fit on the disk.
+    Raises ConfigError if `out` exists, cannot be written or does not fit on the disk.
     """
     if out.exists():
         raise ConfigError(f"{out}: is there already; name another folder")

@@ -1,11 +1,11 @@
-"""The batch that made a NaN or an infinity, with the weights that it made it under, on disk.
+"""Writes the batch that gave NaN or infinity to disk, with the weights of the pass in which it did.
 
 `output_dir/nonfinite/step-NNNNNN` is a checkpoint folder (checkpoint/folder.py): every rank writes its shard of the
 weights as they were in the pass that failed, and rank 0's state holds the pass's input, the configuration and the
-message. The last checkpoint of the run would not do: it is up to `checkpoint.every` steps older, and getting from there
-to these weights again takes the same rollouts and updates. Without the optimizer, which no such pass reads, the folder
-has the size of the weights: for bfloat16 2 bytes a parameter, a seventh of a checkpoint. `replay --step`
-(replay/step.py) repeats the pass.
+message. The last checkpoint of the run would not be enough: it is up to `checkpoint.every` steps older, and getting
+from there to these weights takes the same rollouts and updates again. The optimizer is left out, because no such pass
+reads it. So the folder has the size of the weights: with bfloat16 2 bytes per parameter, a seventh of a checkpoint.
+`replay --step` (replay/step.py) repeats the pass.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dynamo_megatron.run_folder import FAILED_STEPS
 def write_failed_step(
     policy: Policy, config: Config, step: int, error: NonFiniteError, say: Callable[[str], None] | None
 ) -> None:
-    """Writes the folder of `step`, then removes those of earlier failures; collective over all ranks. `say`: rank 0's,
-    None elsewhere; gets one line that names the folder. Raises OSError if the disk is full, RuntimeError for what else
-    may fail in a save (memory, a collective)."""
+    """Writes the folder of `step`, then removes the folders of earlier failures; collective over all ranks. `say`: rank
+    0's, None elsewhere; it gets one line that names the folder. Raises OSError if the disk is full, RuntimeError if the
+    save fails for another reason (memory, a collective)."""
     output = Path(config.output_dir)
     root, state = output / FAILED_STEPS, None
     earlier = [folder for number, folder in checkpoint_folders(root) if number != step]
@@ -36,7 +36,7 @@ def write_failed_step(
         failure = {"message": str(error), "config": to_plain(config)}
         state = {"failure": failure, **error.inputs.state()}
     save = begin_save(policy, root, step, state, background=False, optimizer=False)
-    save.complete(len(earlier) + 1, config.trainer.timeout, say)  # all stay: by number this one may be the oldest
+    save.complete(len(earlier) + 1, config.trainer.timeout, say)  # keeps all: by number this one may be the oldest
     if say is not None:
         for folder in earlier:
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,16 +18,16 @@ TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """A job on a SLURM cluster. Raises ConfigError for what no cluster takes."""
+    """A job on a SLURM cluster. Raises ConfigError for values that no cluster accepts."""
 
-    nodes: int = 1  # that train; rollout_nodes come on top
+    nodes: int = 1  # nodes that train; rollout_nodes come on top
     rollout_nodes: int = 0
     gpus_per_node: int = 0
     ranks_per_node: int = 1
     cpus_per_task: int | None = None
     partition: str | None = None
     account: str | None = None
-    time: str | None = None  # as sbatch takes it
+    time: str | None = None  # in sbatch's format
     name: str | None = None
     stop_before: int = 1800  # seconds
     requeue: bool = True
@@ -124,14 +124,15 @@ class JobOptions:
 
 
 def check_sbatch(options: Sequence[str]) -> None:
-    """Raises ConfigError for what is no option of sbatch by its form."""
+    """Raises ConfigError for a string that does not have the form of an sbatch option."""
     for option in options:
         if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
             raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
 
 
 def _seconds(time: str) -> int:
-    """Of minutes, minutes:seconds, hours:minutes:seconds, and of days-hours with or without the rest."""
+    """The seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours with or without the
+    rest. Raises ConfigError."""
     match = TIME.fullmatch(time)
     if match is None:
         raise ConfigError(f"--time: {time!r} is none of minutes, HH:MM:SS, D-HH, D-HH:MM:SS")
@@ -141,7 +142,7 @@ def _seconds(time: str) -> int:
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `launch slurm` takes besides the options of a job."""
+    """Adds the options that only `launch slurm` has."""
     parser.add_argument(
         "--gpu",
         metavar="KIND",
@@ -164,7 +165,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `launch nemo` takes besides the options of a job."""
+    """Adds the options that only `launch nemo` has."""
     parser.add_argument(
         "--executor", choices=("local", "slurm"), default="local", help="where the tasks run (default: this machine)"
     )

@@ -27,7 +27,7 @@ class Phases:
         self.clock, self.memory, self._progress = Clock(), memory, progress
 
     def begin(self, phase: str) -> None:
-        """One of MEMORY. Collective over all ranks where they share memory with servers."""
+        """Begins `phase`, a key of MEMORY. Collective over all ranks if they share memory with servers."""
         needs = MEMORY[phase]
         if self._progress is not None:
             self._progress.phase(phase)

@@ -1,4 +1,4 @@
-"""The rounds in which a step samples, and what of them it trains on."""
+"""The rounds in which a step samples, and the selection of the rollouts that it trains on."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from dynamo_megatron.types import Prompt, RolloutBatch
 class Selection(NamedTuple):
     """The rollouts that a step trains on."""
 
-    rows: np.ndarray  # int64 [K], ascending: which of all that its rounds sampled
-    # Of the prompt of each, from before it was sampled, and of rollouts that are left out; None: the method uses none
+    rows: np.ndarray  # int64 [K], ascending: indices into the rollouts of all rounds
+    # Of each rollout's prompt, from earlier steps and from rollouts that are left out; None: the method uses none
     baseline: Baseline | None
-    weights: np.ndarray | None  # float64 [K], of the prompt of each (`data.selection.weights`, `explore`); None: 1
-    group_ids: list[str] | None = None  # [K]; None: those that the rollouts have
+    weights: np.ndarray | None  # float64 [K], in the loss (`data.selection.weights`, `explore`); None: all are 1
+    group_ids: list[str] | None = None  # [K]; None: the rollouts keep theirs
 
     def of(self, sampled: RolloutBatch) -> RolloutBatch:
-        """Its rollouts. `sampled`: of all rounds."""
+        """Returns the selected rollouts. `sampled`: the rollouts of all rounds."""
         rollouts = sampled.take(self.rows)
         return rollouts if self.group_ids is None else replace(rollouts, group_ids=self.group_ids)
 
 
 @dataclass
 class Round:
-    """Some of a step's prompts, and their rollouts. A step is one round, or under dynamic sampling and
+    """Some of a step's prompts, and their rollouts. A step has one round, or with dynamic sampling or
     `algorithm.sequential` several."""
 
     prompts: list[Prompt]
     allocation: Allocation
     baseline: Baseline | None  # of each prompt, for `algorithm.advantage.kind: history`
     first: int  # position of the first prompt in the step
-    origin: np.ndarray  # int64, of each prompt: the position where the step drew it; a later round may sample it again
+    origin: np.ndarray  # int64, for each prompt: its position when the step drew it; a later round may sample it again
     result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
     sampled: int = 0  # trainable rollouts, before `reject`
-    kept: np.ndarray | None = None  # int64, ascending: which of them are in `result` after `reject`
-    version: int | None = None  # of the servers' weights when it was dispatched; None: those of the step before
-    drawing: Mapping[str, float] | None = None  # metrics of the prompts' selection then; None: they are those of now
+    kept: np.ndarray | None = None  # int64, ascending: which of the `sampled` are still in `result` after `reject`
+    version: int | None = None  # step of the servers' weights at dispatch; None: the step before this one
+    drawing: Mapping[str, float] | None = None  # metrics of the prompt selection at dispatch; None: the current ones
 
     @property
     def dispatch(self) -> np.ndarray:
-        """int64, for each rollout in `result`: which of `prompts` it is of."""
+        """int64, for each rollout in `result`: the index of its prompt in `prompts`."""
         return np.asarray([position_of(g) - self.first for g in self.result.batch.group_ids], np.int64)
 
 
 def outcomes(rounds: Sequence[Round]) -> Outcomes:
-    """What the rounds have of the prompts of the first one."""
+    """Returns the outcomes of all rounds for the prompts of the first round."""
     asked = np.zeros(len(rounds[0].prompts), np.int64)
     for r in rounds:
         asked[r.origin] += r.allocation.counts
@@ -67,7 +67,8 @@ def outcomes(rounds: Sequence[Round]) -> Outcomes:
 
 
 def joined(rounds: Sequence[Round], merges: bool) -> RolloutResult:
-    """Of all rounds. `merges`: a rollout is in the group of its prompt's first round, in that of its own round else."""
+    """Joins the results of all rounds. `merges`: a rollout joins the group of its prompt's first round; False: it stays
+    in the group of its own round."""
     sampled = RolloutResult.join([r.result for r in rounds])
     if not merges or len(rounds) == 1:
         return sampled

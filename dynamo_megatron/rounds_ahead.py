@@ -21,7 +21,7 @@ class RoundsAhead:
         self.rounds: dict[int, Round] = {}
 
     def add(self, step: int, round_: Round) -> None:
-        """Raises ValueError for a prompt that a checkpoint could not hold."""
+        """Adds the first round of `step`. Raises ValueError for a prompt that a checkpoint could not hold."""
         for prompt in round_.prompts:
             if plain_data([prompt.answer, prompt.meta]) != [prompt.answer, prompt.meta]:
                 raise InputError(

@@ -1,4 +1,4 @@
-"""Random numbers that belong to what they are drawn for, by name, and not to the order in which that comes."""
+"""Seeds of random draws. A seed depends on the purpose of the draw, given by names, and not on when it happens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 
 def derived_seed(seed: int, *names: str) -> int:
-    """Of what `names` say, under the run's `seed`: an integer in [0, 2**63). The same for ever."""
+    """Returns the seed of the draw that `names` identify, in a run with `seed`: an integer in [0, 2**63). All later
+    versions must return the same values."""
     text = json.dumps([seed, *names])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

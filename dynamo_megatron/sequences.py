@@ -1,4 +1,4 @@
-"""Token sequences as the policy trains on them, and what of them is a response."""
+"""Token sequences as the policy trains on them, and which of their tokens are responses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Sequences:
     Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`, of which the first `prompt_lengths[s]` are the prompt. The
     "slot" of a response token is its index in [0, R), through all responses in order.
 
-    With an agent a sequence is an episode: one segment or more, each a sequence of its own for the model. `trained`
-    says which tokens are of the response, and `prompt_lengths` how many are not.
+    With an agent a sequence is an episode of one or more segments, and each segment is a sequence of its own for the
+    model. `trained` then says which tokens belong to the response, and `prompt_lengths` counts the others.
     """
 
     prompt_ids: list[str]
     tokens: np.ndarray  # int64 [T]
     offsets: np.ndarray  # int64 [S + 1]
     prompt_lengths: np.ndarray  # int64 [S]
-    trained: np.ndarray | None = field(default=None, kw_only=True)  # bool [T]; None: what follows each prompt
-    # int64 [G], ascending: where segments begin, in `tokens`; None: one a sequence
+    trained: np.ndarray | None = field(default=None, kw_only=True)  # bool [T]; None: all after the prompt
+    # int64 [G], ascending: indices in `tokens` where segments begin; None: one segment per sequence
     segment_starts: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
@@ -36,11 +36,11 @@ class Sequences:
 
     @property
     def response_offsets(self) -> np.ndarray:
-        """int64 [S + 1]: sequence s owns the slots [offsets[s], offsets[s + 1])."""
+        """int64 [S + 1]: sequence s owns the slots from entry s up to, but without, entry s + 1."""
         return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
 
     def name(self, sequence: int) -> str:
-        """For messages."""
+        """The sequence's name in messages."""
         return f"prompt {self.prompt_ids[sequence]!r}"
 
     def check_tokens(self, vocab_size: int) -> None:
@@ -57,15 +57,15 @@ class Sequences:
         )
 
     def response(self, sequence: int) -> np.ndarray:
-        """int64, the tokens of its response."""
+        """int64, the response tokens of `sequence`."""
         own = slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
         if self.trained is not None:
             return self.tokens[own][self.trained[own]]
         return self.tokens[own][self.prompt_lengths[sequence] :]
 
     def segments(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int64 [g] each, of the g segments of `sequences`: which of `sequences` (an index into them) it belongs to,
-        and where it begins and ends in `tokens`."""
+        """Returns three arrays int64 [g] for the g segments of `sequences`: the index in `sequences` of the sequence
+        that each segment belongs to, and where the segment begins and ends in `tokens`."""
         if (starts := self.segment_starts) is None:
             return np.arange(len(sequences)), self.offsets[sequences], self.offsets[sequences + 1]
         first = np.searchsorted(starts, self.offsets[sequences])
@@ -75,13 +75,13 @@ class Sequences:
         return owner, starts[chosen], np.append(starts[1:], len(self.tokens))[chosen]
 
     def in_response(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-        """bool, of the tokens at `places`, each of which the sequence of the same index owns."""
+        """bool: whether the tokens at `places` belong to a response. `sequences`: the sequence that owns each token."""
         if self.trained is not None:
             return self.trained[places]
         return places - self.offsets[sequences] >= self.prompt_lengths[sequences]
 
     def slots(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-        """int64, of response tokens, given as `in_response` takes them."""
+        """int64: the slots of the response tokens at `places`. `sequences`: the sequence that owns each token."""
         if self.trained is not None:
             return self._trained_until[places] - 1
         return self.response_offsets[sequences] + places - self.offsets[sequences] - self.prompt_lengths[sequences]
@@ -92,5 +92,5 @@ class Sequences:
         return np.cumsum(self.trained)
 
     def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
-        """[R] from one value a sequence."""
+        """Repeats each sequence's value for each of its response tokens: [S] to [R]."""
         return np.repeat(per_sequence, self.response_lengths)

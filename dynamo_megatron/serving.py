@@ -1,5 +1,5 @@
-"""Servers that answer with the policy's weights: every rank pushes the weights, and rank 0 asks. Lost servers are
-handled here alone."""
+"""Pushes of the weights to the servers, in which every rank takes part, and rank 0's requests to the servers. Only this
+module handles lost servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
-TRIES = 5  # in a row that servers are lost in, until the run ends
+TRIES = 5  # pushes or requests in a row that may lose all servers before the run fails
 
 
 class Serving:
-    """Every rank's. `say` prints a line for the user on rank 0, None elsewhere."""
+    """Every rank has one. `say` prints a line for the user on rank 0; it is None elsewhere."""
 
     def __init__(
         self,
@@ -31,21 +31,21 @@ class Serving:
     ):
         self._pusher, self._coordinator, self._layout, self._say = pusher, coordinator, layout, say
         self._phases = phases
-        self._spent = PushReport()  # on pushes since `push` last returned
+        self._spent = PushReport()  # total of the pushes since `push` last returned
 
     def push(self, version: int, on_wait: Callable[[], None] | None = None) -> PushReport:
-        """Brings the servers to `version`. The report is of all pushes since the last call: those that reached no
-        server, and those that `ask` needed, count. Raises RolloutError.
+        """Gives the servers the weights of `version`. Returns the report of all pushes since the last call, including
+        those that reached no server and those that `ask` needed. Raises RolloutError.
 
-        `on_wait` is called while it waits for a server to be up, and may raise; None: a failed rank alone ends the
-        wait, and not a stop, which would lose the step whose weights these are.
+        `on_wait` is called during the wait for a server to start, and may raise. None: only a failed rank ends the
+        wait. A requested stop does not, since the step whose weights are pushed would be lost.
         """
         self._push(version, on_wait or self._coordinator.check)
         spent, self._spent = self._spent, PushReport()
         return spent
 
     def _push(self, version: int, on_wait: Callable[[], None]) -> None:
-        """If no server takes the weights, pushes them again to those that were restarted. Raises RolloutError."""
+        """If no server takes the weights, pushes them again to the servers that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
             self._phases.begin("push weights")
             self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
@@ -59,11 +59,11 @@ class Serving:
         self._pusher.close()
 
     def ask(self, phase: str, what: str, make: Callable[[], T], version: int) -> T:
-        """What `make`, which asks the servers, returns on rank 0, on every rank, however long it takes there. `phase`
-        lasts meanwhile; `what` is waited for, in messages.
+        """Calls `make`, which sends requests to the servers, on rank 0, and returns its result on every rank, however
+        long it takes. `phase`: the run's phase meanwhile. `what`: what messages say is waited for.
 
-        If no server with the weights of `version` is left, those that were restarted get them and it is asked again.
-        Raises RolloutError.
+        If no server with the weights of `version` is left, the restarted servers get these weights and `make` is called
+        again. Raises RolloutError.
         """
 
         def attempt() -> tuple[T | None, str | None]:
@@ -78,6 +78,6 @@ class Serving:
             made, needed = self._coordinator.on_rank_0(what, attempt, self._layout)
             if needed is None:
                 return made
-            # The step before is saved already or can be: no need to wait for a server in order to stop.
+            # The step before is saved or can be saved, so a stop need not wait for a server.
             self._push(version, self._coordinator.check_stop)
         raise RolloutError(f"waited for {what}, and lost the servers {TRIES} times in a row: {needed}")

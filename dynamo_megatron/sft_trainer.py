@@ -12,11 +12,11 @@ from dynamo_megatron.train import Trainer
 from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Sequences
 
-LINES = 20  # on the screen, of a run's many steps; metrics.jsonl has them all
+LINES = 20  # about this many step lines are printed; metrics.jsonl has every step
 
 
 class SFTTrainer(Trainer):
-    """`next_examples(on_poll)`: rank 0's; it calls `on_poll` while it waits."""
+    """`next_examples(on_poll)` is called on rank 0 and returns a step's examples; it calls `on_poll` while it waits."""
 
     def __init__(self, parts: RunParts, next_examples: Callable[[Callable[[], None]], Sequences]):
         super().__init__(parts)

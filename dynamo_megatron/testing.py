@@ -1,7 +1,8 @@
-"""Checks of what the user plugs in, for the user's own tests. Each raises ValueError, one line, for a broken contract.
+"""Checks of functions that the user plugs in, for the user's own tests. A broken contract raises ValueError, one line.
 
-`check_allocator` is about `algorithm.allocation.kind`; the others, a second at most, about `algorithm.advantage.kind`,
-`algorithm.advantage.entropy_shaping` and `algorithm.loss.kind`. docs/your-own.md says what is asked of each.
+`check_allocator` is for `algorithm.allocation.kind`, and may also raise AssertionError. The others take a second at
+most and are for `algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind`.
+docs/your-own.md describes the contracts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dynamo_megatron.runtime.user_code import UserFunction
 
 __all__ = ["check_advantage", "check_allocator", "check_loss", "check_shaping"]
 
-GROUPS = ((1,), (4,), (2, 3), (1, 7, 1, 2), (8, 8, 8, 8))  # rollouts of each
-RESPONSES = ((1,), (9,), (3, 1, 12, 2), (30, 30, 30))  # tokens of each
+GROUPS = ((1,), (4,), (2, 3), (1, 7, 1, 2), (8, 8, 8, 8))  # rollouts of each group
+RESPONSES = ((1,), (9,), (3, 1, 12, 2), (30, 30, 30))  # tokens of each response
 DRIFTS = {"at the old policy": 0.0, "near the old policy": 0.3, "far from the old policy": 6.0}  # std, nats
 FARTHEST = 20.0  # nats; exp of it squared is still a float32
 
@@ -30,8 +31,8 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
     """Calls `function` ("module:function", or the function) with made-up rollouts of the prompts `prompt_ids`.
 
     Groups: one, several, of one rollout, of unequal sizes, a prompt drawn twice. Rewards: all 0, all 1, 0 and 1, any
-    number. Held: finite float64 [S]; the same values when called again; inputs that are only read; a rollout's value
-    does not depend on the place of the rollouts in the batch, beyond rounding.
+    number. Checked: the result is finite float64 [S]; a second call returns the same values; the inputs are not
+    modified; a rollout's value does not depend on the order of the rollouts in the batch, beyond rounding.
     """
     function = load_advantage(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
@@ -53,8 +54,8 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
 def check_shaping(function: Callable | str) -> None:
     """Calls `function` ("module:function", or the function) with made-up tokens of one response and of several.
 
-    Advantages: of both signs, and all 0. Held: finite float64 [n]; the same values when called again; inputs that are
-    only read.
+    Advantages: of both signs, and all 0. Checked: the result is finite float64 [n]; a second call returns the same
+    values; the inputs are not modified.
     """
     function = load_shaping(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
@@ -75,10 +76,10 @@ def check_loss(
 
     Responses: one and several, of one token and more. Policies: the old one, and others up to 20 nats from it.
     Advantages: of both signs, and all 0; weights, some of them 0. `reference`: with logprobs of a reference policy, and
-    with `kl_coef` (algorithm.kl.where: function). Held: finite floating-point losses [r] with a gradient by the
-    logprobs, which is finite, too; the same bits when called again; inputs that are only read; a response's losses do
-    not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: nor do a token's on the
-    other tokens of its response, which other ranks may have.
+    with `kl_coef` (algorithm.kl.where: function). Checked: the losses are finite, floating-point, [r], and so is their
+    gradient with respect to the logprobs; a second call returns the same bits; the inputs are not modified; a
+    response's losses do not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: a
+    token's loss must not depend on the other tokens of its response either, since other ranks may have them.
     """
     function = load_loss(function) if isinstance(function, str) else _named(function)
     for case, inputs in _loss_cases(reference, kl_coef):
@@ -156,7 +157,7 @@ def _loss_cases(reference: bool, kl_coef: float) -> Iterator[tuple[str, LossInpu
 
 
 def _part(inputs: LossInputs, kept: torch.Tensor) -> LossInputs:
-    """The tokens `kept` (bool [r]), of responses counted anew."""
+    """Returns the inputs of the tokens `kept` (bool [r]), with their responses renumbered from 0."""
     tensors = {name: t.detach()[kept] for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
     tensors["logprobs"].requires_grad_()
     tensors["response"] = tensors["response"].unique(return_inverse=True)[1]

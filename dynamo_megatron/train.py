@@ -2,31 +2,31 @@
 
 DynaMO (arXiv 2602.19208) adds two things to training on groups of rollouts. `Controller.allocate` divides the budget of
 rollouts among the prompts of a round, from the history of each prompt and of all prompts together. By default a prompt
-gets the more rollouts, the larger p(1 - p) is expected to be, where p is the probability of a right rollout; p is
+gets more rollouts the larger p(1 - p) is expected to be, where p is the probability of a correct rollout. p is
 estimated from the prompt's own rollouts so far and those of all prompts (algorithm.allocation). `Policy.update` scales
 each token's advantage by the entropy of the policy at that token (algorithm.modulation).
 
 Rank 0 has a `Controller`: the data, the allocator with its history of each prompt's rollouts, the client of the rollout
-servers, and the run's record. The policy is distributed over all ranks. In a step the other ranks get three things from
-rank 0: the rollouts; a `Selection`, which says which of them are trained on, in which groups, how much each counts in
-the loss, and, for methods that use one (algorithm.advantage.kind: history), with which baseline; and whether the run
+servers, and the run's log files. The policy is distributed over all ranks. In a step the other ranks get three things
+from rank 0: first, the rollouts; second, a `Selection` of the rollouts to train on, with their groups, their weights in
+the loss and, for methods that use one (algorithm.advantage.kind: history), their baseline; third, whether the run
 evaluates, exports or ends after the step. All ranks also take part in the policy's own collectives, in saving, in
 sending the weights to the servers, in gathering the metrics, and in a check that a user's advantage function returns
-the same everywhere. Stops and failures are announced through a key-value store.
+the same values on every rank. Stops and failures are announced through a key-value store.
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
-`token_stats`, which the reference model uses, too), or if the loss or the gradient norm is (in `update`, before the
-optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). A server's reply with such a
-logprob is refused, and its request sent again.
+`token_stats`, which also computes the reference model's), or if the loss or the gradient norm is (in `update`, before
+the optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). A server's reply that has
+such a logprob is rejected, and its request is sent again.
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
 history. Each rollout is on disk as soon as it is scored. By default (`rollout.max_staleness: 0`) the rollouts of all
-steps after the checkpoint are used again. Those that failed, were rejected or could not be scored are sampled again;
-the step may then give other weights, so that the rollouts of the steps after it are removed. If a setting has changed
-that the weights depend on (optimizer, layout, kernels), only the rollouts of the first step after the checkpoint are
-used again. With a larger `max_staleness` the checkpoint has the rounds that had been sent to the servers. Responses
-that have begun are then on disk, too, as of the last weight sync. Each response, finished or not, is used again up to,
-but without, its first token from weights later than the checkpoint's, and continued from there.
+steps after the checkpoint are used again. Rollouts that failed, were rejected or could not be scored are sampled again.
+Their step may then give other weights, so the rollouts of the steps after it are removed. If a setting that the weights
+depend on (optimizer, layout, kernels) has changed, only the rollouts of the first step after the checkpoint are used
+again. With a larger `max_staleness` the checkpoint contains the rounds that had been sent to the servers, and partial
+responses are also on disk, as of the last weight sync. Of each response, finished or not, the tokens before the first
+one that was sampled from weights later than the checkpoint's are used again; sampling continues from there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Trainer(TrainingRun):
         raise NotImplementedError
 
     def evaluate_if_due(self, step: int) -> str | None:
-        """Returns why the run ends after `step`, or None if it goes on."""
+        """In `train`, evaluates the policy if that is due. Returns why the run ends after `step`; None: it goes on."""
         raise NotImplementedError
 
 
@@ -80,14 +80,14 @@ class Sampled(NamedTuple):
     """What a step trains on."""
 
     rollouts: RolloutBatch
-    mini_batches: list[MiniBatch]  # one for each update: the part of its rollouts that this rank computes, packed
+    mini_batches: list[MiniBatch]  # one for each update: the rollouts that this rank computes, packed
     stats: TokenStats  # float32 [R], of all R response tokens under the weights of step - 1
     selection: Selection
-    rounds: list[Round]  # rank 0's; empty elsewhere
+    rounds: list[Round]  # on rank 0; empty elsewhere
 
 
 class RLTrainer(Trainer):
-    """One rank of a run. `controller`: rank 0's, None on the other ranks. `end_servers` ends the rollout servers of
+    """One rank of a run. `controller`: rank 0's, None on the other ranks. `end_servers` stops the rollout servers of
     this node."""
 
     def __init__(
@@ -108,7 +108,7 @@ class RLTrainer(Trainer):
         sampled, gather = self.sample(step), self.policy.layout.gather
         rollouts, mini_batches, selection = sampled.rollouts, sampled.mini_batches, sampled.selection
         # Each rollout gets an advantage from the rewards of its group (with algorithm.advantage.kind: history also from
-        # those of earlier steps). A mini-batch's loss is sum(weight * token's loss) over all ranks. The weight is
+        # rewards of earlier steps). A mini-batch's loss is sum(weight * token's loss) over all ranks. The weight is
         # selection.weights (None: 1) / N; algorithm.loss.aggregation chooses N, by default
         # N = groups of the mini-batch * rollouts of the token's group * rollout.max_new_tokens.
         implicit = self.policy.implicit_rewards(rollouts, mini_batches)  # None without the reward prime
@@ -118,24 +118,25 @@ class RLTrainer(Trainer):
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
         # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has failed.
-        # Those with the new weights sample step + 1; one that failed is restarted, and joins at a later push.
+        # Servers with the new weights sample step + 1. A server that failed is restarted, and joins at a later push.
         pushed = self.serving.push(step)
         self.log(step, sampled, batch, updates, pushed)
 
     def sample(self, step: int) -> Sampled:
-        """Rollouts from the weights of step - 1, or of at most `rollout.max_staleness` steps before.
+        """Samples rollouts from the weights of step - 1, or from weights up to `rollout.max_staleness` steps older.
 
-        Usually in one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are all
-        equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw of
-        a prompt; it gets its group_id when they are requested, in `Controller.generate` (with `rollout.max_staleness`
-        in `begin_round`). With `algorithm.sequential` further rounds sample prompts of the first round again; unless
-        `sequential.explore` is set, all rollouts of such a prompt then become one group (`Selection.group_ids`).
+        There is usually one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are
+        all equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw
+        of a prompt. Its group_id is set when the rollouts are requested, in `Controller.generate` (with
+        `rollout.max_staleness` in `begin_round`). With `algorithm.sequential` further rounds sample prompts of the
+        first round again. Unless `sequential.explore` is set, all rollouts of such a prompt then become one group
+        (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
         def draw_and_allocate() -> None:  # rank 0
-            # With `rollout.max_staleness` it also draws, allocates and sends the first rounds of later steps, which the
-            # servers sample while this step trains.
+            # With `rollout.max_staleness` `begin_round` also draws, allocates and sends the first rounds of later
+            # steps, which the servers sample while this step trains.
             rounds.append(controller.begin_round(step, rounds))
 
         def generate() -> RolloutBatch:  # rank 0
@@ -145,7 +146,7 @@ class RLTrainer(Trainer):
             # Rejects a rollout if the weights that sampled it are too old, or if the server's logprobs of its tokens
             # differ too much from the policy's (`stats`).
             controller.reject(step, rounds, stats.logprobs.numpy())
-            # Adds the other rollouts to the history that `allocate` reads, also those of groups that are dropped below.
+            # Adds the other rollouts to the history that `allocate` reads, including groups that `select` drops.
             controller.observe(step, rounds[-1], batches[-1], stats)
             return controller.select(step, rounds)
 
@@ -172,7 +173,7 @@ class RLTrainer(Trainer):
         return mini_batches, self.policy.token_stats(rollouts, mini_batches)
 
     def evaluate_if_due(self, step: int) -> str | None:
-        """As Trainer.evaluate_if_due; exports the model where `checkpoint.export_hf: best` asks for it."""
+        """As Trainer.evaluate_if_due. With `checkpoint.export_hf: best` it also exports a model that is the best."""
         end = self.on_rank_0(f"the end of step {step}", lambda: self.controller.end_of(step))
         if end.evaluate:
             what = f"the evaluation of step {step}"

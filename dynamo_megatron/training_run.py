@@ -1,4 +1,4 @@
-"""What a training command does around its steps: it stops when asked to, saves, and exports the model."""
+"""What a training command does around its steps: it stops on request, saves, and exports the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunParts:
-    """What each rank of a run has, whatever it trains."""
+    """What each rank of a run has, with `train` and `sft` alike."""
 
     config: Config
     policy: Policy
@@ -33,11 +33,11 @@ class RunParts:
     checkpoints: Checkpoints
     phases: Phases
     journal: Journal | None  # rank 0's
-    start: int  # the step that the run goes on after
+    start: int  # the last step that is done when this process starts
 
 
 class TrainingRun:
-    """One rank of it."""
+    """One rank of a training run."""
 
     def __init__(self, parts: RunParts):
         self.config, self.policy, self.coordinator = parts.config, parts.policy, parts.coordinator
@@ -46,7 +46,7 @@ class TrainingRun:
         self.profiler = StepProfiler(parts.config, parts.policy.layout)
 
     def run(self) -> None:
-        """Raises StopRequested, after saving, where the run is asked to stop."""
+        """Trains, saves and exports. Raises StopRequested, after saving, if a stop is requested."""
         if self.journal is not None:
             self.journal.open(self.start)
         try:
@@ -67,8 +67,8 @@ class TrainingRun:
             self.journal.ended(self.coordinator.step)
 
     def keep(self, error: NonFiniteError | GradientSpike) -> None:
-        """Completes a save under way, and writes what gave NaN or infinity; collective over all ranks. A failure of
-        either is a warning: `error` is what ends the run, and what the user is to be told last."""
+        """Completes a save under way, and writes the batch that gave NaN or infinity; collective over all ranks. If
+        this fails, the user gets a warning: `error` ends the run and must be the last message."""
         step, say = self.coordinator.step, None if self.journal is None else self.journal.say
         self.coordinator.begin_step(step)  # the files may take as long as a step
         if say is not None:
@@ -84,26 +84,26 @@ class TrainingRun:
                 self.warn(f"saving after this error failed: {error_line(second)}")
 
     def warn(self, line: str) -> None:
-        """Of this rank, to the user."""
+        """Shows the user a warning of this rank."""
         if self.journal is not None:
             self.journal.say(f"warning: {line}")
         else:
             show(f"rank {self.coordinator.rank}: warning: {line}")
 
     def train(self) -> None:
-        """All steps. Raises StopRequested."""
+        """Trains all steps. Raises StopRequested."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ends servers whose memory a save needs."""
+        """Stops servers if a save needs their memory."""
 
     def begin_step(self, step: int) -> None:
         self.coordinator.begin_step(step)
         self.profiler.begin(step)
 
     def reached(self, step: int) -> None:
-        """The policy has the weights of `step`, which ends. A save in the background that has just been written is
-        completed."""
+        """To be called when the policy has the weights of `step`. Completes a background save whose files have all been
+        written."""
         if (failed := self.profiler.end(step)) is not None:
             self.warn(failed)
         self.phases.clock.begin("save")
@@ -116,11 +116,11 @@ class TrainingRun:
         self.checkpoints.save()
 
     def save_if_due(self, step: int, stop_reason: str | None) -> None:
-        """Every `checkpoint.every` steps, and after the last one."""
+        """Saves every `checkpoint.every` steps and after the last step; never if `checkpoint.every` is null."""
         every = self.config.checkpoint.every
         if every and (stop_reason is not None or step % every == 0 or step == self.config.trainer.steps):
             self.save()
 
     def on_rank_0(self, what: str, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank. `what` is waited for, in messages."""
+        """Calls `make` on rank 0 and returns its result on every rank. `what`: what messages say is waited for."""
         return self.coordinator.on_rank_0(what, make, self.policy.layout)

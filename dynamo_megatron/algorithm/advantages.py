@@ -31,8 +31,8 @@ def group_advantages(
     `positive_weight` multiplies the positive advantages. W-REINFORCE (arXiv 2506.01347: loss = lambda PSR + NSR) is
     `reinforce` with 0.1.
 
-    Raises ValueError for an unknown kind, a reward that is not finite, for `reinforce` one outside [0, 1], or ids that
-    do not fit the rewards.
+    Raises ValueError for an unknown kind or singleton, a reward that is not finite, with `reinforce` also a reward
+    outside [0, 1], or if there is not one id per reward.
     """
     if kind not in GROUP_ADVANTAGES:
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
@@ -75,16 +75,17 @@ def history_advantages(
     *,
     reward_variance: float | None = None,
 ) -> Array:
-    """Reward minus a leave-one-out baseline that is shrunk to what was known before, float [S] of the rewards' dtype.
+    """Reward minus a leave-one-out baseline, shrunk to what was known before; float [S] of the rewards' dtype.
 
     A_j = r_j - p_j with p_j = (m c + sum of the group's other rewards) / (c + n - 1): n >= 1 rollouts in the group, m
     and c its `prior_mean` and `prior_strength` (in rollouts; float [S], equal within a group). c = 0 is `rloo`; where
     c + n - 1 = 0 nothing is known, and A_j is 0. Unbiased if m and c were fixed before the rollouts were sampled.
 
-    `score_ratio` rho: mean energy of wrong over right rollouts (algorithm.energy), fixed before as well. Other than 1,
-    for rewards in [0, 1], the baseline is the one of least variance, E[S r] / E[S] with an energy S that falls linearly
-    from reward 0 to 1 (optimal baseline, as in arXiv 2602.07078, per rollout): p_j / (p_j + (1 - p_j) rho) for rewards
-    of 0 and 1; with `reward_variance` v of graded rewards p_j + k v / (1 + k p_j), k = 1 / rho - 1.
+    `score_ratio` rho: mean energy of wrong rollouts / mean energy of right ones (algorithm.energy), also fixed before.
+    If rho is not 1, rewards must be in [0, 1], and the baseline is the one of least variance, E[S r] / E[S], with an
+    energy S that falls linearly from reward 0 to 1 (optimal baseline, as in arXiv 2602.07078, per rollout). For rewards
+    of 0 and 1 it is p_j / (p_j + (1 - p_j) rho). For graded rewards of variance v (`reward_variance`) it is
+    p_j + k v / (1 + k p_j), k = 1 / rho - 1.
 
     Raises ValueError naming the argument that does not fit.
     """
@@ -114,7 +115,7 @@ def history_advantages(
 
 
 def _checked_rewards(rewards: Array) -> tuple[np.ndarray, np.ndarray]:
-    """(as numpy, as float64). Raises ValueError for one that is not finite."""
+    """Returns the rewards (as numpy, as float64). Raises ValueError for a reward that is not finite."""
     given = to_numpy(rewards, "rewards")
     values = given.astype(np.float64)
     if not np.isfinite(values).all():
@@ -129,7 +130,8 @@ def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
 
 
 def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.ndarray:
-    """float64 [groups] from one value a rollout. Raises ValueError where rollouts of a group differ in it."""
+    """Returns each group's value, float64 [groups], from one value per rollout. Raises ValueError if a value is not
+    finite or if rollouts of a group have different values."""
     each = to_numpy(values, name).astype(np.float64)
     if len(each) != len(index):
         raise ValueError(f"{name}: {len(each)} entries for {len(index)} rollouts; give one a rollout")
@@ -143,19 +145,19 @@ def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.n
 
 
 def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
-    """With the positive ones times `positive_weight` (W-REINFORCE)."""
+    """Multiplies the positive advantages by `positive_weight` (W-REINFORCE)."""
     return np.where(advantages > 0, positive_weight * advantages, advantages)
 
 
 def batch_normalised(advantages: np.ndarray) -> np.ndarray:
-    """Less their mean, over their standard deviation (ddof 1) + 1e-8, float64 [S]: SPO's global normalisation (arXiv
-    2509.13232), with its public code's constant. A single one gets 0."""
+    """(advantage - mean) / (standard deviation (ddof 1) + 1e-8), float64 [S]: SPO's global normalisation (arXiv
+    2509.13232), with its public code's constant. A single advantage becomes 0."""
     centred = advantages - advantages.mean() if len(advantages) else advantages
     return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
 
 
 def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
-    """In the rewards' dtype and library."""
+    """Returns `result` in the rewards' dtype and library."""
     return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)
 
 
@@ -163,6 +165,6 @@ def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
 def entropy_advantages(advantages: Tensor, entropy: Tensor, alpha: float, kappa: float) -> Tensor:
     """A + min(alpha H, |A| / kappa) per token, no gradient: entropy-shaped advantages (arXiv 2506.14758, section 3).
 
-    Arrays of one shape, entropy in nats. With kappa above 1 no advantage changes its sign; one of 0 stays 0.
+    Arrays of one shape, entropy in nats. With kappa above 1 no advantage changes its sign; 0 stays 0.
     """
     return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)

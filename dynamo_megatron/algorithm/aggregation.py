@@ -1,4 +1,4 @@
-"""One weight a token, constant within a rollout: the loss of a mini-batch is sum_t w_t loss_t."""
+"""One weight per token, constant within a rollout: the loss of a mini-batch is sum_t w_t loss_t."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, m
     S rollouts, P groups, n_i rollouts in group i, l_j response tokens (`lengths`) in rollout j, L = `max_length`:
     `token_mean` 1/sum l; `sequence_mean` 1/(S l_j); `sequence_sum` 1/S; `constant_length` 1/(S L);
     `prompt_mean` 1/(P n_i L); `prompt_token_mean` 1/(P sum of l over the group).
-    `prompt_mean` is the estimator that the allocation's theory is about: every prompt weighs the same whatever its n_i.
+    `prompt_mean` is the estimator that the allocation's theory assumes: every prompt has the same weight for any n_i.
     A rollout without response tokens has weight 0 and counts in S and n_i.
 
     Raises ValueError naming `mode`, `lengths`, `group_ids` or `max_length`.

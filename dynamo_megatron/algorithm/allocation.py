@@ -23,15 +23,15 @@ __all__ = ["Allocation", "RolloutAllocator", "neyman", "success_variance", "wate
 
 @dataclass(frozen=True)
 class Allocation:
-    """One step's allocation, aligned with the prompts it was asked for."""
+    """One step's allocation, aligned with `prompt_ids`."""
 
     step: int
     prompt_ids: list[str]
     counts: np.ndarray  # int64 [N]
-    variance: np.ndarray  # float64 [N], what the allocator went by (its `variance`)
+    variance: np.ndarray  # float64 [N], from the allocator's method `variance`
     history: np.ndarray  # bool [N], the prompt was observed before
-    strata: list[Hashable] | None = None  # [N], what prior_by says of each
-    tokens: np.ndarray | None = None  # float64 [N], expected of a rollout: its price; None: cost is rollouts
+    strata: list[Hashable] | None = None  # [N], each prompt's label (prior_by)
+    tokens: np.ndarray | None = None  # float64 [N], expected tokens of a rollout: its price; None: cost is rollouts
 
     @property
     def history_share(self) -> float:
@@ -58,9 +58,9 @@ class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
     `config` is an AllocationConfig or a mapping of its keys, whose `kind` names one of `allocators/` or the user's own.
-    `strata`: prompt_id -> label; prompts of one label share a prior. What is observed is forgotten by half-life in
-    visits (a visit is one `observe` that contains the prompt), except by allocators that never forget. Deterministic:
-    the same calls give the same counts.
+    `strata`: prompt_id -> label; prompts of one label share a prior. The weight of observations decays with a half-life
+    in visits (a visit is one `observe` that contains the prompt), except for allocators that never forget.
+    Deterministic: the same calls give the same counts.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class RolloutAllocator:
         self.history = History(strata)
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
-        """As `decide`, the counts alone: int64 [N]. `last` keeps the whole decision."""
+        """Returns only the counts of `decide`, int64 [N]. `last` keeps the whole decision."""
         self.last = self.decide(prompt_ids, budget, step=step)
         return self.last.counts
 
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
-        """How many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
+        """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
-        Their sum is `budget` and each is within the configured bounds; `on_shortfall` says what happens to a budget
-        that does not fit them (ValueError by default). With `cost: tokens` the expected tokens are held to those of
-        `budget` rollouts of the batch's mean length: never above, and less than the longest rollout below, unless every
-        prompt has the most rollouts. Raises ValueError naming a user's allocator that does not keep its contract.
+        The counts' sum is `budget`, and each is within the configured bounds. `on_shortfall` decides what happens to a
+        budget that does not fit the bounds (ValueError by default). With `cost: tokens` the sum of expected tokens is
+        at most that of `budget` rollouts of the batch's mean length, and less than the longest rollout below it, unless
+        every prompt has the maximum. Raises ValueError naming a user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
@@ -135,15 +135,15 @@ class RolloutAllocator:
             raise InputError(f"algorithm.allocation.kind: {self.config.kind}: {broken}")
 
     def baseline(self, prompt_ids: Sequence[str], prior_strength: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-        """(mean, strength), float64 [N] each, of what was observed of each prompt before, shrunk to the pool: the
-        expected reward, and how many rollouts that counts as. 0 and 0 where nothing was observed at all."""
+        """Returns (mean, strength), float64 [N] each: a prompt's expected reward, from its earlier rollouts shrunk to
+        the pool, and how many rollouts it counts as. Both are 0 if nothing was observed at all."""
         known = self.reward_baseline(prompt_ids, prior_strength)
         return known.mean, known.strength
 
     def reward_baseline(
         self, prompt_ids: Sequence[str], prior_strength: float = 1.0, score_ratio: float | None = 1.0
     ) -> Baseline:
-        """As `baseline`, with what the optimal baseline needs. `score_ratio` None: the one measured so far."""
+        """As `baseline`, with the further values of the optimal baseline. `score_ratio` None: as measured so far."""
         pool = self.history.pool()
         known = shrunk(self.history.of(list(prompt_ids)), pool, prior_strength, variance_within(pool))
         ratio = self.history.energy_line.score_ratio if score_ratio is None else score_ratio
@@ -158,9 +158,9 @@ class RolloutAllocator:
         energy: Sequence[float] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Takes in finished rollouts, one entry each, in any order: float [S] rewards and bool [S] successes.
+        """Adds finished rollouts to the history, one entry each, in any order: float [S] rewards, bool [S] successes.
 
-        `energy`, float [S]: as `algorithm.energy.rollout_energies` gives it. `lengths`, int [S]: response tokens. None:
+        `energy`, float [S]: from `algorithm.energy.rollout_energies`. `lengths`, int [S]: response tokens. None:
         unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite or out of range.
         """
         by_visit = 0.5 ** (1 / self.config.half_life)
@@ -170,12 +170,12 @@ class RolloutAllocator:
         self.history.observe_energy(observed, by_visit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that survives JSON: prompt_ids, and of each a number for every column of `History`; energy_line,
-        of all together."""
+        """Returns plain data that survives JSON: prompt_ids; for each column of `History` a number per prompt; and
+        energy_line, of all prompts together."""
         state = self.history.state_dict()
         columns = {name: state[name].tolist() for name in (*COLUMNS, "energy_line")}
         return {"prompt_ids": list(state["prompt_ids"]), **columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what was seen. Raises ValueError naming the prompt whose statistics contradict each other."""
+        """Replaces the history. Raises ValueError naming the prompt whose statistics contradict each other."""
         self.history.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Numpy and torch in one function: what comes in decides what goes out."""
+"""Helpers of functions that take either numpy arrays or torch tensors and return the same kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 
 def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
-    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming the argument for another rank."""
+    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has `ndim` dimensions."""
     values = array.detach().numpy() if _is_tensor(array) else np.asarray(array)
     if values.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {values.shape}")
@@ -24,7 +24,7 @@ def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
 
 
 def like(result: np.ndarray, source: Any) -> Any:
-    """`result` as a tensor where `source` is one, else as it is."""
+    """Returns `result` as a tensor if `source` is a tensor, else unchanged."""
     if not _is_tensor(source):
         return result
     import torch
@@ -54,7 +54,7 @@ def torch_function(function: Callable) -> Callable[..., Any]:
 def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollouts: int) -> tuple[np.ndarray, int]:
     """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order.
 
-    Raises ValueError naming `group_ids` unless there is one id a rollout.
+    Raises ValueError naming `group_ids` unless there is one id per rollout.
     """
     ids = group_ids.tolist() if _is_tensor(group_ids) or isinstance(group_ids, np.ndarray) else list(group_ids)
     if len(ids) != rollouts:
@@ -64,6 +64,6 @@ def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollo
 
 
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    """Imports no torch, which takes seconds: where nobody has, there is no tensor."""
+    """Does not import torch, which takes seconds: if it is not imported yet, no value is a tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

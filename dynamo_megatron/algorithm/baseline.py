@@ -1,7 +1,7 @@
-"""What earlier steps say of the expected reward of a prompt: the part of a baseline that is known before its rollouts.
+"""A prompt's expected reward from earlier steps: the part of a baseline that is known before its rollouts are sampled.
 
-A rollout's baseline is the mean reward of the group's other rollouts, shrunk to this (`history_advantages`). It may be
-anything that does not depend on the rollout's own reward, and the gradient stays unbiased.
+A rollout's baseline is the mean reward of the group's other rollouts, shrunk to this expected reward
+(`history_advantages`). The gradient is unbiased with any baseline that does not depend on the rollout's own reward.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import large_strata
 
-MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt is held for hopeless or solved before it is tried
-STRENGTH_MOST = 16.0  # rollouts: the policy changes, so that more of them are not worth more
-POOL_STRENGTH_RANGE = (0.25, 16.0)  # rollouts, where it is fitted
+MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt counts as hopeless or solved before it is tried
+STRENGTH_MOST = 16.0  # rollouts: the policy changes, so more rollouts do not make the mean more reliable
+POOL_STRENGTH_RANGE = (0.25, 16.0)  # rollouts: bounds of a fitted prior strength
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Of N prompts, or of the prompts of S rollouts. From before their rollouts were sampled."""
+    """The baselines of N prompts, or of the prompts of N rollouts, known before the rollouts are sampled."""
 
     mean: np.ndarray  # float64 [N]: the expected reward
     strength: np.ndarray  # float64 [N]: how many rollouts `mean` counts as; 0 for nothing known
@@ -32,24 +32,25 @@ class Baseline:
         return replace(self, mean=self.mean[indices], strength=self.strength[indices])
 
     def with_rollouts(self, rewards: np.ndarray, counts: np.ndarray) -> Baseline:
-        """With further rollouts of each: the sum of their rewards, float64 [N], and their number, int64 [N]."""
+        """Returns the baselines with further rollouts of each prompt added: sum of rewards, float64 [N], and number of
+        rollouts, int64 [N]."""
         strength = self.strength + counts
         total = self.mean * self.strength + rewards
         return replace(self, mean=np.divide(total, strength, out=0 * total, where=strength > 0), strength=strength)
 
     @classmethod
     def join(cls, baselines: Sequence[Baseline]) -> Baseline:
-        """Of all of them in order, with score ratio and variance of the first."""
+        """Concatenates baselines; score ratio and variance are those of the first."""
         mean, strength = (np.concatenate([getattr(b, name) for b in baselines]) for name in ("mean", "strength"))
         return replace(baselines[0], mean=mean, strength=strength)
 
 
 def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
-    """Each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`).
+    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`).
 
-    For rewards of 0 and 1 (`variance` None) the prior is a Beta distribution of `pool_strength` rollouts; for others a
-    normal one, whose strength is the ratio of the rewards' variances within and between prompts. Without any history
-    mean and strength are 0.
+    For rewards of 0 and 1 (`variance` None) the prior is a Beta distribution of `pool_strength` rollouts. For others it
+    is a normal distribution, whose strength is the ratio of the rewards' variances within and between prompts. Without
+    any history mean and strength are 0.
     """
     mean, strength = np.zeros(len(prompts)), np.zeros(len(prompts))
 
@@ -72,8 +73,8 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
 
 
 def variance_within(pool: Statistics) -> float | None:
-    """Pooled variance of the rewards of a prompt's rollouts, 0 where no prompt had two; None where all rewards so far
-    were 0 or 1."""
+    """Pooled variance of the rewards of a prompt's rollouts. 0 if no prompt had two rollouts; None if all rewards so
+    far were 0 or 1."""
     trials, mean = pool.trials, pool.reward_mean
     bernoulli = np.allclose(pool.successes, trials * mean) and np.allclose(
         pool.reward_squares, trials * mean * (1 - mean), atol=1e-9
@@ -85,8 +86,8 @@ def variance_within(pool: Statistics) -> float | None:
 
 
 def _fitted_strength(trials: np.ndarray, means: np.ndarray, within: float) -> float:
-    """Variance within over variance between prompts, by moments: the expectation of sum t (mean - centre)^2 over m
-    prompts is within (m - 1) + between (sum t - sum t^2 / sum t)."""
+    """Returns variance within / variance between prompts, by the method of moments: the expectation of
+    sum t (mean - centre)^2 over m prompts is within (m - 1) + between (sum t - sum t^2 / sum t)."""
     total = trials.sum()
     centre = (trials * means).sum() / total
     excess = total - (trials**2).sum() / total

@@ -1,4 +1,4 @@
-"""How many prompts a step has: `data.batch_prompts`, or by the measured noise of the gradient where that is `auto`."""
+"""The number of prompts of a step: `data.batch_prompts`, or with `auto` chosen by the measured gradient noise."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from dynamo_megatron.config import Config
 
 HALF_LIFE = 32.0  # measurements
 PATIENCE = 8  # measurements before the first change, and from one change to the next
-LEAST_GAIN = 0.05  # of variance times cost, that a change has to bring
-CERTAINTY = 2.0  # standard errors by which that must be exceeded
-# Forward passes of a token that a rollout takes besides its generation: one for the logprobs, three for the update.
+LEAST_GAIN = 0.05  # the share of variance times cost that a change has to save
+CERTAINTY = 2.0  # standard errors by which the gain must exceed LEAST_GAIN
+# The cost of a token besides its generation, in forward passes: one for the logprobs, three for the update.
 TRAINING_PASSES = 4.0
 
 
 def prefill_cost(prompt_tokens: float, response_tokens: float) -> float:
-    """What the prefill of one more prompt costs, in rollouts, where servers compute it once for a prompt's rollouts.
+    """The cost of the prefill of one more prompt, in rollouts, if servers compute it once for all of its rollouts.
 
-    By tokens: a generated one is taken to cost as much as a prefilled one, so that this is rather too much."""
+    It counts tokens: a generated token is assumed to cost as much as a prefilled one, so this is rather too high."""
     return prompt_tokens / (response_tokens + TRAINING_PASSES * (prompt_tokens + response_tokens))
 
 
 def expense(prompts: float, budget: int, prompt_cost: float) -> np.ndarray:
-    """The factors of `between` and `within` in the variance of a gradient from `budget` rollouts of `prompts` prompts
-    times what the step costs, float64 [2]: (between / prompts + within / budget) (prompt_cost prompts + budget)."""
+    """The factors of `between` and `within`, float64 [2], in the variance of the gradient times the cost of a step with
+    `budget` rollouts of `prompts` prompts: (between / prompts + within / budget) (prompt_cost prompts + budget)."""
     return (prompt_cost * prompts + budget) * np.array([1 / prompts, 1 / budget])
 
 
 class BatchShape:
-    """Least is variance times cost, since a step of half the variance is worth two: with c the cost of a prompt, the
-    best number of rollouts of each is sqrt(c within / between). It is approached by factors of 2, and only where
-    LEAST_GAIN is exceeded by CERTAINTY standard errors of the measurements so far, of which earlier ones count less.
+    """Minimises variance times cost, since a step of half the variance is worth two. If a prompt costs c rollouts, the
+    best number of rollouts per prompt is sqrt(c within / between). The number of prompts changes by factors of 2, and
+    only if the gain exceeds LEAST_GAIN by CERTAINTY standard errors of the measurements so far. Earlier measurements
+    count less.
     """
 
     def __init__(self, config: Config):
@@ -45,13 +46,13 @@ class BatchShape:
         if self._prompt_cost is None and "--disable-radix-cache" in config.rollout.server_args:
             self._prompt_cost = 0.0  # every rollout computes its prompt's prefill
         self._waited = 0
-        # Sums over the measurements: 1, its square, between, within, between^2, both, within^2, tokens of prompts and
-        # of responses, each weighted by its age.
+        # Sums over the measurements, weighted by age: the weight, its square, between, within, between^2,
+        # between * within, within^2, tokens of prompts, tokens of responses.
         self._sums = np.zeros(9)
 
     def observe(self, noise: Noise | None, prompt_tokens: float, response_tokens: float) -> str | None:
-        """Of a step, with the mean tokens of a rollout's prompt and response. Returns what to say of a change, after
-        which `prompts` is that of the next step."""
+        """Adds a step's noise and the mean tokens of a rollout's prompt and response. If it changes `prompts` for the
+        next step, it returns a message about the change, else None."""
         if not self._chooses or noise is None:
             return None
         b, w, keep = noise.between, noise.within, 0.5 ** (1 / HALF_LIFE)
@@ -65,7 +66,7 @@ class BatchShape:
         between, within, bb, bw, ww, *tokens = np.array(sums) / weight
         cost = prefill_cost(*tokens) if self._prompt_cost is None else self._prompt_cost
         covariance = np.array([[bb - between**2, bw - between * within], [bw - between * within, ww - within**2]])
-        if within <= 0:  # by chance: nothing can be said yet
+        if within <= 0:  # by chance: no decision yet
             return None
         fewest, most = self._bounds
         now, found = expense(self.prompts, self._budget, cost), []

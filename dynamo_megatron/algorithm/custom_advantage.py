@@ -1,4 +1,4 @@
-"""Advantages by a function of the user's, `algorithm.advantage.kind: module:function`; `testing.py` tests one."""
+"""Advantages from a user's function, `algorithm.advantage.kind: module:function`; `testing.py` has a check of it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class AdvantageInputs:
 
 @functools.cache
 def load_advantage(spec: str) -> UserFunction:
-    """Raises ValueError (one line)."""
+    """Loads the function "module:name". Raises ValueError (one line)."""
     return UserFunction.load(spec, "algorithm.advantage.kind", "inputs")
 
 
 def custom_advantages(
     function: UserFunction, inputs: AdvantageInputs, gather: Callable[[str], list[str]] | None = None
 ) -> np.ndarray:
-    """What `function` makes of `inputs`, float64 [S]; it is not called for no rollouts.
+    """Returns the advantages of `function` for `inputs`, float64 [S]. Without rollouts `function` is not called.
 
-    Every rank calls it, and all must get the same advantages. `gather`: a text of every rank, by rank; None: there is
-    one rank. Raises UserCodeError naming the function where it raises, where it returns anything but finite float64
-    [S], or other values when called again or on another rank.
+    Every rank calls it, and all must get the same advantages. `gather` collects a text of every rank, in rank order;
+    None: there is one rank. Raises UserCodeError naming the function if it raises, returns anything but finite float64
+    [S], or returns other values when called again or on another rank.
     """
     rollouts = len(inputs.rewards)
     if rollouts == 0:

@@ -1,4 +1,4 @@
-"""The loss of a token by a function of the user's: `algorithm.loss.kind`. `testing.py` has a test of one."""
+"""Token losses from a user's function, `algorithm.loss.kind: module:function`. `testing.py` has a check of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LossInputs:
     float32 [r] unless said otherwise; logprobs are natural logs, of softmax(logits / rollout.temperature).
     """
 
-    logprobs: torch.Tensor  # of the policy that is trained; the one tensor with a gradient
+    logprobs: torch.Tensor  # of the policy that is trained; the only tensor with a gradient
     entropy: torch.Tensor  # nats, of the same policy
     old_logprobs: torch.Tensor  # of the policy that the step began with
     engine_logprobs: torch.Tensor  # of the server that sampled the tokens
@@ -31,20 +31,20 @@ class LossInputs:
 
 class TokenLosses(NamedTuple):
     loss: torch.Tensor  # floating point [r], no gradient
-    gradient: torch.Tensor  # float32 [r]: the derivative of sum(weights * loss) by the logprobs
+    gradient: torch.Tensor  # float32 [r]: the derivative of sum(weights * loss) with respect to the logprobs
 
 
 @functools.cache
 def load_loss(spec: str) -> UserFunction:
-    """Raises ValueError (one line)."""
+    """Loads the function "module:name". Raises ValueError (one line)."""
     return UserFunction.load(spec, "algorithm.loss.kind", "inputs")
 
 
 def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
-    """The loss of each token by `function` and its derivative. `inputs.logprobs` is a leaf that wants a gradient.
+    """Returns the losses that `function` gives and their derivative. `inputs.logprobs` is a leaf that requires grad.
 
-    Raises UserCodeError naming the function where it, or its backward pass, raises, and where it returns anything but
-    floating point [r] that depends on the logprobs. Finite or not is not looked at here: a GPU would be waited for.
+    Raises UserCodeError naming the function if it or its backward pass raises, or if it returns anything but floating
+    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU.
     """
     logprobs = inputs.logprobs
     assert logprobs.is_leaf and logprobs.requires_grad
@@ -70,7 +70,7 @@ def _fits(loss: Any, like: torch.Tensor) -> bool:
 
 
 def described(value: Any) -> str:
-    """What messages call a value that a function of the user's returned."""
+    """Describes a value that a user's function returned, for messages."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"

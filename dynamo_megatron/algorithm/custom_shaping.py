@@ -1,4 +1,4 @@
-"""Advantages of tokens by a function of the user's, `algorithm.advantage.entropy_shaping: module:function`."""
+"""Advantages of tokens from a user's function, `algorithm.advantage.entropy_shaping: module:function`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenInputs:
     rollout.temperature), natural logs.
     """
 
-    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb and process rewards its own
+    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb or process rewards of the token
     logprobs: torch.Tensor
     entropy: torch.Tensor  # H, nats
     expected_pi_lambda: torch.Tensor  # sum_v p_v^2 (log p_v + H)
@@ -30,14 +30,14 @@ class TokenInputs:
 
 @functools.cache
 def load_shaping(spec: str) -> UserFunction:
-    """Raises ValueError (one line)."""
+    """Loads the function "module:name". Raises ValueError (one line)."""
     return UserFunction.load(spec, "algorithm.advantage.entropy_shaping", "inputs")
 
 
 def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
-    """The tokens' advantages by `function`, float64 [n]; it is not called for no tokens.
+    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called.
 
-    Raises UserCodeError naming the function where it raises, where it returns anything but finite float64 [n], or other
+    Raises UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other
     values when called again with the same inputs.
     """
     if len(inputs.advantages) == 0:

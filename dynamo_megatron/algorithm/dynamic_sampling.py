@@ -10,10 +10,10 @@ from dynamo_megatron.algorithm.arrays import Array, group_index, to_numpy
 
 
 def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:
-    """Whether a rollout's group has two different rewards, bool [S]; in any other one a group baseline leaves nothing.
+    """Whether a rollout's group has different rewards, bool [S]. In other groups reward minus group mean is always 0.
 
-    rewards: float [S]. DAPO keeps the groups in which some rollouts succeed and some do not: the same for rewards of 0
-    and 1.
+    rewards: float [S]. DAPO keeps the groups in which some rollouts succeed and some do not, which is the same for
+    rewards of 0 and 1.
     """
     values = to_numpy(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))

@@ -1,8 +1,8 @@
-"""The energy of a rollout, which stands for the squared norm of its gradient, and how it goes with the reward.
+"""The energy of a rollout, a proxy for the squared norm of its gradient, and its dependence on the reward.
 
 The gradient of a response's logprob with respect to the logits has the squared norm sum_t (1 - 2 pi_t + sum_v pi_v^2),
-pi_t the probability of the sampled token: W of the optimal token baseline (arXiv 2602.07078). Right answers are surer
-than wrong ones and have smaller energies.
+pi_t the probability of the sampled token: W of the optimal token baseline (arXiv 2602.07078). The policy is more
+certain of right answers than of wrong ones, so right answers have smaller energies.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 
 import numpy as np
 
-RATIO_RANGE = (1.0, 8.0)  # of the energies of wrong over right rollouts; seen: 2 to 8
-PRIOR_ROLLOUTS = 2.0  # at each of the rewards 0 and 1, with the mean energy: a few rollouts do not make a ratio
+RATIO_RANGE = (1.0, 8.0)  # of the energies of wrong over right rollouts; measured: 2 to 8
+PRIOR_ROLLOUTS = 2.0  # added at each of the rewards 0 and 1, with the mean energy: a few rollouts are not enough
 
 
 def token_energies(logprobs: np.ndarray, collision: np.ndarray) -> np.ndarray:
     """1 - 2 pi + sum_v pi_v^2, float64 [R], from logprobs (natural log) and sum_v pi_v^2, float [R]."""
-    # Rounding can leave a token whose probability is 1 a little below 0.
+    # Rounding can make the energy of a token of probability 1 slightly negative.
     return np.maximum(1 - 2 * np.exp(logprobs.astype(np.float64)) + collision, 0)
 
 
@@ -36,8 +36,8 @@ def token_baselines(
     """The optimal token baseline (arXiv 2602.07078, as verl computes it) of each response token, float64 [R].
 
     B_t = sum_i r_i W_it / sum_i W_it over the group's responses of at least t tokens, W_it the energy of response i's
-    first t tokens. A rollout's own reward and tokens are in it, so the gradient is biased. Tokens that no other
-    response of the group reaches have the baseline 0, and so has a group of one; with `singleton` "zero" its baseline
+    first t tokens. B_t contains the rollout's own reward and tokens, so the gradient is biased. Tokens that no other
+    response of the group reaches have the baseline 0. So has a group of one, but with `singleton` "zero" its baseline
     is its reward. `rewards`, `group` (0, 1, ...), `lengths` (tokens): [S]; `energies`: `token_energies`, float64 [R].
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -56,24 +56,24 @@ def token_baselines(
 
 
 class EnergyLine:
-    """The regression of energy on reward over all rollouts observed, the older ones forgotten.
+    """The regression of energy on reward over all rollouts observed; older rollouts count less.
 
-    For rewards of 0 and 1 its values at 0 and 1 are the mean energies of wrong and of right rollouts.
+    For rewards of 0 and 1 the line's values at 0 and 1 are the mean energies of wrong and of right rollouts.
     """
 
     def __init__(self, sums: np.ndarray | None = None) -> None:
-        """`sums`: float64 [5], weighted over rollouts: of 1, r, r^2, S and r S (r the reward, S the energy)."""
+        """`sums`: float64 [5], weighted sums over rollouts of 1, r, r^2, S and r S (r the reward, S the energy)."""
         self.sums = np.zeros(5) if sums is None else sums
 
     def after(self, rewards: np.ndarray, energies: np.ndarray, keep: float) -> EnergyLine:
-        """The line with rollouts taken in, float64 [S] each; those before count `keep` times."""
+        """Returns the line with rollouts added, float64 [S] each; earlier rollouts' weight is multiplied by `keep`."""
         fresh = [np.ones_like(rewards), rewards, rewards**2, energies, rewards * energies]
         exact = [math.fsum(x.tolist()) for x in fresh]  # whatever the order of the rollouts
         return EnergyLine(keep * self.sums + np.array(exact))
 
     @property
     def score_ratio(self) -> float:
-        """S(0) / S(1) on the line, held in RATIO_RANGE; 1 where nothing was observed."""
+        """S(0) / S(1) on the line, clamped to RATIO_RANGE; 1 if nothing was observed."""
         least, most = RATIO_RANGE
         count, r, rr, s, rs = self.sums
         if s <= 0:

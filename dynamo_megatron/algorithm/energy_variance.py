@@ -1,13 +1,15 @@
 """The variance of a prompt's gradient from the energies of its rollouts.
 
-A rollout's energy S = sum_t (1 - 2 pi_t + sum_v pi_v^2) is the squared norm of the gradient of its log-probability by
-the logits (the energy of OTB, arXiv 2602.07078), which tracks that by all parameters. Then a prompt's variance is
-E[(r - p)^2 S] = p (1-p)^2 m1 + (1-p) p^2 m0, with m1 and m0 the mean energies of right and of wrong rollouts.
+A rollout's energy S = sum_t (1 - 2 pi_t + sum_v pi_v^2) is the squared norm of the gradient of its log-probability with
+respect to the logits (the energy of OTB, arXiv 2602.07078). It tracks the squared norm with respect to all parameters.
+Then a prompt's variance is E[(r - p)^2 S] = p (1-p)^2 m1 + (1-p) p^2 m0, with m1 and m0 the mean energies of right and
+of wrong rollouts.
 
-Of most prompts a few energies are known, and of hard prompts, whose right answers have the largest, hardly any. So m1
-and m0 are not measured prompt by prompt. Over the pool each is a line in p, and a prompt has one factor to both, which
-is shrunk to 1 by what the pool shows. The published alternatives do not do this: the papers estimate gradient
-norms from many rollouts of the same step. `benchmarks/energy_variance.py` compares shrinkages.
+For most prompts only a few energies are known, and for hard prompts, whose right answers have the largest energies,
+hardly any. So m1 and m0 are not measured prompt by prompt. Each is a line in p, fitted to the pool, and a prompt has
+one factor for both lines, which is shrunk to 1 by an amount fitted to the pool. The published alternatives do not do
+this: the papers estimate gradient norms from many rollouts of the same step. `benchmarks/energy_variance.py` compares
+shrinkages.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import numpy as np
 
 from dynamo_megatron.algorithm.history import Statistics
 
-# A line is at both ends at least this share of its mean.
+# At both of its ends a line is at least this share of its mean.
 LEAST_SHARE = 0.1
-# Rollouts' worth of the factor 1 in every prompt's factor: what a fit is held to.
+# Bounds of the fitted weight, in rollouts, of the factor 1 in every prompt's factor.
 FACTOR_STRENGTH = (1.0, 1000.0)
 
 
 class Line(NamedTuple):
-    """Mean energy of prompts of success rate p: `at_0` (1 - p) + `at_1` p."""
+    """Mean energy of rollouts of prompts with success rate p: `at_0` (1 - p) + `at_1` p."""
 
     at_0: float
     at_1: float
@@ -37,7 +39,7 @@ class Line(NamedTuple):
 def energy_variance(prompts: Statistics, pool: Statistics, prior: tuple[float, float]) -> np.ndarray:
     """E[p (1-p)^2 m1 + (1-p) p^2 m0] of each of `prompts`, float64 [N].
 
-    p is Beta-distributed with `prior` (a, b) and the prompt's successes. Without a measured energy it is E[p(1-p)].
+    p has the Beta posterior of `prior` (a, b) and the prompt's successes. Without any measured energy: E[p(1-p)].
     """
     right, wrong = _lines(pool, prior)
     strength = _factor_strength(pool, prior, right, wrong)
@@ -66,7 +68,8 @@ def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray
 
 
 def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
-    """Of right and of wrong rollouts. Without one of the two the other's mean, without both 1."""
+    """The lines of right and of wrong rollouts. If only one kind was measured, its mean is the other's line; if neither
+    was, both lines are 1."""
     p = _rate(pool, prior)
     sums = [(pool.energy_right_trials, pool.energy_right), (pool.energy_wrong_trials, pool.energy_wrong)]
     known = [energy.sum() / trials.sum() for trials, energy in sums if trials.sum() > 0]
@@ -76,7 +79,7 @@ def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
 
 
 def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
-    """By least squares over the rollouts. p is the posterior's mean, so that its errors do not flatten the line."""
+    """A line by least squares over rollouts. p is the posterior mean, so that errors in p do not flatten the line."""
     weight = trials.sum()
     centre, mean = (trials * p).sum() / weight, energy.sum() / weight
     spread = (trials * (p - centre) ** 2).sum()
@@ -87,9 +90,9 @@ def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
 
 
 def _factor_strength(pool: Statistics, prior: tuple[float, float], right: Line, wrong: Line) -> float:
-    """Variance of one rollout's factor over that between prompts, in rollouts (empirical Bayes).
+    """Variance of one rollout's factor / variance of the factors between prompts, in rollouts (empirical Bayes).
 
-    What the right and the wrong rollouts of one prompt have in common is the prompt's: the covariance of their
+    The right and the wrong rollouts of a prompt have only the prompt's factor in common, so the covariance of their
     deviations is the variance between prompts.
     """
     n1, n0 = pool.energy_right_trials, pool.energy_wrong_trials
@@ -112,7 +115,7 @@ def _factor_strength(pool: Statistics, prior: tuple[float, float], right: Line, 
 
 
 def _to_expected(prompts: Statistics, p: np.ndarray, right: Line, wrong: Line) -> tuple[np.ndarray, np.ndarray]:
-    """Each prompt's energy over what the lines expect (1 where nothing is), and its rollouts of known energy."""
+    """Each prompt's energy / the energy that the lines predict (1 if that is 0), and its rollouts of known energy."""
     n1, n0 = prompts.energy_right_trials, prompts.energy_wrong_trials
     expected = n1 * right.at(p) + n0 * wrong.at(p)
     energy = prompts.energy_right + prompts.energy_wrong

@@ -1,4 +1,4 @@
-"""What earlier rollouts showed of every prompt: columns of numbers under stable prompt ids, fast for a million."""
+"""Statistics of every prompt's earlier rollouts: columns of numbers by stable prompt id, fast for a million prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.energy import EnergyLine
 from dynamo_megatron.errors import InputError
 
 REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
-# Of what a rollout was measured: sums. A state without them is one in which nothing was measured.
+# Sums of measurements of rollouts. A state without these columns is one in which nothing was measured.
 MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong", "token_trials", "tokens")
 COLUMNS = (*REWARDS, *MEASURES)
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
@@ -42,7 +42,7 @@ class Statistics:
         return len(self.trials)
 
     def take(self, indices: np.ndarray) -> Statistics:
-        """Of the prompts at `indices`, int64 [M]."""
+        """The statistics of the prompts at `indices`, int64 [M]."""
         columns = {name: getattr(self, name)[indices] for name in ("strata", *COLUMNS)}
         return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
 
@@ -67,8 +67,8 @@ class Observed:
         energy: Any = None,
         lengths: Any = None,
     ) -> Observed:
-        """Raises ValueError naming the argument that has not one entry a rollout, or the prompt whose reward, energy or
-        length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
+        """Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward,
+        energy or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
         ids = list(prompt_ids)
         columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
         numbers = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
@@ -91,7 +91,7 @@ class Observed:
         return cls(ids, numbers["rewards"], success, numbers.get("energy"), numbers.get("lengths"))
 
     def take(self, rows: np.ndarray) -> Observed:
-        """`rows`: bool [S]."""
+        """The rollouts where `rows`, bool [S], is True."""
         return Observed(
             [i for i, taken in zip(self.prompt_ids, rows, strict=True) if taken],
             self.rewards[rows],
@@ -102,8 +102,8 @@ class Observed:
 
 
 class History:
-    """Statistics of all prompts observed so far, and how the energy of their rollouts goes with the reward
-    (`energy_line`). `strata`: prompt_id -> any label; None: no strata."""
+    """Statistics of all prompts observed so far, and the regression of rollouts' energy on reward (`energy_line`).
+    `strata`: prompt_id -> any label; None: no strata."""
 
     def __init__(self, strata: Mapping[str, Hashable] | None = None) -> None:
         labels: dict[Hashable, int] = {}
@@ -123,7 +123,7 @@ class History:
         return np.fromiter((self._stratum.get(i, NO_STRATUM) for i in prompt_ids), np.int64, len(prompt_ids))
 
     def of(self, prompt_ids: Sequence[str]) -> Statistics:
-        """Aligned with `prompt_ids`, in which a prompt may occur twice."""
+        """Statistics aligned with `prompt_ids`, in which a prompt may occur twice."""
         columns = np.fromiter((self._column.get(i, 0) for i in prompt_ids), np.int64, len(prompt_ids))
         return _read_only(prompt_ids, self._strata_of(prompt_ids), self._numbers[:, columns])
 
@@ -132,10 +132,10 @@ class History:
         return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
 
     def observe(self, observed: Observed, keep: float, *, only_new: bool = False) -> None:
-        """Takes in finished rollouts; what was seen before of their prompts counts `keep` times.
+        """Adds finished rollouts; the weight of earlier observations of their prompts is multiplied by `keep`.
 
-        `only_new`: those of prompts without history alone. Nothing depends on the order of the rollouts. Raises
-        ValueError naming the prompt whose statistics would not be finite; then nothing is taken in.
+        `only_new`: adds only rollouts of prompts without history. Nothing depends on the order of the rollouts. Raises
+        ValueError naming the prompt whose statistics would not be finite; then nothing is added.
         """
         if only_new:
             observed = observed.take(np.array([i not in self._column for i in observed.prompt_ids], bool))
@@ -148,7 +148,7 @@ class History:
         with np.errstate(over="ignore", invalid="ignore"):
             updated = _merged(self._numbers[:, columns], _visit(index, observed), keep)
         _check(list(visited), updated)
-        numbers = self._numbers.copy()  # earlier states keep theirs
+        numbers = self._numbers.copy()  # a copy: earlier states must not change
         if new := sorted(i for i in visited if i not in self._column):
             self._column |= {i: n for n, i in enumerate(new, self._numbers.shape[1])}
             self._ids = self._ids + new
@@ -159,20 +159,21 @@ class History:
         self._numbers = numbers
 
     def observe_energy(self, observed: Observed, keep: float) -> None:
-        """Takes finished rollouts of known energy into the energy line; those before count `keep` times."""
+        """Adds finished rollouts of known energy to the energy line; the weight of earlier ones is multiplied by
+        `keep`."""
         if observed.energy is not None and observed.prompt_ids:
             self.energy_line = self.energy_line.after(observed.rewards, observed.energy, keep)
 
     def state_dict(self) -> dict[str, Any]:
         """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5].
 
-        Nothing is copied, and nothing of it changes later: a call at every step of a million prompts costs nothing."""
+        Nothing is copied and nothing changes later, so calls at every step cost nothing even with a million prompts."""
         columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
         return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what was seen; the columns may also be lists. Raises ValueError naming the prompt whose statistics
-        contradict each other. MEASURES may be missing, all of them: nothing was measured then."""
+        """Replaces the history; the columns may also be lists. Raises ValueError naming the prompt whose statistics
+        contradict each other. If nothing was measured, all of MEASURES may be missing."""
         measured = any(name in state for name in MEASURES)
         if missing := [name for name in ("prompt_ids", *(COLUMNS if measured else REWARDS)) if name not in state]:
             raise InputError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
@@ -214,7 +215,7 @@ def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarra
 
 
 def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
-    """COLUMNS [columns, prompts] of the rollouts of one call; `index` says whose each is."""
+    """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], each rollout's prompt."""
     rewards, right = observed.rewards, observed.successes
     order = np.lexsort((rewards, index))
     trials, wins = np.bincount(index), np.bincount(index, right)
@@ -239,7 +240,7 @@ def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
 def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
     trials, _, mean, squares = old[: len(REWARDS)]
     weight = keep * trials
-    merged = keep * old + visit  # right for all that are sums
+    merged = keep * old + visit  # correct for the columns that are sums
     shift = visit[2] - mean
     merged[2] = mean + shift * visit[0] / merged[0]
     merged[3] = keep * squares + visit[3] + shift * shift * (weight * visit[0] / merged[0])

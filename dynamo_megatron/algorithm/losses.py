@@ -21,19 +21,19 @@ __all__ = [
     "policy_loss_terms",
 ]
 
-# The published loss bounds log-ratios and the k3 estimate so; a bound that acts stops the gradient. A response's log
-# ratio is a sum over its tokens, which reaches the bound long before a token's own does.
+# The published loss has these bounds of log ratios and of the k3 estimate. Beyond a bound there is no gradient. A
+# response's log ratio is a sum over its tokens, so it reaches the bound long before a token's log ratio does.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
-# |d| has the slope 1 down to d = 0, where it would follow the sign of a rounding error; below this (nats) it is round.
+# |d| has the slope +-1 down to d = 0, where the sign would be that of a rounding error. Below this (nats) it is smooth.
 ABS_ROUNDING = 1e-3
 
 
 class PolicyLoss(NamedTuple):
     loss: torch.Tensor  # per token
-    # bool: the clip to [1 - low, 1 + high] decided the loss, or with cispo its weight, or the log ratio's bound did
+    # bool: the loss (with cispo its weight) was decided by the clip to [1 - low, 1 + high] or by the log ratio's bound
     clipped: torch.Tensor
-    clipped_dual: torch.Tensor  # bool: the dual clip did
+    clipped_dual: torch.Tensor  # bool: the loss was decided by the dual clip
 
 
 class PolicyLossTerms(NamedTuple):
@@ -57,7 +57,8 @@ def clipped_policy_loss(
 
     With r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c.
     Arrays of one shape, natural log; differentiable in `logprobs`. `clip_ratio_c` None turns the dual clip off. log r
-    is held to [-20, 20], without gradient outside; above 20 a token that is not `clipped_dual` is `clipped`.
+    is clamped to [-20, 20], without gradient outside; above 20 a token that is not `clipped_dual` is `clipped`, unless
+    its advantage is 0.
 
     Raises ValueError for a clip_ratio_c that is not above 1.
     """
@@ -103,9 +104,9 @@ def response_log_ratios(
 
     log_ratios: logprob - old logprob, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
     `sequence`: a response is one action (RLOO, arXiv 2402.14740). `sequence_mean`: GSPO's (arXiv 2507.18071, Eq. 7).
-    `add_up`, where ranks hold parts of each response: adds float64 [2, S], sums and token counts, over them in place.
+    `add_up`: if ranks hold parts of each response, it adds up float64 [2, S] (sums, token counts) over them, in place.
     """
-    if len(lengths) == 0:  # segment_reduce refuses it
+    if len(lengths) == 0:  # segment_reduce does not accept it
         return log_ratios.detach()
     # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not; `unsafe`: the host
     # does not wait for the lengths to check them.
@@ -151,15 +152,15 @@ def policy_loss_terms(
     """The whole loss per token from advantages that are modulated already; differentiable in `logprobs` and `entropy`.
 
     Float tensors of one shape, nats. `old_kl_coef`: the coefficient of each token's |d|, d = logprobs - old_logprobs,
-    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). `log_ratios`: a value to use for d in the policy
-    loss, that of the token's response; the gradient is then the ratio's value times that of the token's own logprob, as
-    GSPO-token's (arXiv 2507.18071, Eq. 14). A term with coefficient 0 is left out, so that it
-    cannot bring in a NaN.
-    Raises ValueError where kl_coef is set and reference logprobs are missing.
+    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). `log_ratios`: values to use for d in the policy
+    loss, each the log ratio of the token's response. The gradient is then the ratio times the gradient of the token's
+    own logprob, as in GSPO-token (arXiv 2507.18071, Eq. 14). A term with coefficient 0 is left out, so that it cannot
+    bring in a NaN.
+    Raises ValueError if kl_coef is not 0 and reference logprobs are missing.
     """
     bounds = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
     own = logprobs - old_logprobs
-    drift = own if log_ratios is None else log_ratios + (logprobs - logprobs.detach())  # that value, this gradient
+    drift = own if log_ratios is None else log_ratios + (logprobs - logprobs.detach())  # log_ratios with own's gradient
     if config.kind == "cispo":
         loss, clipped, clipped_dual = cispo_policy_loss(logprobs, drift, advantages, **bounds)
     else:

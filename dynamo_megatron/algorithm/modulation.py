@@ -17,11 +17,11 @@ EPS = 1e-8
 
 
 class ModulationRanges(NamedTuple):
-    """Scalars over the response tokens of whatever scope the caller reduced; nats.
+    """Scalars over the response tokens of the caller's scope; nats.
 
-    `entropy_change_max` is what counts as the largest change: the largest, or a quantile (`modulation_ranges`).
+    `entropy_change_max` is the largest change or a quantile of the changes (`modulation_ranges`).
 
-    Without a token they are inf, -inf, -inf: what reducing by min, max, max over the ranks leaves unchanged.
+    Without tokens they are inf, -inf, -inf, which have no effect in a reduction over ranks by min, max, max.
     """
 
     entropy_min: torch.Tensor | float
@@ -52,15 +52,15 @@ def entropy_change(
 
     pi = exp(logprobs), Lambda = logprobs + entropy, r = exp(logprobs - old_logprobs); I is 0 where the clip stops the
     gradient (A > 0 and r > 1 + high, or A < 0 and r < 1 - low). All arrays have one shape, nats; tokens outside `mask`
-    get 0 whatever they hold. With `expected_pi_lambda` (exact: sum_v p_v^2 (log p_v + H)) any shape; with None the
-    published stand-in, the mean of pi Lambda over the mask along the last axis ([B, L]: one sequence a row).
+    get 0 whatever they hold. With `expected_pi_lambda` (exact: sum_v p_v^2 (log p_v + H)) any shape. None: the
+    published substitute, the mean of pi Lambda over the mask along the last axis ([B, L]: one sequence per row).
     """
     live = mask != 0
     pi_lambda = logprobs.exp() * (logprobs + entropy)
     if expected_pi_lambda is None:
         total = torch.where(live, pi_lambda, 0.0).sum(-1, keepdim=True)
         expected_pi_lambda = total / live.sum(-1, keepdim=True).clamp(min=1)
-    # The published proxy does not bound the ratio; exp(80) is the order where float32 still holds it and its products.
+    # The published proxy does not bound the ratio. float32 still holds exp(80) and its products here.
     ratio = (logprobs - old_logprobs).clamp(max=80.0).exp()
     moves = ((advantages > 0) & (ratio <= 1 + clip_ratio_high)) | ((advantages < 0) & (ratio >= 1 - clip_ratio_low))
     change = (ratio * advantages * (pi_lambda - expected_pi_lambda)).abs()
@@ -73,8 +73,8 @@ def modulation_ranges(
 ) -> ModulationRanges:
     """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats).
 
-    `quantile` q in (0, 1]: of the m tokens whose change is above 0, the ceil(q m)-th smallest change in place of the
-    largest (0 where m is 0); larger ones count as it. Tokens without a change say nothing of the others' size.
+    `quantile` q in (0, 1]: in place of the largest change the ceil(q m)-th smallest of the m changes above 0 (0 if m is
+    0); larger changes count as this one. Changes of 0 are left out: they say nothing about the size of the others.
     """
     if entropy.numel() == 0:
         infinite = entropy.new_tensor(float("inf"))
@@ -108,8 +108,8 @@ def modulate(
     """Scales advantages: up to 1 + alpha at low entropy where A > 0, down to lambda_min at a large entropy change.
 
     beta_stab = lambda_min + (1 - lambda_min) / (1 + exp(gamma (x - tau))), x = Xi / (max Xi + 1e-8);
-    beta_comp = 1 + alpha (H_max - H) / (H_max - H_min + 1e-8) where A > 0, else 1. Both fractions are held to [0, 1]:
-    ranges may be those of an earlier policy (scope mini_batch). Arrays of one shape, nats.
+    beta_comp = 1 + alpha (H_max - H) / (H_max - H_min + 1e-8) where A > 0, else 1. Both fractions are clamped to
+    [0, 1], since the ranges may be of an earlier policy (scope mini_batch). Arrays of one shape, nats.
     """
     low, high, change_max = (torch.as_tensor(value, dtype=entropy.dtype, device=entropy.device) for value in ranges)
     change = (entropy_change / (change_max + EPS)).clamp(0, 1)

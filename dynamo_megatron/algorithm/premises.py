@@ -1,4 +1,4 @@
-"""Configured combinations that undo their own theory, in words. docs/estimators.md has the measurements behind them."""
+"""Warnings about combinations of settings that contradict the theory of their parts; measured in docs/estimators.md."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dynamo_megatron.config import Config
 
 NEVER_FORGET = ("waterfill", "cero")
 BY_ROLLOUT = ("token_mean", "sequence_mean", "sequence_sum", "constant_length")
-DR_GRPO_LEAST = 0.8  # of a prompt's gradient: below it what dr_grpo leaves of a small group is worth a warning
+DR_GRPO_LEAST = 0.8  # a warning if dr_grpo scales the gradient of the smallest group by less than this
 
 
 def premise_warnings(config: Config) -> list[str]:
-    """One line each; none for a configuration whose parts fit together. Said once, at the start of a run."""
+    """Returns the warnings, one line each; none if the parts fit together. Shown once, at the start of a run."""
     algorithm = config.algorithm
     allocation, advantage, aggregation = algorithm.allocation, algorithm.advantage, algorithm.loss.aggregation
     kind, low, high = allocation.kind, allocation.rollout_n_min, allocation.rollout_n_max
@@ -72,7 +72,7 @@ def premise_warnings(config: Config) -> list[str]:
 
 
 def _history_warnings(config: Config) -> Iterator[str]:
-    """Of what goes by the earlier rollouts of a prompt, besides the allocation."""
+    """Warnings about methods besides the allocation that use a prompt's earlier rollouts."""
     allocation, selection = config.algorithm.allocation, config.data.selection
     setting, mend = ("static=true", "static=false") if allocation.static else (f"kind={allocation.kind}", "kind=neyman")
     readers = {

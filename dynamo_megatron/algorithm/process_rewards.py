@@ -1,8 +1,8 @@
-"""From rewards of a response's steps to what they add to the advantages of its tokens.
+"""Converts the rewards of a response's steps to the terms that they add to its tokens' advantages.
 
-A step's reward comes with its last token. Less the group's baseline it counts for that token and all before it: the
-return from token t is G_t = sum_{k >= t} gamma^(k-t) (r_k - b), over the tokens k at which a step ends. The outcome's
-advantage is made apart from it (as in PRIME, arXiv 2502.01456).
+A step's reward belongs to its last token. Minus the group's baseline it counts for that token and all tokens before it:
+the return from token t is G_t = sum_{k >= t} gamma^(k-t) (r_k - b), over the tokens k at which a step ends. The
+outcome's advantage is computed separately (as in PRIME, arXiv 2502.01456).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ def process_advantages(
 ) -> np.ndarray:
     """`config.process.weight` times the return of each token, float64 [R].
 
-    rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens are of.
-    The baseline goes by `config.kind`: `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv
-    2402.03300, section 4.1.3), all other kinds with the mean over the group's other rollouts of their mean step. A
-    rollout that is the only one of its group with steps gets 0, with `singleton: raw` its rewards.
+    rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens belong
+    to. The baseline depends on `config.kind`: `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv
+    2402.03300, section 4.1.3); all other kinds compare it with the mean, over the group's other rollouts, of their mean
+    step. If a rollout is the only one of its group with steps, its steps count 0, or with `singleton: raw` their
+    rewards.
     """
     ends = np.flatnonzero(~np.isnan(rewards))
     owner = np.repeat(np.arange(len(lengths)), lengths)[ends]
@@ -41,7 +42,7 @@ def process_advantages(
 def _leave_one_out(
     values: np.ndarray, owner: np.ndarray, steps: np.ndarray, group: np.ndarray, having: np.ndarray
 ) -> np.ndarray:
-    """float64 [steps]. Measured from the group's lowest step, equal steps are exactly 0."""
+    """Step rewards minus baselines, float64 [steps]. Measured from the group's lowest, equal rewards are exactly 0."""
     lowest = np.full(len(steps), np.inf)
     np.minimum.at(lowest, group[owner], values)
     shifted = values - lowest[group[owner]]

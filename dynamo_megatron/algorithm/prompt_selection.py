@@ -1,4 +1,4 @@
-"""Which of the data's next prompts a step draws. Every rule decides from earlier rollouts alone, before this step's."""
+"""Rules that choose which of the data's next prompts a step draws, from rollouts before this step alone."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from dynamo_megatron.algorithm.history import History
 from dynamo_megatron.algorithm.success import success_rate
 from dynamo_megatron.config.data import SelectionConfig
 
-# GRESO as its public code runs it (Infini-AI-Lab/GRESO): the base probability at the start, the change of a step, its
-# bounds, the least probability that a prompt is drawn with, and the share of the aim that is for solved groups.
+# GRESO as its public code runs it (Infini-AI-Lab/GRESO): the base probability at the start, its change per step, its
+# bounds, the least probability with which a prompt is drawn, and the share of the target that is for solved groups.
 GRESO_START, GRESO_STEP, GRESO_BOUNDS, GRESO_LEAST, GRESO_EASY = 0.5, 0.01, (0.05, 0.95), 0.01, 1 / 3
 
 
 class Choice(NamedTuple):
-    taken: np.ndarray  # int64, ascending: which of the candidates
-    weights: np.ndarray  # float64, of each one taken: the uniform probability over its own; 1 where it is not known
+    taken: np.ndarray  # int64, ascending: indices of the candidates that are drawn
+    weights: np.ndarray  # float64, for each of them: uniform probability / its own; 1 if weights are off or unknown
 
 
 class Rule(ABC):
-    """Draws prompts by what `history` has of their earlier rollouts."""
+    """Draws prompts by their earlier rollouts in `history`."""
 
     def __init__(self, config: SelectionConfig, history: History) -> None:
         self.config, self.history = config, history
 
     def candidates(self, wanted: int, size: int | None) -> int:
-        """How many of the next prompts `choose` is given for `wanted`; `size`: how many there are, None: not known."""
+        """Returns how many of the next prompts `choose` gets to draw `wanted`. `size`: how many there are; None:
+        unknown."""
         if self.config.candidates is None:
             assert size is not None, "a source that is read as the run goes on has no end: refused by Config"
             return max(wanted, size)
@@ -40,19 +41,19 @@ class Rule(ABC):
 
     @abstractmethod
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
-        """At most `wanted` of the candidates `prompt_ids`, of which there are at least `wanted`."""
+        """Draws at most `wanted` of the candidates `prompt_ids`, of which there are at least `wanted`."""
 
     def observe(  # noqa: B027  most rules read `history` alone
         self, step: int, prompt_ids: Sequence[str], group_ids: Sequence[str], rewards: Any, successes: Any
     ) -> None:
-        """Rollouts of `step`, one entry each. Their statistics are in `history` already."""
+        """Takes rollouts of `step`, one entry each. Their statistics are in `history` already."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `history` does not have: plain data and arrays that do not change later."""
+        """Returns the state that is not in `history`: plain data and arrays that do not change later."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  as `observe`
-        """Goes on where `state` was taken."""
+        """Restores a state of `state_dict`."""
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -62,9 +63,10 @@ class Priority(Rule):
     """SPO's prioritised drawing (arXiv 2509.13232): in proportion to sqrt(p(1-p)) + `exploration`, p the expected
     success rate.
 
-    SPO draws one prompt after the other without replacement, for which no probabilities are known; here each has
-    exactly `inclusion`. Its p is that of a tracker that starts from 8 rollouts of every prompt; here a Beta posterior
-    with the prior fitted to the pool, or to its stratum (`algorithm.allocation.prior_by`).
+    SPO draws one prompt after the other without replacement, so a prompt's probability is not known; here each prompt
+    is drawn with exactly the probability of `inclusion`. SPO's p is from a tracker that starts from 8 rollouts of every
+    prompt. Here it is from a Beta posterior whose prior is fitted to the pool, or to the prompt's stratum
+    (`algorithm.allocation.prior_by`).
     """
 
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
@@ -77,9 +79,9 @@ class Priority(Rule):
 
 class Thompson(Rule):
     """MoPPS (arXiv 2507.04632): a success rate is sampled from every candidate's posterior, Beta(1 + right, 1 + wrong),
-    and those nearest to `target` are drawn.
+    and the candidates nearest to `target` are drawn.
 
-    Its discount of earlier counts is `algorithm.allocation.half_life` (1 visit is its lambda of .5).
+    MoPPS's discount of earlier counts is `algorithm.allocation.half_life` (1 visit corresponds to its lambda of .5).
     """
 
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
@@ -90,19 +92,19 @@ class Thompson(Rule):
 
 
 class Greso(Rule):
-    """GRESO (arXiv 2506.02177): a prompt whose last z groups had no right rollout, or no wrong one, is drawn with
-    probability max(q^z, .01), else surely.
+    """GRESO (arXiv 2506.02177): a prompt whose last z groups were all solved (no wrong rollout) or all unsolved (no
+    right one) is drawn with probability max(q^z, .01), any other prompt always.
 
-    There is a q for either kind, .5 at the start. After each step with prompts seen before it falls by .01 where their
-    groups of the kind were more than aimed at, else it rises: a third of `zero_variance` is aimed at for solved
-    groups, the rest for unsolved ones. As in its public code the kinds are counted apart. A group of one rollout shows
-    nothing. Equal rewards of which some failed count as unsolved. Its adaptive batch size is not here: a step draws as
-    many prompts as it needs.
+    Each of the two kinds has its own q, .5 at the start. After each step with prompts seen before, q falls by .01 if
+    the kind's share of their groups reaches its target, else it rises by .01. The target is a third of `zero_variance`
+    for solved groups, the rest for unsolved ones. As in the public code the kinds are counted separately. A group of
+    one rollout is ignored. A group of equal rewards in which some rollouts failed counts as unsolved. GRESO's adaptive
+    batch size is left out: a step draws as many prompts as it needs.
     """
 
     def __init__(self, config: SelectionConfig, history: History) -> None:
         super().__init__(config, history)
-        self._streaks: dict[str, int] = {}  # of every prompt seen: its last z groups were solved (z) or unsolved (-z)
+        self._streaks: dict[str, int] = {}  # for every prompt seen: its last z groups were solved (z) or unsolved (-z)
         self._base = self._started = (GRESO_START, GRESO_START)  # (solved, unsolved): now, and at the step's start
         self._step, self._again = 0, np.zeros(3)  # the step's groups of prompts seen before: all, solved, unsolved
 
@@ -164,10 +166,11 @@ def inclusion(weights: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def systematic(probability: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As many as the sum of `probability`, a whole number; each i with exactly its own, float64 [N]. int64, ascending.
+    """Draws indices, int64, ascending; each i with probability exactly `probability[i]`, float64 [N]. Their number is
+    the sum of `probability`, which must be a whole number.
 
-    Systematic sampling (Madow, 1949) in a random order: i owns an interval of its probability's length, and marks at
-    distance 1 from each other from a random start on fall into those that are taken.
+    Systematic sampling (Madow, 1949) in a random order: i owns an interval as long as its probability, and is drawn if
+    one of the marks falls into it. The marks have distance 1 from each other and a random start.
     """
     order = rng.permutation(len(probability))
     edges = np.cumsum(probability[order])

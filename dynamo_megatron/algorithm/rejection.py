@@ -1,4 +1,4 @@
-"""Which rollouts are not what their server said they are: sampled from other weights, or with other logprobs."""
+"""Which rollouts are not samples of the policy: sampled from other weights, or with other logprobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHORTEST = 8  # tokens: a shorter response counts as this long, since one token 
 def mean_gaps(
     logprobs: np.ndarray, engine_logprobs: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None = None
 ) -> np.ndarray:
-    """float64 [S]: mean |policy - engine logprob| of each response, nats; NaN or inf where one is not finite.
+    """float64 [S]: mean |policy - engine logprob| of each response, nats; NaN or inf if a logprob is not finite.
 
     `logprobs`, `engine_logprobs`: [R], natural log, through the responses of `lengths` (int [S], tokens) in order.
     `counted`: bool [R], the tokens that the mean is over; None: all.
@@ -32,11 +32,11 @@ def rejections(
     max_mean_gap: float | None,
     max_staleness: int = 0,
 ) -> dict[int, str]:
-    """Rollout (index) -> why it is rejected.
+    """Returns index of a rejected rollout -> reason.
 
-    weight_versions: int [R], of the weights that each token was sampled from: from `version` - `max_staleness` to
-    `version`, which is the policy's. max_mean_gap: of `mean_gaps` over the tokens of `version`, nats; None: any finite
-    one. A response without tokens is never rejected.
+    weight_versions: int [R], the version of the weights that each token was sampled from; `version` (the policy's) and
+    up to `max_staleness` before it are accepted. max_mean_gap: the largest accepted `mean_gaps` over the tokens of
+    `version`, nats; None: any finite value. A response without tokens is never rejected.
     """
     gaps, reasons = mean_gaps(logprobs, engine_logprobs, lengths, weight_versions == version), {}
     responses = np.flatnonzero(lengths)

@@ -30,10 +30,10 @@ def importance_ratios(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
 
 @torch_function
 def correction_weights(ratios: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """What the token weights are multiplied by, [n]: the ratios held to [low, high] (`truncate`) or 0 outside (`mask`).
+    """Factors of the token weights, [n]: the ratios clamped to [low, high] (`truncate`), or 0 outside (`mask`).
 
-    Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops what
-    truncation would only bound. Neither changes the denominator of the mini-batch's mean.
+    Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops tokens
+    whose weight truncation would only bound. Neither changes the denominator of the mini-batch's mean.
     """
     if config.kind == "truncate":
         return ratios.clamp(config.low, config.high)
@@ -46,7 +46,7 @@ def mismatch(log_ratio: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 
     kl: estimate of KL(engine || policy) per token, nats, the plain mean of exp(d) - 1 - d in float64. ratio_max: the
     largest token ratio, with a config the largest at its level. truncated: share of tokens whose ratio is outside
-    [low, high]. weight_mean: mean correction weight; 1 where the two agree.
+    [low, high]. weight_mean: mean correction weight; 1 if policy and engine agree.
     """
     if len(log_ratio) == 0:
         return {"kl": 0.0, "ratio_max": 0.0} | ({"truncated": 0.0, "weight_mean": 0.0} if config else {})

@@ -1,4 +1,4 @@
-"""Which response tokens of a mini-batch a method singles out, from the statistics of the log-prob pass.
+"""Which response tokens of a mini-batch a method selects, by the statistics of the logprob pass.
 
 All arrays are [n], the mini-batch's response tokens in the order of their slots. Every rank holds them all, so every
 rank makes the same choice.
@@ -16,8 +16,8 @@ from torch import Tensor
 from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.seeds import derived_seed
 
-# Rollouts of one prompt begin in the same state, so many entropies are equal but for rounding, which differs with the
-# packing. On this grid (nats) they are equal, and the lower slot decides.
+# Rollouts of one prompt begin in the same state, so many entropies are equal except for rounding, which depends on the
+# packing. Rounded to this grid (nats) they are equal, and the lower slot decides.
 ENTROPY_GRID = 2.0**-13
 
 
@@ -25,7 +25,7 @@ ENTROPY_GRID = 2.0**-13
 def top_entropy(entropy: Tensor, ratio: float) -> Tensor:
     """The ceil(ratio n) tokens of the highest entropy, bool [n]: forking tokens (arXiv 2506.01939, Eq. 6).
 
-    entropy: float [n], nats, compared after rounding to `ENTROPY_GRID`; equal ones go to the lower index.
+    entropy: float [n], nats, compared after rounding to `ENTROPY_GRID`; ties go to the lower index.
     """
     count = math.ceil(ratio * len(entropy) - 1e-9)
     return _first(torch.argsort((entropy / ENTROPY_GRID).round(), descending=True, stable=True), count)
@@ -45,7 +45,7 @@ def covariance(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def clip_cov(covariance: Tensor, keys: Tensor, *, ratio: float, low: float, high: float) -> Tensor:
     """max(1, floor(ratio n)) random tokens of those with low < covariance < high, bool [n].
 
-    Random means those with the smallest `keys` (float [n], see `random_keys`); fewer where there are not so many.
+    Random means those with the smallest `keys` (float [n], see `random_keys`). All, if there are fewer.
     Clip-Cov (arXiv 2505.22617, section 4) takes no policy gradient on them.
     """
     inside = ((covariance > low) & (covariance < high)).nonzero()[:, 0]
@@ -55,15 +55,15 @@ def clip_cov(covariance: Tensor, keys: Tensor, *, ratio: float, low: float, high
 
 @torch_function
 def kl_cov(covariance: Tensor, *, ratio: float) -> Tensor:
-    """The max(1, floor(ratio n)) tokens of the largest covariance, bool [n]; equal ones go to the lower index.
+    """The max(1, floor(ratio n)) tokens of the largest covariance, bool [n]; ties go to the lower index.
 
-    KL-Cov (arXiv 2505.22617, section 4) holds them to the old policy.
+    KL-Cov (arXiv 2505.22617, section 4) penalises their distance from the old policy.
     """
     return _first(torch.argsort(covariance, descending=True, stable=True), max(1, _floor(ratio, len(covariance))))
 
 
 def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, *, seed: int) -> np.ndarray:
-    """Uniform in [0, 1), one a token, float64 [sum lengths], from seed, rollout's id and the position in its response.
+    """Uniform in [0, 1), one per token, float64 [sum lengths], from seed, rollout's id and position in the response.
 
     An id names step, group and index, so each step draws anew; neither ranks nor packing nor a resume change the draw.
     """

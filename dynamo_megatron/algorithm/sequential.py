@@ -1,8 +1,9 @@
-"""Rules that look at a step's own outcomes: after each round of it they say which prompts get further rollouts.
+"""Rules that use a step's own outcomes: after each of its rounds they decide which prompts get further rollouts.
 
-An `Allocator` decides before a step's rollouts are sampled, so that a prompt's count says nothing about their rewards.
-Here it does, which biases the gradient (docs/estimators.md), but for `pilot` with `explore`. Pure functions of what
-the step has sampled so far: a step that is sampled again, or resumed in its middle, takes the same decisions.
+An `Allocator` decides before a step's rollouts are sampled, so a prompt's count is independent of their rewards. Here
+it depends on them, which biases the gradient (docs/estimators.md), except with `pilot` and `explore`. The rules are
+pure functions of what the step has sampled so far: a step that is sampled again, or resumed in its middle, makes the
+same decisions.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from dynamo_megatron.config.allocation import SequentialConfig
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The S rollouts that a step has so far of its N prompts. A prompt drawn twice is two."""
+    """The S rollouts that a step has so far of its N prompts. A prompt drawn twice counts as two."""
 
-    asked: np.ndarray  # int64 [N]: rollouts asked for, those that did not come included
+    asked: np.ndarray  # int64 [N]: rollouts requested, including those that failed
     rounds: int  # sampled so far
-    prompt: np.ndarray  # int64 [S]: of each rollout
-    round: np.ndarray  # int64 [S]: from 0
+    prompt: np.ndarray  # int64 [S]: the index of each rollout's prompt
+    round: np.ndarray  # int64 [S]: the round of each rollout, from 0
     success: np.ndarray  # bool [S]
 
     def tally(self, chosen: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(right, wrong), int64 [N] each: rollouts of each prompt, of all or of `chosen`, bool [S]."""
+        """(right, wrong), int64 [N] each: each prompt's number of rollouts, among all or among `chosen`, bool [S]."""
         counted = np.ones(len(self.prompt), bool) if chosen is None else chosen
         right, wrong = (
             np.bincount(self.prompt[counted & kind], minlength=len(self.asked))
@@ -38,34 +39,34 @@ class Outcomes:
 
 
 class NextRound(NamedTuple):
-    prompts: np.ndarray  # int64 [M], ascending: those of the step that get further rollouts
-    budget: int  # of all of them, spread evenly
+    prompts: np.ndarray  # int64 [M], ascending: indices of the step's prompts that get further rollouts
+    budget: int  # rollouts of these prompts together, spread evenly
 
 
 class Trained(NamedTuple):
     rows: np.ndarray  # int64 [K], ascending: the rollouts that are trained on
-    weights: np.ndarray | None  # float64 [K], that multiply their prompts'; None: 1
+    weights: np.ndarray | None  # float64 [K], factors of their prompts' weights; None: 1
 
 
 class Rule:
-    """`budget`, `low`, `high`: rollouts of a step, and the fewest and the most of a prompt. `chance`: float64 [N] in
-    [0, 1), drawn before the step for each of its prompts."""
+    """`budget`: rollouts of a step. `low`, `high`: the fewest and the most rollouts of a prompt. The methods' `chance`:
+    float64 [N] in [0, 1), drawn before the step for each of its prompts."""
 
     def __init__(self, config: SequentialConfig, budget: int, low: int, high: int) -> None:
         self.config, self.budget, self.low, self.high = config, budget, low, high
 
     @property
     def merges(self) -> bool:
-        """A prompt's rollouts of all rounds are one group; else those of each round are."""
+        """Whether a prompt's rollouts of all rounds form one group; if not, those of each round do."""
         return not self.config.explore
 
     def next_round(self, seen: Outcomes, chance: np.ndarray) -> NextRound | None:
-        """After the last of `seen.rounds`, at least one; None: the step has what it needs."""
+        """Returns the round after `seen.rounds` rounds (at least one); None if the step needs no further one."""
         prompts, budget = (self._committed if self.config.kind == "pilot" else self._unfinished)(seen, chance)
         return NextRound(prompts, budget) if budget else None
 
     def trained(self, seen: Outcomes) -> Trained:
-        """Of a step whose last round is over. At least one prompt stays where one has a rollout."""
+        """Selects what a step trains on after its last round: something if there is any rollout."""
         if self.config.kind == "reinforce_ada":
             return Trained(np.flatnonzero(self._kept(seen)), None)
         if not self.config.explore:
@@ -82,8 +83,8 @@ class Rule:
         return (right + wrong > 0) & (right / came >= self.config.lower) & (wrong / came >= self.config.upper)
 
     def _committed(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """The rest of the budget goes to the prompts that pass, `low` to `high` less the first round's for each: the
-        first ones in the order of the batch, if it is not enough for all."""
+        """The rest of the budget goes to the prompts that pass or that `explore` selects: to each at least `low`, at
+        most `high` minus the first round's rollouts. If it is too small for all, the first in the batch get it."""
         if seen.rounds > 1:
             return np.zeros(0, np.int64), 0
         rest = self.budget - int(seen.asked.sum())
@@ -91,9 +92,9 @@ class Rule:
         return chosen, min(rest, len(chosen) * (self.high - self.config.round_n))
 
     def _unbiased_weights(self, seen: Outcomes) -> np.ndarray:
-        """With which the mean over the step's groups, those of both rounds, has the mean over its prompts of g_i as its
-        expectation: share * first round's + (1 - share) * second round's / (chance of a second one). Each is an
-        unbiased estimate of g_i whatever came before it, and `share` is the same for all prompts."""
+        """Weights with which the mean over the groups of both rounds has the mean over prompts of g_i (prompt i's
+        gradient) as its expectation: share * first round's estimate + (1 - share) * second round's / (probability of a
+        second round). Each estimate of g_i is unbiased whatever came before; `share` is equal for all prompts."""
         first = seen.round == 0
         prompts = len(np.unique(seen.prompt[first]))
         groups = prompts + len(np.unique(seen.prompt[~first]))
@@ -103,7 +104,8 @@ class Rule:
 
     # -- reinforce_ada: Reinforce-Ada (arXiv 2510.04996; code RLHFlow/Reinforce-Ada) -----------------------------------
     def _unfinished(self, seen: Outcomes, chance: np.ndarray) -> tuple[np.ndarray, int]:
-        """`round_n` more for each prompt without the signal of `exit`, up to `high` of it, whatever the budget."""
+        """`round_n` more rollouts, whatever the budget, for each prompt that does not meet the condition `exit`, up to
+        `high` in all."""
         right, wrong = seen.tally()
         if self.config.exit == "balanced":
             half = self.config.keep // 2
@@ -114,8 +116,8 @@ class Rule:
         return active, len(active) * self.config.round_n
 
     def _kept(self, seen: Outcomes) -> np.ndarray:
-        """bool [S]: the first `keep` / 2 right and as many wrong rollouts of each prompt; where one kind has fewer,
-        more of the other."""
+        """bool [S]: the first `keep` / 2 right and as many wrong rollouts of each prompt; if one kind has fewer, more
+        of the other."""
         right, wrong = seen.tally()
         half = np.minimum(self.config.keep // 2, right)
         wrong_kept = np.minimum(self.config.keep - half, wrong)
@@ -131,9 +133,9 @@ class Rule:
 
 
 def simulated(rule: Rule, prompts: int, chance: np.ndarray, draw: Callable[[np.ndarray], np.ndarray]) -> Outcomes:
-    """A step of `prompts` prompts whose rollouts `draw` samples: prompt of each, int64 [M] -> success, bool [M].
+    """Simulates a step of `prompts` prompts. `draw` samples rollouts: prompt of each, int64 [M] -> success, bool [M].
 
-    `chance`: as `Rule.next_round` takes it.
+    `chance`: as in `Rule.next_round`.
     """
     asked, counts = np.zeros(prompts, np.int64), np.full(prompts, rule.config.round_n)
     rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

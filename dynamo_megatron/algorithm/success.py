@@ -1,4 +1,4 @@
-"""What a prompt's rollouts so far say about the variance of its gradient."""
+"""Estimates of a prompt's success rate and of the variance of its gradient, from its rollouts so far."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
 from dynamo_megatron.algorithm.energy_variance import energy_variance
 from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
 
-# Prior strength a + b in rollouts: what a fit is held to, and what stands where nothing can be fitted.
+# Prior strength a + b in rollouts: the bounds of a fit, and the value if nothing can be fitted.
 STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
-# Rollouts' worth of the pool's variance in every prompt's `empirical` variance.
+# The weight, in rollouts, of the pool's variance in every prompt's `empirical` variance.
 POOL_ROLLOUTS = 4.0
-# Prompts with history from which on a stratum has a prior of its own. Measured on eight strata, 8 rollouts a prompt:
-# the variance against the pool's prior is -3 % with 8 prompts and -5 % with 16 where strata matter, and +3 % and +1 %
-# where they do not.
+# A stratum with at least this many prompts with history has a prior of its own. Measured on eight strata, 8 rollouts
+# per prompt: compared with the pool's prior, the variance changes by -3 % with 8 prompts and -5 % with 16 where strata
+# matter, and by +3 % and +1 % where they do not.
 STRATUM_LEAST = 16
 
 
@@ -39,7 +39,7 @@ def success_variance(successes: Array, trials: Array) -> Array:
 def beta_prior(successes: np.ndarray, trials: np.ndarray) -> tuple[float, float]:
     """(a, b) of a Beta prior fitted to prompts with `trials` > 0 by the moments of the beta-binomial (empirical Bayes).
 
-    The mean is the pooled success rate, held off 0 and 1 by half a rollout each. The strength a + b = 1 / rho - 1
+    The mean is the pooled success rate, kept away from 0 and 1 by half a rollout each. The strength a + b = 1 / rho - 1
     follows from the spread of the prompts' rates: the expectation of S = sum G (k/G - mean)^2 over m prompts is
     mean (1 - mean) ((1 - rho) (m - 1) + rho (sum G - sum G^2 / sum G)). Sums are exact, so the order of the prompts
     does not matter.
@@ -62,7 +62,7 @@ def bernoulli(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def surprise(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """p(1 - p) with the squared score of a rollout taken as its surprise + 1/2: a rare answer has a large gradient.
+    """p(1 - p) with a rollout's squared score approximated by its surprise + 1/2: a rare answer has a large gradient.
 
     E[p (1-p)^2] (1/2 - log p) + E[p^2 (1-p)] (1/2 - log(1-p)) under Beta(a, b), the logarithms at the mean of p.
     """
@@ -73,10 +73,10 @@ def surprise(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray, pool_trials: np.ndarray) -> np.ndarray:
-    """Sample variance of each prompt's rewards shrunk to the pool's.
+    """Sample variance of each prompt's rewards, shrunk to the pool's.
 
     `squares` are the sums of squared deviations from the prompt's mean, `pool_*` those of every prompt with history.
-    A pool without two rollouts of any prompt says nothing: variance 1 for all.
+    If no prompt of the pool has two rollouts, the pool's variance is set to 1.
     """
     freedom = _sum(np.maximum(pool_trials - 1, 0))
     pool = _sum(pool_squares) / freedom if freedom > 0 else 1.0
@@ -84,10 +84,11 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy, empirical).
+    """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy,
+    empirical).
 
-    What a prompt has not shown is taken from `pool`: from the prompts of its stratum, or from all of them where it has
-    no stratum or one with fewer than STRATUM_LEAST prompts in the pool.
+    The prior is from `pool`: from the prompts of the same stratum, or from all prompts if a prompt has no stratum or
+    one with fewer than STRATUM_LEAST prompts in the pool.
     """
     variance = _variance(model, prompts, pool)
     for own, peers in large_strata(prompts, pool):
@@ -96,7 +97,7 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1), under the prior of their stratum as above."""
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
     rate = _rate(prompts, pool)
     for own, peers in large_strata(prompts, pool):
         rate[own] = _rate(prompts.take(own), pool.take(peers))
@@ -119,7 +120,7 @@ def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
 
 
 def large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The indices of a stratum's prompts in each of the two, where the pool has enough."""
+    """Yields the indices of a stratum's prompts in `prompts` and in `pool`, for each stratum with enough in `pool`."""
     peers_of = _members(pool.strata)
     for stratum, own in _members(prompts.strata).items():
         peers = peers_of.get(stratum)
@@ -128,7 +129,7 @@ def large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.nda
 
 
 def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
-    """stratum -> the indices of its prompts, NO_STRATUM left out."""
+    """stratum -> the indices of its prompts, without NO_STRATUM."""
     if (strata == NO_STRATUM).all():
         return {}
     order = np.argsort(strata, kind="stable")
@@ -138,5 +139,5 @@ def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _sum(values: np.ndarray) -> float:
-    """Exact, so that the order does not matter; over a list, since numpy's own numbers are slow one by one."""
+    """An exact sum, so that the order does not matter. Over a list, since fsum is slow on numpy's numbers."""
     return math.fsum(values.tolist())

@@ -28,17 +28,17 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3_moe": qwen3_moe.spec_from_config,
 }
 MOST_MODULES = 200_000  # layers, or experts of all layers; the largest published models have 15,000
-ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same of the fields that the family knows
+ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same from the fields that it knows
 
 
 def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
-    """Reads `path`/config.json; `family`, None or the one that the file's model_type belongs to.
+    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to.
 
-    A model_type that is not known is refused with any `family`: models whose config.json has Llama's fields alone
-    compute something else (OLMo 2 has its norms elsewhere, and Gemma adds 1 to their weights).
+    An unknown model_type is refused with any `family`: a model whose config.json has only Llama's fields may compute
+    something else (OLMo 2 has its norms in other places, and Gemma adds 1 to their weights).
 
-    Raises ValueError, one line with the path: no folder, no config.json, malformed, a model_type that is not known, a
-    field that cannot be mapped.
+    Raises ValueError, one line with the path, if there is no folder or no config.json, or if it is malformed, has an
+    unknown model_type or a field that cannot be mapped.
     """
     file = Path(path) / "config.json"
     if not file.parent.is_dir():

@@ -1,7 +1,7 @@
 """Which fields of config.json are understood: a field that is on no list here is refused, whatever it means.
 
-A list of fields known to be harmful could never be complete: a field of next year's model would be ignored, and
-another model trained.
+A list of fields known to be harmful could never be complete: a field of next year's model would be ignored, and the
+wrong model trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAMPLING = """
 DECODER = frozenset(_DECODER.split())
 # Leave the logits of a given sequence unchanged, with any value.
 HARMLESS = frozenset(f"{_FILE} {_TRAINING_AND_OUTPUTS} {_SAMPLING}".split())
-# Leave them unchanged with this value.
+# Leave the logits unchanged if they have this value.
 HARMLESS_AS: dict[str, Any] = {
     "add_cross_attention": False,
     "attention_dropout": 0,
@@ -53,8 +53,9 @@ HARMLESS_AS: dict[str, Any] = {
 
 
 def check_fields(config: Mapping[str, Any], implemented: Collection[str], architectures: Collection[str]) -> None:
-    """Raises ValueError naming the first field that is neither `implemented`, nor null, nor known to be harmless, and
-    where `architectures`, by which SGLang chooses the model's class, has another one than these."""
+    """Raises ValueError naming the first field that is neither `implemented`, nor null, nor known to be harmless. Also
+    if config.json's architectures, by which SGLang chooses the model's class, has a name that is not in
+    `architectures`."""
     for key, value in config.items():
         if key in implemented or key in HARMLESS or value is None:
             continue

@@ -1,4 +1,4 @@
-"""Llama and what computes the same (SmolLM2; Mistral without its window): no biases, no q/k norm."""
+"""Llama and models that compute the same (SmolLM2; Mistral without its window): no biases, no q/k norm."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TRANSFORMER_ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-# How a parameter is cut over the tensor-parallel ranks; what is not named here is replicated.
+# How a parameter is cut over the tensor-parallel ranks; parameters that are not listed are replicated.
 LAYOUT = {
     EMBEDDING: "vocab",
     OUTPUT_LAYER: "vocab",
@@ -47,7 +47,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.w
 def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
     """A rank's own parameter name -> the whole model's: wrappers' `module.` dropped, layer and expert numbers moved.
 
-    Of the two ways to number experts the result has SequentialMLP's, `mlp.experts.local_experts.N.linear_fc1.weight`.
+    The result names experts as SequentialMLP does, `mlp.experts.local_experts.N.linear_fc1.weight`.
     """
     name = re.sub(r"^(module\.)+", "", name)
     layer = LAYER.fullmatch(name)
@@ -61,8 +61,8 @@ def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
 
 
 def expert_number(name: str) -> int | None:
-    """Which expert a parameter or tensor (either side's name, global) belongs to, or None: the ranks of an
-    expert-parallel group hold different ones, each of them whole."""
+    """The number of the expert that a parameter or tensor (either side's name, global) belongs to, or None. The ranks
+    of an expert-parallel group hold different experts, each of them whole."""
     expert = re.search(r"mlp\.experts\.(?:local_experts\.)?(\d+)\.", name)
     return int(expert[1]) if expert else None
 
@@ -73,7 +73,7 @@ def is_expert(name: str) -> bool:
 
 
 def parameter_names(spec: ModelSpec) -> Iterator[str]:
-    """Megatron's parameters of the whole model, without the copy of a tied head."""
+    """Yields the names of Megatron's parameters of the whole model, without the copy of a tied head."""
     yield EMBEDDING
     for layer in range(spec.num_layers):
         yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
@@ -161,8 +161,8 @@ def to_megatron(
 def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of parameter `name` from the shards of all tensor-parallel ranks, in rank order.
 
-    The inverse of `to_megatron`: padding is cut. A parameter that is not sharded takes one shard or one a rank. The
-    result may share memory with the shards.
+    The inverse of `to_megatron`: padding is cut off. For a parameter that is not sharded, `shards` may have one entry
+    or one per rank. The result may share memory with the shards.
     """
     names = huggingface_names(spec, name)
     layout = layout_of(name)

@@ -1,4 +1,4 @@
-"""config.json of published models, as far as their shape goes: to reckon with a model that is not on this machine."""
+"""Shapes of published models from their config.json, for estimates about a model that is not on this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("publ
 
 
 def published_config(path: str) -> dict[str, Any] | None:
-    """config.json's fields of the model that `path` ends in, in any case; None for one that is not known here."""
+    """The config.json fields of the model that the last part of `path` names (in upper or lower case); None if it is
+    not known here."""
     name = PurePath(path).name.lower()
     return next((model["config"] for known, model in PUBLISHED.items() if known.lower() == name), None)

@@ -1,6 +1,6 @@
 """Qwen3 mixture of experts (30B-A3B, 235B-A22B): Qwen3's attention, every MLP replaced by routed experts.
 
-The router is a linear layer whose softmax picks `num_experts_per_tok` experts a token; there are no shared experts.
+The router is a linear layer whose softmax picks `num_experts_per_tok` experts per token; there are no shared experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RoPE's parameters as transformers reads them from config.json, and the frequencies that they stand for."""
+"""RoPE's parameters as transformers reads them from config.json, and the frequencies that follow from them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ RopeScaling = tuple[tuple[str, Any], ...]
 
 
 def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
-    """(theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
+    """Returns (theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. A file with both sets is
-    refused: transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, and older versions
-    ignore `rope_parameters`. So are values that transformers and SGLang read differently (`mscale` 0, null).
+    refused if they differ: transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, and older
+    versions ignore `rope_parameters`. Values that transformers and SGLang read differently are refused, too: `mscale`
+    0, and null except for NULLABLE.
 
     Raises ValueError naming the field that is contradictory, malformed or not supported.
     """
@@ -111,7 +112,7 @@ def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScal
 
 
 def _yarn(part: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """YaRN's other parameters; an attention_factor that the others imply is left out."""
+    """YaRN's other parameters; attention_factor is left out if the others imply its value."""
     found: dict[str, Any] = {"truncate": flag({"truncate": True, **part}, "truncate")}
     scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
     implied = 0.1 * math.log(factor) + 1
@@ -150,8 +151,8 @@ def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
 
 
 def check_served_rope(spec: ModelSpec) -> None:
-    """Raises ValueError where SGLang would serve another RoPE than the policy's: it reads YaRN's mscale, but not its
-    attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
+    """Raises ValueError if SGLang would serve another RoPE than the policy's: SGLang reads YaRN's mscale, but not
+    YaRN's attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
         raise InputError(

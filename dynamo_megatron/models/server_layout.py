@@ -1,7 +1,7 @@
 """An SGLang server's own parameters, fused and cut over its ranks, from Hugging Face tensors. Pure functions.
 
-All families here agree: q, k and v are one parameter, gate and up another, an MLP's experts two, and every fused
-parameter is its parts one after the other along the first dimension. (SGLang 0.5.23: layers/linear.py,
+All families here agree: q, k and v are one parameter, gate and up another, and all experts of an MLP two. Every fused
+parameter consists of its parts one after the other along the first dimension. (SGLang 0.5.23: layers/linear.py,
 layers/vocab_parallel_embedding.py, layers/quantization/unquant.py; experts cut by tensor parallelism alone.)
 """
 
@@ -35,7 +35,8 @@ CPU_WIDTH = 32
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """The same on every rank of the server. A tied model's head is its embedding and has no entry."""
+    """Where each Hugging Face tensor is in the server's parameters; the same on every rank of the server. A tied
+    model's head is its embedding and has no entry."""
 
     places: Mapping[str, tuple[str, int]]  # Hugging Face tensor -> (parameter, first element of its shard there)
     sizes: Mapping[str, int]  # parameter -> elements of a rank's shard, padding included
@@ -43,7 +44,7 @@ class ServerLayout:
 
 @functools.cache
 def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
-    """Of a server of `tp_size` ranks that divide the model (`check_server_parallel`)."""
+    """Returns the layout of a server with `tp_size` ranks, which must divide the model (`check_server_parallel`)."""
     shapes = huggingface_shapes(spec)
     places: dict[str, tuple[str, int]] = {}
     sizes: dict[str, int] = {}
@@ -59,8 +60,8 @@ def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
 
 
 def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
-    """Raises ValueError where SGLang cannot cut the model over `tp_size` ranks, or where on a CPU it would pad heads
-    and MLPs to sizes of its own (configs/update_config.py), which nothing here reproduces."""
+    """Raises ValueError if SGLang cannot cut the model over `tp_size` ranks, or if on a CPU it would pad heads and MLPs
+    to other sizes (configs/update_config.py), which nothing here reproduces."""
     heads, groups = spec.num_attention_heads, spec.num_query_groups
     width = spec.moe_ffn_hidden_size or spec.ffn_hidden_size
     on_cpu = device == "cpu"
@@ -103,7 +104,7 @@ def _cut(name: str) -> str:
 
 
 def _fused_name(parts: tuple[str, ...], expert: bool) -> str:
-    """What the server calls the parameter that these tensors, in this order, are (a part of)."""
+    """The server's name of the parameter that consists of `parts` in this order (of experts: contains them)."""
     first = parts[0]
     if expert:
         return first.partition(".experts.")[0] + (".experts.w13_weight" if len(parts) == 2 else ".experts.w2_weight")

@@ -1,4 +1,4 @@
-"""What Megatron needs to know of a model, read from a Hugging Face config.json."""
+"""What Megatron needs to know about a model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dynamo_megatron.models.config_fields import DECODER, check_fields
 from dynamo_megatron.models.rope import RopeScaling, read_rope
 from dynamo_megatron.models.values import flag, integer, number
 
-# What every dense family here has in common: Megatron's parameter name within a layer -> the Hugging Face names
-# within `model.layers.N.` that it is made of, in Megatron's order.
+# What every dense family here has in common: Megatron's parameter name within a layer -> the names within Hugging
+# Face's `model.layers.N.` of the tensors that the parameter is made of, in Megatron's order.
 DENSE_LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": (
@@ -54,7 +54,7 @@ class ModelSpec:
     norm_topk_prob: bool = False  # the chosen experts' probabilities are made to sum to 1
 
     def dimensions(self) -> dict[str, Any]:
-        """The fields that say which model it is, as plain data that survives JSON."""
+        """The fields that determine what the model computes, as plain data that survives JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
         return plain | {"rope_scaling": dict(self.rope_scaling)}
 
@@ -63,13 +63,13 @@ class ModelSpec:
         return -(-self.vocab_size // (16 * tp)) * 16 * tp
 
     def experts_of(self, ep_rank: int, ep_size: int) -> range:
-        """The experts that an expert-parallel rank holds; none of a dense model."""
+        """The numbers of the experts that an expert-parallel rank holds; none if the model is dense."""
         here = self.num_experts // ep_size
         return range(ep_rank * here, (ep_rank + 1) * here)
 
     def check_parallel(self, tp: int, pp: int, *, vpp: int = 1, ep: int = 1) -> None:
-        """Raises ValueError where the model cannot be cut into tp tensor shards, pp stages of vpp chunks of equal depth
-        and ep shares of the experts (each of which is whole on its rank)."""
+        """Raises ValueError if the model cannot be cut into tp tensor shards, pp stages of vpp chunks of equal depth
+        and ep shares of the experts (each expert is whole on its rank)."""
         widths = {"attention heads": self.num_attention_heads, "key/value heads": self.num_query_groups}
         if not self.num_experts:
             widths["MLP width"] = self.ffn_hidden_size
@@ -115,17 +115,17 @@ def decoder_spec(
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
-    `architectures` are the names that the family's field of this name may have, `fields` those that its file reads
-    besides; `head_dim` is what a missing head_dim means.
+    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the
+    family's module reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
 
-    Raises ValueError naming the field that is missing, malformed, unknown or stands for something Megatron's GPTModel
-    would silently do otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
+    Raises ValueError naming the field that is missing, malformed, unknown or means something that Megatron's GPTModel
+    would silently compute otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
         raise InputError("attention_bias: true is not supported")
     heads = integer(config, "num_attention_heads")
-    # missing, transformers takes 32 or 4 for a Qwen
+    # Required for a Qwen: without it transformers would take 32 or 4.
     groups = integer(config, "num_key_value_heads", heads if family == "llama" else None)
     hidden = integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")

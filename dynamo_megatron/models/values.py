@@ -10,7 +10,7 @@ from dynamo_megatron.errors import InputError
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean of config.json, False where it is missing or null. Raises ValueError for anything else."""
+    """A boolean of config.json, False if it is missing or null. Raises ValueError for anything else."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{key}: {value!r} is not true or false")
@@ -18,7 +18,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of config.json. Raises ValueError for anything else, or where it and `default` are missing."""
+    """A positive integer of config.json, `default` if missing or null. Raises ValueError for anything else."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -29,7 +29,7 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A positive finite number of config.json; `default` where it is missing or null. Raises ValueError."""
+    """A positive finite number of config.json, `default` if missing or null. Raises ValueError for anything else."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -2,11 +2,11 @@
 
 import warnings
 
-# Megatron warns from a dozen places what is not installed; the start-up line of a run says it once.
+# Megatron warns in a dozen places about packages that are not installed; a run's start-up line lists them once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 # Megatron-core 0.16 calls collectives by names that torch 2.13 has renamed.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-# Its distributed optimizer keeps gradients on shards that are views of the parameters.
+# Megatron's distributed optimizer keeps gradients on shards that are views of the parameters.
 warnings.filterwarnings("ignore", category=UserWarning, message="The .grad attribute of a Tensor that is not a leaf")
 
 import dynamo_megatron.policy.backend  # noqa: E402, F401  before Megatron, whose import compiles where a compiler is

@@ -20,14 +20,14 @@ from dynamo_megatron.policy.transfer import to_device
 class SegmentGroup(NamedTuple):
     """The n segments of one length, and where their positions lie."""
 
-    length: int  # of each, in positions of all context-parallel ranks together
-    rows: torch.Tensor  # int64 [n * length / cp]: of the t here
-    sources: torch.Tensor  # int64 [n * length]: in order, of what was gathered rank by rank
+    length: int  # positions of each segment, on all context-parallel ranks together
+    rows: torch.Tensor  # int64 [n * length / cp]: indices of their queries among the t positions here
+    sources: torch.Tensor  # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank
     mask: torch.Tensor | None  # bool [length / cp, length]: which keys a row attends to; None: causal
 
 
 class SegmentPlan(NamedTuple):
-    """Made on the host, so that no layer waits for a GPU to learn the lengths."""
+    """The groups of a micro-batch. Made on the host, so that no layer waits for a GPU to learn the lengths."""
 
     groups: list[SegmentGroup]  # by length, ascending
     order: torch.Tensor  # int64 [t]: from the groups' rows, one group after the other, to the positions here
@@ -56,13 +56,13 @@ class SegmentPlan(NamedTuple):
 
 @dataclass
 class Segments(PackedSeqParams):
-    """What Megatron's layers say of packed sequences, and what PackedAttention needs, once for all layers."""
+    """What Megatron's layers need to know about packed sequences, and what PackedAttention needs, for all layers."""
 
     plan: SegmentPlan | None = None
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each segment of a packed (thd) micro-batch, one call for all segments of a length.
+    """Causal attention within each segment of a packed (thd) micro-batch, one call for all segments of equal length.
 
     query [t, heads/tp, d], key and value [t, kv heads/tp, d] -> [t, heads/tp * d]; the segments are those of
     `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.

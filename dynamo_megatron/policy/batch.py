@@ -1,4 +1,4 @@
-"""What one training step works on, and its packing into micro-batches."""
+"""The data of one training step, and its packing into micro-batches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TrainBatch:
     """The S rollouts of a step with what the loss needs of each; the same on every rank."""
 
     rollouts: RolloutBatch
-    advantages: np.ndarray  # float64 [S], of the outcome
-    mini_batch: np.ndarray  # int64 [S]: which update of the step trains the rollout
-    weights: np.ndarray  # float64 [S]: of each response token, normalised over its mini-batch, times the prompt's
+    advantages: np.ndarray  # float64 [S], from the outcome rewards
+    mini_batch: np.ndarray  # int64 [S]: which update of the step trains on the rollout
+    weights: np.ndarray  # float64 [S]: of each response token, normalised over the mini-batch, times the prompt's
     process: np.ndarray | None = None  # float64 [R], what process rewards add to the advantage of each token
     implicit_rewards: np.ndarray | None = None  # float64 [R], of the reward `prime`
 
@@ -44,12 +44,12 @@ class TrainBatch:
         prompt_weights: np.ndarray | None = None,
         implicit_rewards: np.ndarray | None = None,
     ) -> TrainBatch:
-        """Advantages by group, mini-batches, and token weights within each. `gather`: as `custom_advantages` takes it.
-        `baseline`: what is known of each rollout's prompt besides its group (`Selection.baseline`). `prompt_weights`:
-        float64 [S], of each rollout's prompt, which multiplies its token weights; None: 1. `implicit_rewards`: as
-        `Policy.implicit_rewards` gives them.
+        """Computes advantages by group, mini-batches, and the token weights in each. `gather`: as in
+        `custom_advantages`. `baseline`: the known baseline of each rollout's prompt (`Selection.baseline`).
+        `prompt_weights`: float64 [S], the weight of each rollout's prompt, which multiplies the token weights; None: 1.
+        `implicit_rewards`: from `Policy.implicit_rewards`.
 
-        Raises UserCodeError for a function of the user's that gives other advantages on another rank, or wrong ones.
+        Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
         group, loss = _group_numbers(rollouts.group_ids), config.algorithm.loss
         max_length = config.rollout.max_new_tokens
@@ -76,7 +76,7 @@ class TrainBatch:
 
     @property
     def mean_process(self) -> np.ndarray:
-        """float64 [S], of `process`, each over the tokens of the rollout."""
+        """float64 [S]: the mean of `process` over the tokens of each rollout."""
         lengths = self.rollouts.response_lengths
         if self.process is None:
             return np.zeros(len(lengths))
@@ -91,8 +91,8 @@ class TrainBatch:
 
 
 def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:
-    """The rollouts (indices, ascending) of each of at most `count` mini-batches: (nearly) equally many groups, in
-    order, cut on group boundaries."""
+    """Returns the rollouts (indices, ascending) of each of at most `count` mini-batches. Each has about the same number
+    of whole groups, in order."""
     group = _group_numbers(group_ids)
     groups = int(group.max(initial=-1)) + 1
     parts = np.array_split(np.arange(groups), min(count, groups)) if groups else []
@@ -121,7 +121,7 @@ def _advantages(
         )
         advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
     elif advantage.kind == "otb":
-        advantages = rewards  # less a baseline of each token, which the statistics give (shape_tokens)
+        advantages = rewards  # shape_tokens subtracts a baseline of each token
     elif config.algorithm.needs_baseline:
         b = baseline
         if advantage.score_ratio != 1:
@@ -158,7 +158,7 @@ def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
 
 
 def context_positions(length: int, cp_size: int) -> np.ndarray:
-    """int64 [cp_size, length / cp_size]: which positions of a segment each context-parallel rank holds, in order.
+    """int64 [cp_size, length / cp_size]: the positions of a segment that each context-parallel rank holds, in order.
 
     Megatron's zigzag, which balances causal attention: of 2 cp_size equal chunks rank r has the r-th and the r-th from
     the end.
@@ -171,26 +171,26 @@ def context_positions(length: int, cp_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's part of packed segments, one a sequence, or with an agent one or more: inputs are tokens[:-1], the
-    labels of the response rows the tokens after them, whichever context-parallel rank holds those.
+    """One rank's part of packed segments. A sequence has one segment, with an agent one or more. A segment's inputs are
+    tokens[:-1]. The label of a response row is the next token, whichever context-parallel rank holds that.
 
-    T packed positions in all, t = T / cp_size here, r response rows among them. Padding (never a label) makes a
-    segment's length a multiple of 2 cp_size; a last segment of it makes t a multiple of `multiple`.
+    T packed positions in all, t = T / cp_size here, r response rows among these. With cp_size above 1 padding (never a
+    label) makes a segment's length a multiple of 2 cp_size. A last segment of padding makes t a multiple of `multiple`.
     """
 
     tokens: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [1, t]: within the segment
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of all T positions
-    rows: torch.Tensor  # int64 [r]: the positions, of the t here, that predict a response token
+    rows: torch.Tensor  # int64 [r]: indices, among the t positions here, of those that predict a response token
     labels: torch.Tensor  # int64 [r]
-    slots: torch.Tensor  # int64 [r], on the CPU: their slots (see `Sequences`)
-    response_bounds: torch.Tensor  # int32 [sequences + 1]: each sequence's rows
+    slots: torch.Tensor  # int64 [r], on the CPU: the labels' slots (see `Sequences`)
+    response_bounds: torch.Tensor  # int32 [sequences + 1]: where each sequence's rows begin and end in `rows`
     sequences: list[int]
     lengths: np.ndarray  # int64 [segments], of all T positions; on the host, as `sequences`
 
     @property
     def response(self) -> torch.Tensor:
-        """int64 [r], ascending: which of `sequences` (an index into them) a response row belongs to."""
+        """int64 [r], ascending: the index in `sequences` of the sequence that each response row belongs to."""
         counts = self.response_bounds.diff()
         return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(self.rows))
 
@@ -211,7 +211,7 @@ class MicroBatch:
         lengths = ends - starts - 1  # of the inputs
         padded = -(-np.maximum(lengths, 1) // segment_multiple) * segment_multiple
         held = [context_positions(int(n), cp_size)[cp_rank] for n in padded]
-        # Of every position here: its segment, and its place there.
+        # For every position here: its segment, and its place in the segment.
         segment = np.repeat(np.arange(len(starts)), padded // cp_size)
         place = np.concatenate([*held, np.zeros(0, np.int64)])
         inside = np.flatnonzero(place < lengths[segment])
@@ -250,12 +250,12 @@ class MicroBatch:
 @dataclass(frozen=True)
 class MiniBatch:
     """The sequences of one update, and this rank's part of them. Packed once: statistics and update run over the same
-    micro-batches, so that their ratio is exactly 1 in the step's first update."""
+    micro-batches, so that all ratios are exactly 1 in the step's first update."""
 
-    members: np.ndarray  # int64, ascending: which of the step's sequences
+    members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]
-    split: Split | None = None  # of the members, where the gradient's noise is measured
-    ends: tuple[int, ...] = ()  # of its parts but the last one, in micro-batches
+    split: Split | None = None  # of the members; None: the gradient noise is not measured
+    ends: tuple[int, ...] = ()  # the index in `micro_batches` where each part of the split but the last one ends
 
     @property
     def parts(self) -> list[list[MicroBatch]]:

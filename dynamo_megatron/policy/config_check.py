@@ -1,10 +1,11 @@
-"""A Hugging Face config.json against what Megatron builds the model from, field by field.
+"""Compares a Hugging Face config.json with the arguments from which Megatron builds the model, field by field.
 
-Compared are config.json, read once more and not through the ModelSpec, with the TransformerConfig and with GPTModel's
-other arguments, both as `build_chunks` gives them to Megatron: a field that the family's file or the policy mistook
-shows. RoPE's frequencies and the softmax scale are compared with those that transformers makes of config.json. What
-config.json says by `model_type` alone, biases and q/k norms, is compared with the family's tensors, which are compared
-with the folder's. No model is built: tests/models/test_published.py builds it for every family.
+config.json is read once more, not through the ModelSpec. It is compared with the TransformerConfig and with GPTModel's
+other arguments, both as `build_chunks` passes them to Megatron. This finds a field that the family's module or the
+policy has misread. RoPE's frequencies and the softmax scale are compared with those that transformers computes from
+config.json. Biases and q/k norms, which config.json implies by `model_type` alone, are compared with the family's
+tensors, and these with the folder's when it is opened. No model is built here; tests/models/test_published.py builds
+one for every family.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ ARGUMENTS = {
 
 
 def config_differences(config: Mapping[str, Any], spec: ModelSpec) -> list[str]:
-    """What config.json says and Megatron would build otherwise, "field: a, Megatron: b"; fields it lacks have its
-    family's default and are not compared."""
+    """Returns the fields that Megatron would build otherwise than config.json has them, as "field: a, Megatron: b".
+    Fields that config.json lacks have the family's default and are not compared."""
     placeholder = Config(model={"path": "none"}, data={"source": "none"}, output_dir="none")
     megatron, arguments = transformer_config(spec, placeholder), model_arguments(spec, placeholder.parallel.tp)
     rope = _rope_differences(config, spec, megatron, arguments["rotary_base"])
@@ -98,7 +99,7 @@ def _rope_differences(
         differ.append(f"RoPE frequency {worst}: {float(expected[worst]):g}, Megatron: {float(found[worst]):g}")
     scale = factor**2 * size**-0.5
     built = megatron.softmax_scale or megatron.kv_channels**-0.5
-    if not math.isclose(scale, built, rel_tol=1e-5):  # of an attention_factor, transformers writes out a rounded one
+    if not math.isclose(scale, built, rel_tol=1e-5):  # transformers writes a rounded attention_factor
         differ.append(f"softmax scale: {scale:g}, Megatron: {built:g}")
     return differ
 

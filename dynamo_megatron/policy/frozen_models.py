@@ -15,11 +15,11 @@ from dynamo_megatron.policy.model import PolicyModel
 
 
 class FrozenModels:
-    """This rank's part of each of `config.frozen_models`, in (pinned) host memory, or the policy's while that one is in
-    its place. A folder that is named twice is held once."""
+    """Holds this rank's part of each of `config.frozen_models` in (pinned) host memory. While one of them is in the
+    policy's place, its memory holds the policy's weights. A folder that is named twice is held once."""
 
     def __init__(self, chunks: Sequence[PolicyModel], spec: ModelSpec, config: Config, layout: Layout):
-        """Loads them into `chunks`, one after the other, and the policy's weights in the end."""
+        """Loads the models into `chunks`, one after the other, and the policy's weights last."""
         self._chunks = chunks
         self._held: dict[str, list[torch.Tensor]] = {}
         own, cuda = config.model.path, torch.cuda.is_available()
@@ -39,7 +39,7 @@ class FrozenModels:
             yield
             failed = False
         finally:
-            # Out of memory again: the first error is what ends the run.
+            # After a failure this may fail again, for lack of memory. The first error is the one to report.
             with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
                 self._change_places(self._held[folder])
 
@@ -49,7 +49,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def _change_places(self, held: list[torch.Tensor]) -> None:
-        """What is held goes to where the parameters are, and those to host memory: never a third copy."""
+        """Swaps the parameters with the copies in `held`, one at a time, so that there is never a third model."""
         for parameter, waiting in zip(self._parameters, held, strict=True):
             present = parameter.clone()
             parameter.copy_(waiting)

@@ -19,7 +19,7 @@ def overlaps(layout: Layout) -> bool:
 
 
 def wrap(chunks: Sequence[PolicyModel], layout: Layout) -> list[DistributedDataParallel]:
-    """Each in Megatron's buffers."""
+    """Wraps each chunk in Megatron's DistributedDataParallel, which holds the gradient buffers."""
     megatron, overlap = chunks[0].config, overlaps(layout)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
@@ -32,7 +32,7 @@ def wrap(chunks: Sequence[PolicyModel], layout: Layout) -> list[DistributedDataP
 
 @contextmanager
 def reduced_afterwards(ddp: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """What several passes accumulate in here stays each rank's own until the end."""
+    """Inside, the gradients of several passes are accumulated on each rank alone; they are reduced only afterwards."""
     megatron = ddp[0].module.config
     of_a_pass, megatron.no_sync_func = megatron.no_sync_func, None
     try:

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch on the last pipeline stage, and what is told where it, or the gradient, is not finite."""
+"""The loss of a micro-batch on the last pipeline stage, and the error if the loss or the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from dynamo_megatron.runtime.user_code import UserFunction
 
 
 class Finite(NamedTuple):
-    """Of the n tokens of a micro-batch that are trained; the flags stay on their device until somebody asks."""
+    """Flags of the n tokens of a micro-batch that are trained on. They stay on their device until they are needed."""
 
     slots: Tensor  # int64 [n], on the CPU
-    inputs: Tensor  # bool [n]: what the loss is computed from is finite
-    function: Tensor  # bool [n]: so are the losses of the user's function and their derivatives, or else not `inputs`
+    inputs: Tensor  # bool [n]: the inputs of the loss are finite
+    function: Tensor  # bool [n]: the user's function's losses and derivatives are finite, or `inputs` is False
 
 
 class HeadLoss(NamedTuple):
-    """Of one micro-batch."""
+    """The loss of one micro-batch."""
 
-    loss: Tensor  # scalar; the gradient of the model comes from it
+    loss: Tensor  # scalar, whose backward pass gives the gradient of the model
     metrics: dict[str, Tensor]  # sums
     finite: Finite
 
 
-LossOfHidden = Callable[[MicroBatch, Tensor], HeadLoss]  # of a micro-batch and its hidden rows, [r, h]
+LossOfHidden = Callable[[MicroBatch, Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
 
 
 def fused_loss(slots: Tensor, output: PolicyLossOutput) -> HeadLoss:
-    """Of the loss in the kernels."""
+    """Converts the output of the kernels' loss."""
     finite = _finite(output.stats.logprobs, output.stats.entropy, output.advantages)
     return HeadLoss(output.loss, output.metrics, Finite(slots, finite, torch.ones_like(finite)))
 
 
 class StepTokens(NamedTuple):
-    """Of all response tokens of a step, float32 [R] on the CPU; what LossInputs says of them."""
+    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
 
     old_logprobs: Tensor
     engine_logprobs: Tensor
@@ -59,7 +59,7 @@ class StepTokens(NamedTuple):
 def custom_loss(
     function: UserFunction, micro_batch: MicroBatch, head: TokenLogprobs, tokens: StepTokens, kl: KLConfig
 ) -> HeadLoss:
-    """sum_t w_t loss_t by the user's function, and the KL term unless that is the function's. Raises UserCodeError."""
+    """sum_t w_t loss_t by the user's function, plus the KL term unless kl.where is `function`. Raises UserCodeError."""
     device = head.logprobs.device
     here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
     logprobs = head.logprobs.detach().requires_grad_()
@@ -85,7 +85,7 @@ def custom_loss(
         if kl.where == "loss":
             loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
     metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
-    # That value, this gradient.
+    # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
     total = metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum()
     return HeadLoss(total, metrics, Finite(micro_batch.slots, finite, kept))
 
@@ -104,8 +104,8 @@ def raise_non_finite(
     function: UserFunction | None,
     broken: Sequence[str],
 ) -> NoReturn:
-    """On all ranks. `result`: loss and gradient norm of the update; `found`: of this rank's micro-batches; `broken`: by
-    `broken_weights`."""
+    """Raises NonFiniteError on all ranks. `result`: loss and gradient norm of the update. `found`: the flags of this
+    rank's micro-batches. `broken`: from `broken_weights`."""
     source = inputs.sequences
 
     def prompts(slots: np.ndarray) -> set[str]:

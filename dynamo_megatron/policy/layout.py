@@ -1,4 +1,4 @@
-"""Who is who among the ranks: the process group, Megatron's parallel groups, and reductions over them."""
+"""Each rank's place in the layout: the process group, Megatron's parallel groups, and reductions over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamo_megatron.runtime.listening import gloo_listens_on, ranks_address
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place. Groups are passed on from here, never looked up elsewhere."""
+    """This rank's place. Groups are always taken from here, never looked up elsewhere."""
 
     rank: int
     world_size: int
@@ -27,12 +27,12 @@ class Layout:
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, experts apart
+    dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, except experts
     ep: dist.ProcessGroup
     expert_dp: dist.ProcessGroup  # the ranks that hold the same experts
-    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects, as the next two
+    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects; so are the next two groups
     node: dist.ProcessGroup  # the ranks of this node
-    leaders: dist.ProcessGroup | None  # the first ranks of all nodes; None on other ranks and where there is one node
+    leaders: dist.ProcessGroup | None  # the first ranks of all nodes; None on other ranks, or if there is one node
 
     @property
     def is_first_stage(self) -> bool:
@@ -59,7 +59,7 @@ class Layout:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain data of every rank, by rank; collective over all ranks."""
+        """Returns the plain data of every rank, in rank order; collective over all ranks."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host)
         return values
@@ -115,7 +115,7 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
 def _node_groups(
     first: int, host: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """`Layout.node` and `Layout.leaders`; ranks with the same `first` are of one node."""
+    """Returns `Layout.node` and `Layout.leaders`. `first`: the first rank of this rank's node."""
     firsts = [0] * host.size()
     dist.all_gather_object(firsts, first, group=host)
     nodes: dict[int, list[int]] = {}

@@ -1,14 +1,14 @@
 """Which sequences go into which micro-batch of which data-parallel rank. Pure Python.
 
-Policy: as few micro-batches as the token budget allows, rounded up to a multiple of ranks times `multiple`; the
-costliest sequences first, each into the cheapest micro-batch that has room for it. Micro-batches are then dealt out by
-falling cost, so that the k-th ones of all ranks, which run at the same time, cost about the same; of each such round
-the costliest goes to the rank with the least so far.
+The number of micro-batches is the smallest that the token budget allows, rounded up to a multiple of ranks times
+`multiple`. Sequences are placed in order of falling cost, each in the cheapest micro-batch that has room for it.
+Micro-batches are then dealt out by falling cost, so that the k-th ones of all ranks, which run at the same time, cost
+about the same. In each such round the costliest goes to the rank with the least cost so far.
 
 Invariants:
 - every sequence is in exactly one micro-batch;
 - a micro-batch has at most `budget` tokens, or a single sequence that is longer;
-- every rank has the same number of micro-batches, a multiple of `multiple`, some of them perhaps empty (the pipeline
+- every rank has the same number of micro-batches, a multiple of `multiple`, some of them possibly empty (the pipeline
   and the collectives still run them); none at all if there is no sequence;
 - within a micro-batch sequences are in ascending order;
 - the assignment is a function of the lengths alone: it does not depend on the tokens, the step or the rank that
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What a sequence of L tokens costs, in multiply-adds of a forward pass: `linear * L + quadratic * L^2`."""
+    """The cost of a sequence of L tokens, in multiply-adds of a forward pass: `linear * L + quadratic * L^2`."""
 
     linear: float
     quadratic: float
@@ -52,7 +52,7 @@ def assign_micro_batches(
 ) -> list[list[list[int]]]:
     """`assigned[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens.
 
-    `multiple`: of what the number of micro-batches of a rank must be one; the interleaved pipeline schedule of
+    `multiple`: a divisor that the number of micro-batches of a rank must have; the interleaved pipeline schedule of
     Megatron-core needs the number of stages.
     """
     if not lengths:
@@ -77,7 +77,7 @@ def assign_micro_batches(
 def _spread(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
 ) -> list[list[int]] | None:
-    """The sequences, in this order, each into the cheapest of `count` micro-batches with room; None: one found none."""
+    """Puts the sequences, in this order, each into the cheapest of `count` micro-batches with room. None: no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     cheapest = [(0.0, b) for b in range(count)]  # a heap

@@ -1,6 +1,6 @@
 """The policy network: Megatron's GPTModel from a Hugging Face config, one packed forward path for every layout.
 
-`PolicyModel` is one chunk of it, a stage of the pipeline or, interleaved, a part of one.
+`PolicyModel` is one chunk of the network: a stage of the pipeline or, with interleaved stages, a part of one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RMSNorm(torch.nn.Module):
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns hidden states [t, h], complete on every tensor-parallel rank.
 
-    The policy head (`dynamo_megatron.kernels`) takes them with `head_weight`; its gradient of the hidden states is
-    already summed over the tensor-parallel ranks, so nothing is reduced on the way back.
+    The policy head (`dynamo_megatron.kernels`) takes them with `head_weight`. The head's gradient of the hidden states
+    is already summed over the tensor-parallel ranks, so nothing is reduced in the backward pass.
     """
 
     def _postprocess(self, hidden_states, **kwargs):
@@ -63,7 +63,7 @@ class PolicyModel(GPTModel):
         return hidden_states.squeeze(1)
 
     def _segment_plan(self, micro_batch: MicroBatch) -> SegmentPlan | None:
-        """What PackedAttention takes; TransformerEngine has no use for it."""
+        """The plan for PackedAttention; None with TransformerEngine, which does not need one."""
         if not isinstance(self.decoder.layers[0].self_attention.core_attention, PackedAttention):
             return None
         cp = self.pg_collection.cp
@@ -71,7 +71,7 @@ class PolicyModel(GPTModel):
 
     @property
     def layer_offset(self) -> int:
-        """The number, in the whole model, of the first layer here."""
+        """The number, in the whole model, of the first layer of this chunk."""
         return get_transformer_layer_offset(self.config, vp_stage=self.vp_stage)
 
     @property
@@ -82,7 +82,7 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def forward_packed(self, micro_batch: MicroBatch) -> torch.Tensor:
-        # Every position belongs to a segment, padding too: where context parallelism cuts is the same. Without it
+        # Every position belongs to a segment, padding too, so the padded bounds are the same. If they were not passed,
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
         longest = int(micro_batch.lengths.max())
@@ -149,12 +149,12 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        # Megatron's own linears, which the output layer is one of, take it from Apex alone (_fuse_weight_gradients).
+        # Megatron's own linears, such as the output layer, support it with Apex alone (see _fuse_weight_gradients).
         gradient_accumulation_fusion=fusions.gradient_accumulation == "apex",
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda,  # SwiGLU
         bias_dropout_fusion=False,
-        # With sines and cosines in float32, as the servers have them: the unfused one rounds them to `dtype`.
+        # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
         apply_rope_fusion=fusions.norm == "transformer-engine",
         persist_layer_norm=False,
         deterministic_mode=config.trainer.deterministic and cuda,
@@ -163,8 +163,9 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
 
 
 def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
-    """(inverse frequencies [kv_channels / 2] float32, scale of the softmax) that the model is built with; None where
-    Megatron's own are right: plain RoPE's, kv_channels ** -0.5. YaRN multiplies q and k by a factor each."""
+    """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's
+    own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
+    """
     if not spec.rope_scaling:
         return None, None
     frequencies, factor = scaled_frequencies(spec)
@@ -172,8 +173,8 @@ def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
-    """What TransformerConfig takes of a mixture of experts; no token is dropped, and an expert is not cut."""
-    settings = {"moe_token_dispatcher_type": "alltoall"}  # Megatron demands it with variable lengths, dense models too
+    """TransformerConfig's arguments for a mixture of experts. No token is dropped, and no expert is cut."""
+    settings = {"moe_token_dispatcher_type": "alltoall"}  # required with variable lengths, for dense models too
     if not spec.num_experts:
         return settings
     return settings | {
@@ -182,7 +183,7 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
         "moe_router_topk": spec.router_topk,
         "moe_router_pre_softmax": not spec.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        # Its gradient would come unscaled beside a loss whose weights are normalised over the mini-batch.
+        # An auxiliary loss's gradient would not be scaled as the policy loss is, by weights over the mini-batch.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": _uses_transformer_engine(),
@@ -204,7 +205,7 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
         )
-        # TransformerEngine's attention of packed sequences has 16 bits alone.
+        # TransformerEngine's attention of packed sequences supports 16-bit types alone.
         if dtype == torch.float32 or Fusions.detect().attention == "torch":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return layer, TENorm
@@ -221,7 +222,7 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
 
 
 def model_arguments(spec: ModelSpec, tp: int) -> dict[str, Any]:
-    """What GPTModel takes of the model beside its config."""
+    """GPTModel's arguments that describe the model, besides its config."""
     return {
         "vocab_size": spec.padded_vocab(tp),
         "max_sequence_length": spec.max_positions,
@@ -242,7 +243,7 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
 
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
-    """This rank's shard of its pipeline stage, with parameters not yet set: one chunk, or `parallel.vpp` of them."""
+    """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [
@@ -262,11 +263,12 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     if Fusions.detect().gradient_accumulation == "transformer-engine":
         _fuse_weight_gradients(chunks)
     for chunk in chunks:
-        if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some of them, with constants of its own
+        if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
-                # Whole on every rank, of whose tokens each sees its own: to be reduced over the ranks that hold the
-                # expert. With ep 1 Megatron takes it for a dense parameter and leaves out the tensor-parallel ranks.
+                # Every rank that holds an expert holds it whole and sees tokens of its own, so the gradient must be
+                # reduced over all of these ranks. With ep 1 Megatron would treat the expert as a dense parameter and
+                # leave out the tensor-parallel ranks.
                 parameter.allreduce = False
     return chunks

@@ -1,4 +1,4 @@
-"""The error of a pass whose results are not finite. Beside the rest of the policy, since it needs no Megatron."""
+"""The error of a pass whose results are not finite. A module of its own, since it needs no Megatron."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 class NonFiniteError(RuntimeError):
     """A token statistic, loss or gradient norm that is NaN or infinite; raised on every rank, before the optimizer
-    step. `inputs`: of the pass."""
+    step. `inputs`: the inputs of the pass."""
 
     def __init__(self, message: str, inputs: PassInputs):
         super().__init__(message)

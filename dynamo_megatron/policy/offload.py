@@ -1,7 +1,7 @@
-"""The training side's memory, off the device while servers use it and back: weights, optimizer state, gradients.
+"""Moves weights, optimizer state and gradients off the device while servers use its memory, and back.
 
 Storages are emptied and filled again, so every view of them (parameters in Megatron's buffers, shards of the
-distributed optimizer) stays what it is. Has run on CPU tensors alone, where host memory stands for the device's.
+distributed optimizer) stays valid. Tested on CPU tensors alone, where host memory takes the place of the device's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ PARTS = ("weights", "optimizer", "gradients")
 
 
 class Offload:
-    """What is released must be resumed before it is used. Weights and optimizer state wait in (pinned) host memory,
-    which is kept for the next time; gradients are dropped, as an update zeroes them first."""
+    """A part that is released must be resumed before it is used. Weights and optimizer state wait in (pinned) host
+    memory, which is kept for the next time. Gradients are dropped, since an update zeroes them first."""
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -25,7 +25,7 @@ class Offload:
         self._host: dict[int, torch.Tensor] = {}  # by the storage's identity
 
     def release(self, parts: Iterable[str]) -> int:
-        """Returns the bytes freed on the device; what is released already is left as it is."""
+        """Releases `parts`, unless they are released already. Returns the bytes freed on the device."""
         freed = 0
         for part in parts:
             if part in self._held:
@@ -43,7 +43,7 @@ class Offload:
         return freed
 
     def resume(self, parts: Iterable[str]) -> int:
-        """Returns the bytes taken on the device."""
+        """Brings released `parts` back. Returns the bytes allocated on the device."""
         taken = 0
         for part in parts:
             for storage, size, host in self._held.pop(part, []):
@@ -64,7 +64,8 @@ class Offload:
         return host
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
-        """Each once. In float32 the optimizer's main parameters are the weights themselves, and count as those."""
+        """The storages of `part`, each once. In float32 the optimizer's main parameters are the weights themselves, and
+        count as weights."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         if part == "optimizer":
             weights = {t.untyped_storage()._cdata for t in self._tensors("weights")}

@@ -31,8 +31,8 @@ def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParall
 
 
 def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learning_rate: float) -> None:
-    """With gradients that `prepare_grads` has prepared. All settings are set every time: a loaded checkpoint brings its
-    own, and Megatron leaves the decay of norms and biases (wd_mult 0) to a scheduler that is not used here."""
+    """Makes a step with the gradients from `prepare_grads`. All settings are set every time: a loaded checkpoint brings
+    its own, and in Megatron a scheduler, not used here, applies wd_mult, which is 0 for norms and biases."""
     for group in optimizer.param_groups:
         decay = config.weight_decay * group["wd_mult"]
         group.update(lr=learning_rate, weight_decay=decay, betas=config.betas, eps=config.eps)

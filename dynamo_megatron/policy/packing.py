@@ -1,4 +1,4 @@
-"""A step's sequences as the micro-batches of each update."""
+"""Packs a step's sequences into the micro-batches of each update."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Assigned = list[list[list[int]]]  # data-parallel rank, micro-batch, indices of 
 
 
 class Packer:
-    """Of one rank."""
+    """Packs one rank's part."""
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self._config, self._layout = config, layout
         self._cost = SequenceCost.of_model(spec)
 
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray], measured: bool = False) -> list[MiniBatch]:
-        """This rank's part of each of `mini_batches` (indices of sequences, ascending).
+        """Returns this rank's part of each of `mini_batches` (indices of sequences, ascending).
 
-        `measured` (`source` is a RolloutBatch): the update on the first of them measures the noise of its gradient, if
-        it has the prompts and rollouts for it (`nested_split`)."""
+        `measured` (`source` is a RolloutBatch): the update on the first mini-batch measures the gradient noise, if the
+        mini-batch has enough prompts and rollouts (`nested_split`)."""
         packed = []
         for members in mini_batches:
             split = self._split(source, members) if measured and not packed else None
@@ -46,14 +46,14 @@ class Packer:
         return packed
 
     def _split(self, source: Sequences, members: np.ndarray) -> Split | None:
-        """The same on every rank, and when a step is trained again."""
+        """Returns the split of `members`. It is the same on every rank, and when a step is repeated."""
         prompt_ids, group_ids = ([ids[s] for s in members] for ids in (source.prompt_ids, source.group_ids))
         rng = np.random.default_rng(derived_seed(self._config.seed, "gradient noise", source.rollout_ids[members[0]]))
         aggregation = self._config.algorithm.loss.aggregation
         return nested_split(prompt_ids, group_ids, aggregation, self._layout.dp.size(), rng)
 
     def _assign_part(self, source: Sequences, members: np.ndarray, split: Split, part: int) -> Assigned:
-        """Of `members`. Their rank is the split's: one by their lengths would not be drawn at random."""
+        """Assigns the `members` in `part`. Their ranks are the split's: ranks chosen by length would not be random."""
         ranks = []
         for rank in range(self._layout.dp.size()):
             here = np.flatnonzero((split.rank == rank) & (split.part == part))

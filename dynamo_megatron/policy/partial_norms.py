@@ -13,13 +13,13 @@ from dynamo_megatron.policy.model import PolicyModel
 
 @torch.no_grad()
 def accumulated_square(chunks: Sequence[PolicyModel], layout: Layout) -> float:
-    """Squared norm over all parameters of what is in main_grad, summed over the data-parallel ranks; on every rank.
+    """Squared norm of main_grad over all parameters, summed over the data-parallel ranks; the same on every rank.
 
-    Before Megatron finalises the gradients. Costs one read of them. Not for context parallelism, experts, or a tied
-    head in another pipeline stage than its embedding: there no rank has the whole gradient of its sequences.
+    To be called before Megatron finalises the gradients. Reads them once. Not for context parallelism, experts, or a
+    tied head in another pipeline stage than its embedding: there no rank has the whole gradient of its sequences.
     """
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
-    parts = []  # of parameters that every tensor-parallel rank has, but of whose gradient each has only a part
+    parts = []  # partial gradients of parameters that every tensor-parallel rank holds whole
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if getattr(parameter, "tensor_model_parallel", False):

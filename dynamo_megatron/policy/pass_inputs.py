@@ -1,6 +1,6 @@
-"""What a pass of the policy is computed from besides its weights, and which of either is not finite.
+"""The inputs of a pass of the policy besides its weights, and which inputs or weights are not finite.
 
-`replay --step` repeats the pass from it (replay/step.py).
+`replay --step` repeats the pass from these inputs (replay/step.py).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class PassInputs:
 
     kind: Kind
     sequences: Sequences
-    mini_batch: np.ndarray  # int64 [S]: which of the pass's mini-batches each is in; -1: none
+    mini_batch: np.ndarray  # int64 [S]: the pass's mini-batch that each sequence is in; -1: none
     measured: bool = False  # the update measures the noise of its gradient
     batch: TrainBatch | None = None  # of an update
-    weights: np.ndarray | None = None  # float64 [S], of each response token, of a fit
+    weights: np.ndarray | None = None  # float64 [S], the weight of each response token of a sequence, of a fit
     stats: TokenStats | None = None  # float32 [R], under the weights that the step began with; of an update
     reference_logprobs: Tensor | None = None  # float32 [R]; None without a KL term
     learning_rate: float = 0.0
 
     @classmethod
     def of_pass(cls, sequences: Sequences, mini_batches: Sequence[np.ndarray], kind: Kind, **others: Any) -> PassInputs:
-        """`mini_batches`: the sequences (indices) of each."""
+        """`mini_batches`: the sequences (indices) of each mini-batch."""
         mini_batch = np.full(len(sequences.prompt_ids), -1, np.int64)
         for number, members in enumerate(mini_batches):
             mini_batch[members] = number
@@ -56,7 +56,7 @@ class PassInputs:
         return [np.flatnonzero(self.mini_batch == m) for m in range(int(self.mini_batch.max(initial=-1)) + 1)]
 
     def faults(self) -> list[str]:
-        """What of the input is NaN or infinite, a few words each."""
+        """Describes which inputs are NaN or infinite, a few words each."""
         of_rollouts = {"token weight": self.weights}
         if self.batch is not None:
             of_rollouts = {"advantage": self.batch.advantages, "token weight": self.batch.weights}
@@ -74,7 +74,7 @@ class PassInputs:
         ]
 
     def bad_statistics(self, statistics: Tensor, model: str) -> str:
-        """What of the `statistics` (float32 [4, R]) of a pass of `model` is NaN or infinite."""
+        """Describes which of the `statistics` (float32 [4, R]) of a pass of `model` are NaN or infinite."""
         slots = np.flatnonzero(~torch.isfinite(statistics).all(0).numpy())
         owners = np.unique(np.searchsorted(self.sequences.response_offsets, slots, side="right") - 1)
         return (
@@ -83,7 +83,7 @@ class PassInputs:
         )
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """As `checkpoint.folder.write_state` takes it."""
+        """Returns the state for `checkpoint.folder.write_state`."""
         tokens: dict[str, Any] = {} if self.stats is None else self.stats._asdict()
         if self.reference_logprobs is not None:
             tokens["reference_logprobs"] = self.reference_logprobs
@@ -97,7 +97,7 @@ class PassInputs:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Mapping[str, Any]]) -> PassInputs:
-        """The inverse of `state`. Raises InputError for another one."""
+        """The inverse of `state`. Raises InputError if `state` is not the state of a pass."""
         try:
             of_tokens = {name: torch.from_numpy(values) for name, values in state["of_tokens"].items()}
             reference = of_tokens.pop("reference_logprobs", None)
@@ -118,8 +118,8 @@ def _fields(record: Any, but: str = "") -> dict[str, Any]:
 
 
 def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:
-    """Which weights hold NaN or infinity: of each rank that has some Hugging Face's name of the first, each name once.
-    Collective over all ranks; reads all parameters."""
+    """Describes which weights are NaN or infinite: for each rank that has such weights the Hugging Face name of the
+    first, each name once. Collective over all ranks; reads all parameters."""
     experts, found = spec.experts_of(layout.ep.rank(), layout.ep.size()), []
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -1,8 +1,8 @@
 """The policy on every rank: token statistics and updates through Megatron's pipeline schedules.
 
 Gradient scaling: the loss of a micro-batch is `sum_t w_t loss_t` with weights normalised over the whole mini-batch, so
-micro-batches and data-parallel ranks simply add. With `calculate_per_token_loss` and no token count Megatron adds and
-scales nothing: the upstream gradient of every micro-batch is exactly 1.
+the gradients of micro-batches and data-parallel ranks are only added. With `calculate_per_token_loss` and a token count
+of 0 Megatron does not scale them: the upstream gradient of every micro-batch is exactly 1.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from dynamo_megatron.types import Sequences, TokenStats
 
 
 class Policy:
-    """One rank's part of the policy. Raises ValueError where model folder and layout do not fit.
+    """One rank's part of the policy. Raises ValueError if model folder and layout do not fit each other.
 
-    `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` of them, apart in the
-    model. `ddp` wraps them, in the same order.
+    `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` chunks, which are not
+    adjacent in the model. `ddp` wraps the chunks, in the same order.
     """
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
@@ -88,7 +88,7 @@ class Policy:
 
     @property
     def _head(self) -> dict:
-        """What both head functions take besides the data."""
+        """The arguments of all head functions besides the data."""
         return {
             "temperature": self.config.rollout.temperature,
             "vocab_size": self.spec.vocab_size,
@@ -121,7 +121,7 @@ class Policy:
             data_iterator=[iter(micro_batches) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=1,  # with variable_seq_lengths the stages tell each other
+            seq_length=1,  # not used: with variable_seq_lengths the stages exchange shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -135,11 +135,11 @@ class Policy:
         temperature: float | None = None,
         kind: Literal["statistics", "reference", "implicit"] = "statistics",
     ) -> TokenStats:
-        """Statistics of all response tokens of `source`, which `mini_batches` are packed from.
+        """Statistics of all response tokens of `source`, from which `mini_batches` are packed.
 
-        `model`, `kind`: whose weights they are, for messages and for `replay --step`. `temperature`: None: the
-        rollouts'. Raises, on every rank, NonFiniteError, and ValueError for a token that the vocabulary does not have:
-        its embedding would be zeros or a row of padding."""
+        `model`, `kind`: whose weights are in place, for messages and for `replay --step`. `temperature` None: the
+        rollouts' temperature. Raises, on every rank, NonFiniteError, and ValueError for a token outside the vocabulary,
+        whose embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
@@ -152,7 +152,7 @@ class Policy:
 
         self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
         gathered = torch.zeros(4, int(source.response_offsets[-1]))
-        if found:  # in one transfer: no micro-batch is waited for
+        if found:  # in one transfer, not one per micro-batch
             slots, rows = zip(*found, strict=True)
             gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
@@ -168,7 +168,7 @@ class Policy:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
-        """float32 [R] logprobs under the reference policy, or None where no KL term is on. Raises as `token_stats`."""
+        """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
         folder = self.config.frozen_models.get("algorithm.kl.reference")
         if folder is None:
             return None
@@ -177,7 +177,7 @@ class Policy:
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
-        trained; None where it is not on. Raises as `token_stats`."""
+        trained; None without this reward. Raises as `token_stats`."""
         if not self.config.reward.implicit:
             return None
         logprobs = []
@@ -196,13 +196,13 @@ class Policy:
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, and of a
-        measured mini-batch the gradient's noise.
+        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, for a
+        measured mini-batch also the gradient noise, and `selected`, the number of tokens that entropy_top_ratio,
+        clip_cov or kl_cov selected.
 
-        `selected`: tokens that entropy_top_ratio, clip_cov or kl_cov singled out.
-        Skipped (with `skipped` 1) where no token can give a gradient: every advantage is 0 and neither KL nor entropy
-        terms are on; with a user's function where the gradient is 0; with `optimizer.spike` where the gradient is a
-        spike (`spike` 1). Raises NonFiniteError and GradientSpike on every rank, before the optimizer step, and
+        The step is skipped (`skipped` 1) if no token can give a gradient (all advantages are 0, and there are neither
+        KL nor entropy terms), with a user's function if the gradient is 0, and with `optimizer.spike` if the gradient
+        is a spike (`spike` 1). Raises, on every rank and before the step, NonFiniteError and GradientSpike, and
         UserCodeError.
         """
         shaped = shape_tokens(
@@ -236,7 +236,7 @@ class Policy:
         return {**result, "selected": float(shaped.selected.sum())}
 
     def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> LossOfHidden | None:
-        """The built-in loss of a micro-batch; None where no token can give a gradient."""
+        """The built-in loss of a micro-batch; None if no token can give a gradient."""
         loss, device = self.loss_config, self.layout.device
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not every_token_counts and not trained.any():
@@ -278,7 +278,7 @@ class Policy:
         return policy_loss
 
     def _custom_loss(self, tokens: StepTokens, micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-        """By the user's function, of all response tokens: its loss need not be 0 where the advantage is."""
+        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0."""
         head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
         return custom_loss(self.loss_function, micro_batch, head, tokens, self.config.algorithm.kl)
 
@@ -286,7 +286,7 @@ class Policy:
     def _response_log_ratios(
         self, micro_batch: MicroBatch, hidden: torch.Tensor, old_logprobs: torch.Tensor
     ) -> torch.Tensor | None:
-        """[r] the log ratio of each row's response, over all context-parallel ranks; None where ratios are of tokens.
+        """[r] the log ratio of each row's response, over all context-parallel ranks; None with `loss.ratio: token`.
 
         One more pass through the head (a GEMM), since no token's loss is known before its whole response's logprobs.
         """
@@ -299,7 +299,7 @@ class Policy:
         return response_log_ratios(logprobs - to_device(old_logprobs, logprobs.device), lengths, ratio, add_up)
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
-        """One optimizer step on the cross-entropy of the responses, `weights` (float [S]) on each of their tokens.
+        """One optimizer step on the cross-entropy of the responses. `weights`: float [S], of each token of a response.
 
         Returns `loss` (nats, the weighted sum) and `grad_norm`. Raises NonFiniteError as `update`, ValueError as
         `token_stats`.
@@ -313,7 +313,7 @@ class Policy:
     def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
         """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
 
-        A float32 tensor a parameter of this rank, in the order of `chunks`' parameters; the next pass overwrites them.
+        One float32 tensor per parameter of this rank, in the order of `chunks`; the next pass overwrites them.
         """
         ones = np.ones(len(sequences.prompt_ids))
         cross_entropy = self._cross_entropy(sequences, ones, self.config.rollout.temperature)
@@ -321,7 +321,7 @@ class Policy:
         return [p.main_grad for p in self._parameters]
 
     def _cross_entropy(self, sequences: Sequences, weights: np.ndarray, temperature: float) -> LossOfHidden:
-        """`weights`: float [S], of each of a response's tokens."""
+        """`weights`: float [S], of each token of a response."""
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
         head = {**self._head, "temperature": temperature}
 
@@ -346,9 +346,9 @@ class Policy:
         return cross_entropy
 
     def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> list[float]:
-        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as `_run` takes it.
+        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as in `_run`.
 
-        Returns the squared norms that `Split.noise` takes; of a mini-batch without a split none."""
+        Returns the squared norms for `Split.noise`, or none if the mini-batch has no split."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -365,7 +365,7 @@ class Policy:
         return squares
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
-        """One optimizer step. No micro-batch is waited for: sums and flags stay on the device until the last one."""
+        """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         finite: list[Finite] = []  # of each micro-batch
@@ -380,7 +380,7 @@ class Policy:
 
         squares = self._backward(mini_batch, on_hidden)
         self.optimizer.prepare_grads()
-        on_host = sums.to("cpu", non_blocking=True)  # there once the norm is, for which Megatron waits
+        on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}

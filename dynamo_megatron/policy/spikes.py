@@ -1,6 +1,6 @@
-"""Which updates are skipped, or end the run, for a gradient that is far larger than those before (`optimizer.spike`).
+"""Which updates are skipped, or end the run, since their gradient is far larger than earlier ones (`optimizer.spike`).
 
-The history holds the norms of all updates, skipped ones included: where gradients stay large, the median follows after
+The history holds the norms of all updates, including skipped ones: if gradients stay large, the median follows after
 half a window. Norms of 0 (no gradient) do not count.
 """
 
@@ -27,14 +27,14 @@ class GradientSpike(RuntimeError):
 
 
 class Spikes:
-    """Every rank has one; that of rank 0 decides for all, and its state is what a checkpoint has of it."""
+    """Every rank has one. Rank 0's decides for all ranks, and only its state is in a checkpoint."""
 
     def __init__(self, config: SpikeConfig):
         self._config = config
         self._norms: deque[float] = deque(maxlen=config.window)
 
     def observe(self, norm: float) -> str | None:
-        """Takes the norm of an update into the history. Returns why the update is a spike, None if it is none."""
+        """Adds the norm of an update to the history. Returns why the update is a spike, or None if it is not."""
         limit, median = None, None
         if len(self._norms) == self._config.window:
             median = statistics.median(self._norms)
@@ -61,7 +61,7 @@ class Spikes:
         return {"norms": list(self._norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises InputError where `state` is not one of its own."""
+        """Raises InputError if `state` is not a state of this class."""
         norms = state.get("norms")
         if not isinstance(norms, list) or not all(isinstance(norm, float) for norm in norms):
             raise InputError("spikes: the state has no list of gradient norms")

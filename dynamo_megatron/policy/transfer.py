@@ -1,4 +1,4 @@
-"""From host memory to a device, without the host waiting for it."""
+"""Copies from host memory to a device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy to a GPU from memory that is not pinned ends only with all that the GPU had to do before."""
+    """Copies through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -1,4 +1,4 @@
-"""The allocators by name. Each is a small file; `base.py` says what one is, `contract.py` tests it."""
+"""The allocators by name. Each is a small file; `base.py` defines their interface, `contract.py` tests it."""
 
 from __future__ import annotations
 

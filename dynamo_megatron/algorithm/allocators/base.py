@@ -1,4 +1,4 @@
-"""What an allocator is."""
+"""The interface of an allocator."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dynamo_megatron.config import AllocationConfig
 class Allocator(ABC):
     """Decides how many rollouts each prompt of a batch gets. Derive from it and name yours as `kind: module:Class`.
 
-    A pure function of the statistics: what it gives depends on its arguments and the configuration alone, never on
-    random numbers, the time or earlier calls. So a resumed run and a replay give the same counts. `contract.py` has a
-    test of everything that is asked of one; the counts are also checked in every step of a run.
+    A pure function of the statistics: the counts depend on the arguments and the configuration alone, never on random
+    numbers, the time or earlier calls. So a resumed run and a replay give the same counts. `contract.py` tests
+    everything that is required of an allocator; the counts are also checked in every step of a run.
     """
 
     forgets = True  # False: observations keep their full weight, whatever `half_life` says
@@ -25,10 +25,10 @@ class Allocator(ABC):
         self.config = config
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """What `counts` goes by, finite float64 [N], 0 or above; logged as `variance` in allocation.jsonl.
+        """Returns what `counts` decides by, finite float64 [N], 0 or above; logged as `variance` in allocation.jsonl.
 
-        `prompts` are the batch's, `pool` all that were observed so far. Unless overridden: the expected variance of a
-        rollout's reward by `config.variance`.
+        `prompts`: those of the batch. `pool`: all prompts observed so far. Unless overridden: the expected variance of
+        a rollout by `config.variance`.
         """
         return expected_variance(self.config.variance, prompts, pool)
 
@@ -36,5 +36,5 @@ class Allocator(ABC):
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         """Rollouts of each of N >= 1 prompts, int64 [N] with sum `budget` and low <= n <= high.
 
-        N low <= budget <= N high is given; low >= 1.
+        The caller ensures N low <= budget <= N high and low >= 1.
         """

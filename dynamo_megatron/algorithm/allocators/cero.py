@@ -1,4 +1,4 @@
-"""Rollouts where the whole run has given too few (CERO, arXiv 2606.05606)."""
+"""Gives rollouts to the prompts that have had too few over the whole run (CERO, arXiv 2606.05606)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dynamo_megatron.algorithm.history import Statistics
 class Cero(Allocator):
     """Maximises sum v_i (x_i + n_i) / (x_i + n_i + 1): x_i the rollouts of prompt i so far, v_i its expected p(1-p).
 
-    The paper has a concave, saturating utility of a prompt's rollouts over all epochs, scaled by the posterior's
-    E[p(1-p)] under a Beta posterior, and prices for the prompts and the run's budget that are moved by projected
-    gradient steps. Its text was not at hand, so form and constants are ours: v x / (x + 1), whose optimum gives every
-    prompt rollouts over the whole run in proportion to sqrt(v). The step's budget is given here and is used up exactly
-    (largest gains first), where the paper may save rollouts for later steps; its prices are not needed for that. v is
-    by `variance`, with a prior fitted to the pool. Nothing is forgotten.
+    The paper has a concave, saturating utility of a prompt's rollouts over all epochs, scaled by E[p(1-p)] under a Beta
+    posterior, and prices for the prompts and the run's budget that are updated by projected gradient steps. Its text
+    was not at hand, so form and constants are ours: v x / (x + 1), whose optimum gives every prompt rollouts over the
+    whole run in proportion to sqrt(v). Here the step's budget is fixed and is used up exactly (largest gains first),
+    which needs no prices; the paper may save rollouts for later steps. v is computed by `config.variance`, with a prior
+    fitted to the pool. Observations keep their full weight.
     """
 
     forgets = False

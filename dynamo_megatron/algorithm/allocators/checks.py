@@ -1,4 +1,4 @@
-"""What the allocations' arguments and results have in common."""
+"""Checks of the allocations' arguments, and the last correction of their counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def checked(values: Array, name: str, least: int, low: int, high: int) -> np.nda
 
 
 def settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-    """Into the bounds and onto the budget: one by one in index order, round after round."""
+    """Clips `n` to the bounds, then adds or removes rollouts one by one in index order, in turn, until the sum is
+    `budget`."""
     n = np.clip(n, low, high)
     while missing := budget - int(n.sum()):
         step = 1 if missing > 0 else -1

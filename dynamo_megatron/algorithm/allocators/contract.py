@@ -1,4 +1,4 @@
-"""The test that every allocator passes, the user's own too: `check_allocator({"kind": "my_module:MyAllocator"})`."""
+"""The test of every allocator, including the user's own: `check_allocator({"kind": "my_module:MyAllocator"})`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SIZES = (1, 2, 7, 40)
 
 
 def check_allocator(config: AllocationConfig | Mapping[str, Any]) -> None:
-    """Asks the allocator of `config` for counts in some hundred seeded cases; takes seconds.
+    """Requests counts from the allocator of `config` in some hundred seeded cases; takes seconds.
 
     Prompts: one, few, many, one of them twice; never seen, all solved, none solved, seen and new ones, rewards that are
-    not 0/1, energies and lengths known or not. Budgets: within the bounds, at them, and beyond both. Held: the exact
-    budget (with `cost: tokens` the tokens', to less than a rollout), the bounds, int64; the same counts again, and from
-    a state that went through JSON; up to one rollout (ties) the same for a prompt wherever it stands. Raises ValueError
-    naming the class, or AssertionError with the case.
+    not 0/1, energies and lengths known or not. Budgets: within the bounds, at them, and beyond both. Checked: the sum
+    is the budget (with `cost: tokens` the tokens', to less than a rollout); the bounds; int64; a repeated call and a
+    state that went through JSON give the same counts; a prompt's place in the batch changes its count by one rollout at
+    most (ties). Raises ValueError naming the class, or AssertionError with the case.
     """
     config = AllocationConfig.model_validate(config)
     rng = np.random.default_rng(0)
@@ -34,7 +34,7 @@ def check_allocator(config: AllocationConfig | Mapping[str, Any]) -> None:
             least, most = size * low, size * high
             budgets = {
                 "clip": [0, least, int(rng.integers(least, most + 1)), most, 2 * most + 1],
-                "scale": [size, 2 * most + 1],  # beyond the bounds, which move: `counts` is given those that hold
+                "scale": [size, 2 * most + 1],  # beyond the bounds, which are scaled: `counts` gets the scaled ones
             }
             for on_shortfall, asked in budgets.items():
                 update = {"rollout_n_min": low, "rollout_n_max": high, "on_shortfall": on_shortfall}
@@ -68,7 +68,7 @@ def _check(
 
 
 def _states(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any]]:
-    """What an allocator may have seen of the prompts, as the state that it is resumed from."""
+    """What an allocator may have seen of the prompts: name of the case -> the state that the allocator resumes from."""
     size = len(ids)
     trials = rng.integers(1, 40, size).astype(float)
     successes = rng.binomial(trials.astype(int), rng.beta(0.3, 0.3, size)).astype(float)

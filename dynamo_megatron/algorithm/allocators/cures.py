@@ -16,12 +16,13 @@ class Cures(Allocator):
     right (1) and of wrong (0) rollouts; a prompt that was always right or always wrong has sigma 0.
 
     The published code measures norms by backward passes once, before training. Here E[G^2] is the mean energy of
-    earlier rollouts (the pool's where none is known) and E[G] its root, so that sigma = sqrt(p q) (q G1 + p G0). p is
-    k / G of earlier visits; of a prompt without history the pool's. The method's drawing of prompts is not part of it.
+    earlier rollouts (the pool's if none is known) and E[G] its root, so sigma = sqrt(p q) (q G1 + p G0). p is the
+    success rate of the prompt's earlier rollouts; without history it is the pool's. The method's selection of prompts
+    is not implemented.
     """
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """sigma."""
+        """sigma, float64 [N]."""
         p = observed_rate(prompts, pool)
         right, wrong = (np.sqrt(energy) for energy in measured_energies(prompts, pool))
         return np.sqrt(p * (1 - p)) * ((1 - p) * right + p * wrong)

@@ -9,19 +9,20 @@ from dynamo_megatron.algorithm.allocators.proportional import proportional
 from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import Statistics
 
-ALPHA, BETA = 1e-3, 2.0  # of its run_em.sh
+ALPHA, BETA = 1e-3, 2.0  # as in the published run_em.sh
 
 
 class Gvm(Allocator):
     """n ~ G / sqrt(p + alpha / p^(beta - 1)), G a prompt's gradient norm over right rollouts; 0 without a right one.
 
-    The published code measures G by a backward pass through one matrix for each right rollout of a first stage; here it
-    is sqrt(mean energy of right rollouts), forward only, and where none is known the pool's. p is k / G of earlier
-    visits in place of a first stage, and of a prompt without history the pool's. Counts are held to the bounds.
+    The published code measures G by a backward pass through one matrix for each right rollout of a first stage. Here G
+    is sqrt(mean energy of right rollouts), from forward passes only; if none is known, the pool's. p is the success
+    rate of the prompt's earlier rollouts in place of a first stage; without history it is the pool's. Counts are
+    clamped to the bounds.
     """
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """What the counts are proportional to."""
+        """What the counts are proportional to, float64 [N]."""
         p = observed_rate(prompts, pool)
         right, _ = measured_energies(prompts, pool)
         safe = np.where(p > 0, p, 1.0)
@@ -32,7 +33,7 @@ class Gvm(Allocator):
 
 
 def observed_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """k / G, float64 [N]; of a prompt without history the pool's, and without a pool 1/2."""
+    """Successes / rollouts of each prompt, float64 [N]; without history the pool's, and without a pool 1/2."""
     trials = pool.trials.sum()
     unknown = pool.successes.sum() / trials if trials > 0 else 0.5
     seen = prompts.trials > 0

@@ -1,4 +1,4 @@
-"""The most groups with a gradient, weighted by the value of their gradient (Knapsack RL, arXiv 2509.25849)."""
+"""Maximises the expected value of the groups that have a gradient (Knapsack RL, arXiv 2509.25849)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Knapsack(Allocator):
     of p by a gradient step (the paper's information gain).
 
     The paper solves it by dynamic programming. The value is concave in n, so taking the largest gains one by one gives
-    the same optimum. There p is the rate of the last visit, and prompts that were always right or always wrong are of
-    no value: they get a fixed number, and in public code a share of what the others are estimated not to need. Here p
-    is the posterior's mean under a prior fitted to the pool, which is never 0 or 1, so that no such rule is needed.
+    the same optimum. In the paper p is the success rate of the last visit, and prompts that were always right or always
+    wrong have no value: they get a fixed number of rollouts, and in public code a share of those that the others are
+    estimated not to need. Here p is the posterior mean under a prior fitted to the pool. It is never 0 or 1, so no such
+    rule is needed.
     """
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:

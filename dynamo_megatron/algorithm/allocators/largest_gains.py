@@ -1,4 +1,4 @@
-"""The exact allocation where one more rollout of a prompt is worth less than the one before."""
+"""The exact allocation if each further rollout of a prompt is worth less than the one before."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-# (prompts int64 [M], rollouts of each float64 [M]) -> what one more is worth, float64 [M] above 0, falling in those
+# (prompts int64 [M], rollouts of each float64 [M]) -> value of one more rollout, float64 [M] > 0, falling with rollouts
 Gain = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-# Prompts of a sample, and how far (in the logarithm) the threshold of all is looked for around the sample's.
+# The size of a sample of prompts, and how far (in the logarithm) from its threshold the search for all prompts begins.
 SAMPLE = 8192
 NEAR = 0.03
-# Gains whose logarithms differ by less are left to be taken one by one.
+# If gains' logarithms differ by less than this, the rollouts are given one by one.
 TIED = 1e-6
 
 
 def largest_gains(gain: Gain, prompts: int, budget: int, low: int, high: int) -> np.ndarray:
     """The counts that maximise a sum of concave values: rollouts go to the largest gains, ties to the lower index.
 
-    int64 [prompts], sum `budget`, low <= n <= high; prompts low <= budget <= prompts high is given.
+    int64 [prompts], sum `budget`, low <= n <= high. The caller ensures prompts low <= budget <= prompts high.
     """
     n, _ = _below_optimum(gain, prompts, budget, low, high)
     while left := budget - int(n.sum()):
@@ -27,9 +27,9 @@ def largest_gains(gain: Gain, prompts: int, budget: int, low: int, high: int) ->
         have = n[open_].astype(np.float64)
         now = gain(open_, have)
         after = np.where(have + 1 < high, gain(open_, have + 1), -np.inf)
-        # A first gain above every second gain is among the next to be taken whatever the order of the rest.
+        # A prompt's next gain that is above all gains after next is taken next, whatever the order of the rest.
         ready = np.flatnonzero(now > after.max())
-        if not len(ready):  # so small that a first and its second gain are the same number
+        if not len(ready):  # so small that a prompt's next gain and the one after it are equal
             ready = np.array([now.argmax()])
         ready = ready[np.argsort(-now[ready], kind="stable")[:left]]
         n[open_[ready]] += 1
@@ -37,11 +37,11 @@ def largest_gains(gain: Gain, prompts: int, budget: int, low: int, high: int) ->
 
 
 def _below_optimum(gain: Gain, prompts: int, budget: int, low: int, high: int) -> tuple[np.ndarray, float]:
-    """Counts nowhere above the optimum and few rollouts short of it: all whose gain is above a threshold, and the
-    logarithm of that.
+    """Returns counts that are nowhere above the optimum and few rollouts short of it, namely all rollouts whose gain is
+    above a threshold, and the logarithm of the threshold.
 
-    Bisection on the threshold; only prompts whose count it still changes are asked. Of many prompts a sample says first
-    about where it is.
+    Bisects the threshold, and computes gains only of prompts whose count can still change. If there are many prompts, a
+    sample of them gives a first estimate of the threshold.
     """
     fewest, most = np.full(prompts, low, np.int64), np.full(prompts, high, np.int64)
     everyone = np.arange(prompts)
@@ -70,8 +70,8 @@ def _below_optimum(gain: Gain, prompts: int, budget: int, low: int, high: int) -
 
 
 def _count(gain: Gain, prompts: np.ndarray, low: np.ndarray, high: np.ndarray, threshold: float) -> np.ndarray:
-    """How many rollouts of each have a gain above `threshold`, between `low` and `high`: `low` of most, the others by
-    bisection."""
+    """Returns how many rollouts of each prompt have a gain above `threshold`, between `low` and `high`. For most
+    prompts it is `low`; the others are found by bisection."""
     more = np.flatnonzero(gain(prompts, low.astype(np.float64)) > threshold)
     least, most = low[more] + 1, high[more]
     while (open_ := np.flatnonzero(least < most)).size:

@@ -1,4 +1,4 @@
-"""The exact optimum of the theory (DynaMO, arXiv 2602.19208, with integer counts and bounds), with prices too."""
+"""The exact optimum of the theory (DynaMO, arXiv 2602.19208, with integer counts and bounds), also with prices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDING = 1e-12
 
 
 class Neyman(Allocator):
-    """Minimises sum_i v_i / n_i, v_i the expected variance and a floor, `variance_floor` times the batch's mean."""
+    """Minimises sum_i v_i / n_i, v_i the expected variance plus `variance_floor` times the batch's mean variance."""
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
         variance = super().variance(prompts, pool)
@@ -24,8 +24,8 @@ class Neyman(Allocator):
         return self.priced_counts(variance, np.ones(len(prompts)), budget, low, high)
 
     def priced_counts(self, variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
-        """As `priced`, by the variances [N] that `variance` gave."""
-        # Where nothing varies all are the same to the objective; an even spread then, not the lower indices first.
+        """As `priced`, with the variances [N] that `variance` returned."""
+        # If all variances are 0, all counts are equally good: then spread evenly, not to the lower indices first.
         return priced(variance if variance.any() else np.ones(len(variance)), price, budget, low, high)
 
 
@@ -44,11 +44,12 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
 
 
 def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
-    """`neyman` where a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
+    """As `neyman`, but a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
 
     Takes the largest gains variance_i / (n (n + 1) price_i) one by one until the next one costs more than is left. So
-    what is left is less than a rollout's price, unless all have `high`, and no counts that cost as little reach a
-    smaller sum variance / n. (Counts that use up the rest may: a knapsack problem.) low sum price <= budget is given.
+    less than a rollout's price is left, unless all prompts have `high`, and no counts of at most the same cost have a
+    smaller sum variance / n. (Counts that use up the rest may: a knapsack problem.) The caller ensures
+    low sum price <= budget.
     """
     n = _below_optimum(variance, price, budget, low, high)
     while True:
@@ -59,8 +60,8 @@ def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, hig
         have, per_price = n[open_].astype(np.float64), variance[open_] / price[open_]
         gain = per_price / (have * (have + 1))
         after = np.where(have + 1 < high, per_price / ((have + 1) * (have + 2)), -np.inf)
-        # A first gain above every second gain is among the next to be taken whatever the order of the rest. There is
-        # always one, unless the gains are so small (1e-300) that a first and its second gain are the same number.
+        # A prompt's next gain that is above all gains after next is taken next, whatever the order of the rest. There
+        # is always such a gain, unless gains are so small (1e-300) that a prompt's next two gains are equal.
         ready = np.flatnonzero(gain > after.max())
         if not len(ready):
             ready = np.array([gain.argmax()])
@@ -105,7 +106,7 @@ def _below_optimum(v: np.ndarray, price: np.ndarray, budget: float, low: int, hi
 
 
 def _fill_in_order(n: np.ndarray, price: np.ndarray, left: float, high: int) -> np.ndarray:
-    """As many more as `left` pays for, each prompt up to `high` before the next one."""
+    """Adds as many rollouts as `left` pays for, each prompt up to `high` before the next one."""
     room = high - n
     before = np.cumsum(price * room) - price * room
     return n + np.clip(np.floor((left - before) / price), 0, room).astype(np.int64)

@@ -1,4 +1,4 @@
-"""In proportion to a number, within bounds."""
+"""Counts in proportion to a weight, within bounds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dynamo_megatron.algorithm.allocators.checks import settle
 def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
     """int64 [N], sum `budget`, low <= n <= high, n as nearly in proportion to `weight` >= 0 as that allows.
 
-    n_i is s weight_i held to the bounds, s such that the budget holds; parts of rollouts go to the largest remainders.
-    What prompts of weight 0 must take goes round them one by one. N low <= budget <= N high is given.
+    n_i is s weight_i clamped to the bounds, with s such that the sum is `budget`; fractions are rounded by the largest
+    remainders. Rollouts that must go to prompts of weight 0 are given one by one in turn. The caller ensures
+    N low <= budget <= N high.
     """
     if not weight.any():
         return settle(np.full(len(weight), low), budget, low, high)

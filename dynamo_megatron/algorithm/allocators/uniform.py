@@ -1,4 +1,4 @@
-"""The same for every prompt."""
+"""The same number of rollouts for every prompt."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import success_variance
 
 LEAST_PRIORITY = 1e-8  # at or below it a prompt takes no part in the published proportional share
-# The published priority of prompts that are solved: this variance, from this success rate on.
+# The published priority of solved prompts, those with at least this success rate, is this variance.
 SOLVED_RATE = 0.85
 SOLVED_VARIANCE = 0.01
 
@@ -24,8 +24,8 @@ class Waterfill(Allocator):
     forgets = False
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """The priority."""
-        # Fewer than two rollouts have no variance; exploring is due then.
+        """The priority, float64 [N]."""
+        # Fewer than two rollouts have no variance: the priority is 0, and `initial_budget` provides rollouts.
         variance = np.nan_to_num(success_variance(prompts.successes, prompts.trials))
         priority = published_priority(prompts.successes / np.maximum(prompts.trials, 1), variance)
         return np.sqrt(priority) if self.config.power == "sigma" else priority
@@ -35,7 +35,7 @@ class Waterfill(Allocator):
 
 
 def published_priority(success_rate: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """The variance, but the published constant for prompts that count as solved; float64 [N]."""
+    """The variance, or for prompts that count as solved the published constant; float64 [N]."""
     return np.where(success_rate >= SOLVED_RATE, SOLVED_VARIANCE, variance)
 
 
@@ -49,10 +49,11 @@ def waterfill(
 ) -> Array:
     """The allocation of the published code (GithubX-F/DynaMO-RL), kept within its bounds; int64 [N].
 
-    `sample_counts` are the rollouts seen of each prompt so far, `priority` >= 0 what the share is proportional to.
+    `sample_counts`: the rollouts of each prompt so far. `priority` >= 0: what a prompt's share is proportional to.
     sum n = total_rollout_n clipped to [N rollout_n_min, N rollout_n_max]. First every prompt is brought to
-    max(rollout_n_min, initial_budget) samples, then to the lower bound, then the rest is shared by priority, and what
-    is left, or too much, goes or comes one by one in index order (the published code breaks the bounds there).
+    max(rollout_n_min, initial_budget) samples, then to the lower bound, then the rest is shared by priority. At last
+    rollouts are added or removed one by one in index order until the sum fits (the published code breaks the bounds
+    there).
 
     Raises ValueError for bounds or lengths that contradict each other and for entries that are negative or not finite.
     """
@@ -76,7 +77,7 @@ def waterfill(
 
 
 def _scale_down(need: np.ndarray, budget: int, low: int) -> np.ndarray:
-    """`need` in proportion to the budget, at least `low`, then one off the largest until the budget holds."""
+    """Scales `need` to the budget, with at least `low` each, then takes one off the largest until the sum fits."""
     n = np.maximum(need * budget // need.sum(), low)
     largest = [(-int(count), i) for i, count in enumerate(n) if count > low]
     heapq.heapify(largest)
@@ -91,7 +92,7 @@ def _scale_down(need: np.ndarray, budget: int, low: int) -> np.ndarray:
 
 
 def _share_by_priority(n: np.ndarray, priority: np.ndarray, budget: int, high: int) -> np.ndarray:
-    """Shares the rest in proportion to priority by largest remainders, capped at `high`, until nobody has room."""
+    """Shares the rest in proportion to priority by largest remainders, capped at `high`, until no prompt has room."""
     n = n.copy()
     while (rest := budget - int(n.sum())) > 0:
         open_ = np.flatnonzero((n < high) & (priority > LEAST_PRIORITY))
