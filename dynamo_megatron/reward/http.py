@@ -38,6 +38,7 @@ from dynamo_megatron.reward.outcomes import NoScore, Outcome
 from dynamo_megatron.reward.score_cache import ScoreCache
 from dynamo_megatron.runtime.credentials import without
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
+from dynamo_megatron.runtime.time_budget import TimeBudget
 from dynamo_megatron.types import Prompt
 
 BATCH = 64  # samples per request
@@ -93,12 +94,12 @@ class HttpReward:
     """The reward function of an exchange. A request and its repeats have `limits.deadline` seconds in total.
 
     The deadline does not include the time that a sample waits for a free request, for its turn under
-    `limits.per_second`, or for a server that is restarted, nor an attempt during which the server went away. Requests
-    that were in such an attempt are repeated one at a time, so that a request that crashes servers does not count
-    against the others. Where the addresses are fixed and no request was answered for a whole deadline, the samples that
-    waited all that time get the outcome of the failed request: otherwise a service that is down would cost a deadline
-    for each of thousands of samples. This object has a thread with its own event loop, so that samples may come from
-    any event loop and thread, and share requests.
+    `limits.per_second`, or for a server that is restarted, nor an attempt during which the server went away, nor a time
+    during which this process was suspended. Requests whose server went away are repeated one at a time, so that a
+    request that crashes servers does not count against the others. Where the addresses are fixed and no request was
+    answered for a whole deadline, the samples that waited all that time get the outcome of the failed request.
+    Otherwise a service that is down would cost a deadline for each of thousands of samples. This object has a thread
+    with its own event loop, so that samples may come from any event loop and thread, and share requests.
     """
 
     def __init__(self, exchange: Exchange, addresses: Addresses, limits: Limits) -> None:
@@ -247,23 +248,21 @@ class HttpReward:
         servers have gone away in LOSSES (LOSSES_ALONE) attempts."""
         body = self._exchange.body([waiting.sample for waiting in batch])
         largest = LARGEST_ANSWER + LARGEST_STEP * sum(waiting.characters for waiting in batch)
-        failure, pause, left = "", FIRST_PAUSE, self._limits.deadline
+        failure, pause, budget = "", FIRST_PAUSE, TimeBudget(self._limits.deadline)
         gone, unreached = 0, None  # servers that the request was sent to; since when none was reached
         while True:
             try:
                 async with self._alone if gone or suspect else contextlib.nullcontext():
                     address = await self._addresses.next()
                     await self._turn()
-                    begun = time.monotonic()
-                    async with asyncio.timeout(left):
-                        reply, failure, asked = await self._attempt(address, body, largest)
-                        if reply is not None:
-                            return reply
-                        await asyncio.sleep(max(pause, asked))
-                left -= time.monotonic() - begun
+                    begun, left = time.monotonic(), budget.left
+                    reply, failure, asked = await budget.spend(self._attempt(address, body, largest))
+                    if reply is not None:
+                        return reply
+                    await budget.spend(asyncio.sleep(max(pause, asked)))
                 unreached = None
             except _Gone as server:
-                failure = str(server)
+                failure, budget.left = str(server), left
                 gone += not server.unreached
                 unreached = (unreached or begun) if server.unreached else None
                 if gone == (LOSSES_ALONE if len(batch) == 1 else LOSSES):

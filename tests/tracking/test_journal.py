@@ -112,6 +112,7 @@ def lost(tmp_path):
     """A run whose first two steps have no statistics of tokens."""
     journal = Journal(made(tmp_path, "never", ""))
     journal.open(0)
+    journal.progress.start(0)
     (tmp_path / "run" / "tokens").touch()  # not a folder
     for step in (1, 2):
         journal.tokens(step, [ROW])
