@@ -151,6 +151,9 @@ def test_results_of_tools_and_texts_keep_their_order():
         {"role": "tool", "content": "", "tool_call_id": "b"},
         {"role": "user", "content": "one\ntwo"},
     ]
+    mixed = [texts[0], result, texts[1]]
+    found = chat_request({"messages": [{"role": "user", "content": mixed}]})["messages"]
+    assert [(m["role"], m["content"]) for m in found] == [("user", "one"), ("tool", "7"), ("user", "two")]
     answer = {"role": "assistant", "content": []}
     assert chat_request({"messages": [answer]})["messages"] == [{"role": "assistant", "content": ""}]
     with pytest.raises(BadRequest, match="tool_choice: not an object"):
