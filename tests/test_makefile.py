@@ -26,7 +26,8 @@ def checkout(tmp_path):
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
 
 
 @pytest.mark.parametrize(("gpu", "watched"), [("", SET_UP_FROM), ("nvidia-smi", (*SET_UP_FROM, *FOR_GPUS))])
