@@ -5,7 +5,7 @@
 One rank has one core, and its SGLang server another one. The lengths of responses are heavy-tailed: Pareto, drawn by
 the seed of each rollout, so that every run has the same ones (benchmarks/long_tail). Training takes about as long as
 generation. Runs of the bounds take turns, after the server alone has been timed (benchmarks/asynchrony_service.py).
-Reported of each run: seconds of its steps, and means of its metrics; of each bound the ratio to bound 0 by repetition.
+Reported of each run: seconds of its steps, and means of its metrics; of each bound the median over the repetitions.
 Writes benchmarks/results/asynchrony.json. Run nothing else meanwhile.
 """
 
@@ -36,8 +36,8 @@ from dynamo_megatron.rollout.store import read_rollouts, step_file
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "asynchrony.json"
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang")
-LEAST, MOST, ALPHA = 12, 400, 1.1  # of the responses' lengths, tokens
-PROMPTS, ROLLOUTS = 8, 64  # a step
+LEAST, MOST, ALPHA = 12, 240, 1.1  # of the responses' lengths, tokens
+PROMPTS, ROLLOUTS = 8, 80  # a step
 LIMIT = 900  # seconds, for a run
 SHOWN = (
     "time/step",
@@ -150,13 +150,12 @@ def main() -> None:
                 }
                 print(json.dumps({name: value for name, value in found.items() if name in REPORTED}), flush=True)
                 runs.append(found)
-    seconds = {(r["bound"], r["repetition"]): r["seconds"] for r in runs}
-    ratios = {
-        bound: [seconds[bound, k] / seconds[options.bounds[0], k] for k in range(options.repetitions)]
-        for bound in options.bounds[1:]
-    }
-    for bound, values in ratios.items():
-        print(f"bound {bound}: {', '.join(f'{v:.3f}' for v in values)} of the time at bound {options.bounds[0]}")
+    seconds = {bound: [r["seconds"] for r in runs if r["bound"] == bound] for bound in options.bounds}
+    medians = {bound: statistics.median(values) for bound, values in seconds.items()}
+    for bound, values in seconds.items():
+        relative = medians[bound] / medians[options.bounds[0]]
+        shown = ", ".join(f"{value:.0f}" for value in values)
+        print(f"bound {bound}: {shown} s; the median is {relative:.3f} of that at bound {options.bounds[0]}")
     shape = {
         "concurrency": RolloutConfig().concurrency,
         "steps": options.steps,
@@ -164,7 +163,7 @@ def main() -> None:
         "rollouts": ROLLOUTS,
         "lengths": [LEAST, MOST, ALPHA],
     }
-    result = {**shape, "probes": probes, "runs": runs, "ratios": ratios, "machine": at_start}
+    result = {**shape, "probes": probes, "runs": runs, "medians": medians, "machine": at_start}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

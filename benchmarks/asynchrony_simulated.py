@@ -192,20 +192,20 @@ def fitted(probes: Sequence[dict[str, float]]) -> Service:
 
 
 def beside_the_measured(measured: dict) -> dict:
-    """Seconds of each bound, simulated from the server's constants and the phases of bound 0, and the mean measured
-    ones."""
+    """Seconds of each bound, simulated from the server's constants and the phases of bound 0, and the median
+    of the measured ones: a run in which the machine was slow does not count."""
     runs, service = measured["runs"], fitted(measured["probes"])
     at_0 = [run for run in runs if run["bound"] == 0]
-    push = statistics.mean(run["time/reshard"] for run in at_0)
-    train = statistics.mean(run["time/step"] - run["time/generate"] - run["time/reshard"] for run in at_0)
+    push = statistics.median(run["time/reshard"] for run in at_0)
+    train = statistics.median(run["time/step"] - run["time/generate"] - run["time/reshard"] for run in at_0)
     shape = Shape(1, measured["concurrency"], round(at_0[0]["prompt tokens"]), train, push)
     lengths = at_0[0]["lengths"]
     generated = Simulation(shape, service, lengths, 0).run().waited / len(lengths)
-    shape = replace(shape, collect=max(0.0, statistics.mean(run["time/generate"] for run in at_0) - generated))
+    shape = replace(shape, collect=max(0.0, statistics.median(run["time/generate"] for run in at_0) - generated))
     found = {"service": asdict(service), "shape": asdict(shape), "bounds": {}}
     for bound in sorted({run["bound"] for run in runs}):
         simulated = Simulation(shape, service, lengths, bound).run()
-        seconds = statistics.mean(run["seconds"] for run in runs if run["bound"] == bound)
+        seconds = statistics.median(run["seconds"] for run in runs if run["bound"] == bound)
         error = simulated.seconds / seconds - 1
         of_bound = {"simulated": simulated.seconds, "measured": seconds, "error": error, "idle": simulated.idle}
         found["bounds"][bound] = of_bound

@@ -23,7 +23,7 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool
     aside.unlink(missing_ok=True)  # left by a kill
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
-        with open(descriptor, "wb") as file:
+        with naming(path), open(descriptor, "wb") as file:
             yield file
             file.flush()
             if sync:
@@ -33,6 +33,17 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool
         aside.unlink(missing_ok=True)
     if sync:
         sync_to_disk(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds `path` to an OSError of the block that has no file name. Those of writing to an open file have none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_to_disk(path: Path) -> None:

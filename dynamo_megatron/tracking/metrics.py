@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.whole_files import naming
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
 CHECKED_BYTES = 4 << 20  # at the end of a file, where a kill, a full disk or a power cut does its damage
@@ -22,17 +23,18 @@ BLOCK = 1 << 16  # bytes
 
 class StepLog:
     """An append-only file of JSON lines, each with a `step`, in the order of the steps. Opening it removes the lines of
-    steps after `keep_to`, and an incomplete last line. Raises ValueError as `kept_bytes`, and OSError."""
+    steps after `keep_to`, and an incomplete last line. Raises ValueError as `kept_bytes`, and OSError with the path."""
 
     def __init__(self, path: Path, keep_to: int):
-        kept = kept_bytes(path, keep_to)
+        self._path, kept = path, kept_bytes(path, keep_to)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         os.ftruncate(descriptor, kept)
         self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(row) + "\n" for row in rows))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

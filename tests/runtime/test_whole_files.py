@@ -1,6 +1,7 @@
 """Files that take their name when they are whole, in a folder where somebody else may put links."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.rollout import announcements
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.tracking.metrics import StepLog
 
 
 def config(folder: Path) -> Config:
@@ -51,6 +53,28 @@ def test_no_link_in_the_place_of_a_file_written_aside_is_followed(tmp_path, name
     assert victim.read_text() == "untouched"
     assert path.is_file() and not path.is_symlink()
     assert not path.with_name(f".{path.name}.tmp").exists()
+
+
+def append(folder: Path) -> None:
+    StepLog(folder / "metrics.jsonl", keep_to=0).write([{"step": 1, "x": "x" * 99}])
+
+
+@pytest.fixture
+def no_room():
+    """No file of this process may become larger than 10 bytes: a write fails as on a full disk, at the system call."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [("metrics.jsonl", append), (MANIFEST_FILE, WRITERS[MANIFEST_FILE]), ("config.yaml", WRITERS["config.yaml"])],
+)
+def test_a_file_for_which_there_is_no_room_is_named(tmp_path, no_room, name, writer):
+    with pytest.raises((OSError, ValueError), match=str(tmp_path / name)):
+        writer(tmp_path)
 
 
 def test_a_lock_is_not_taken_on_the_target_of_a_link(tmp_path):
