@@ -50,8 +50,8 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@$(PIP) -c .venv/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
 	@test -z "$(GPU)" || { $(PIP) setuptools wheel pybind11 && \
 		NVTE_FRAMEWORK=pytorch $(PIP) -c .venv/lock.txt --no-build-isolation '$(TRANSFORMER_ENGINE)'; } || echo \
-		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: attention" \
-		"sequence by sequence, norms unfused. It needs nvcc and cuDNN's headers: docs/install.md" >&2
+		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: a call" \
+		"of attention for each distinct sequence length, norms unfused. It needs nvcc and cuDNN's headers: docs/install.md" >&2
 	@touch $@
 
 nemo: .venv-nemo/.installed

@@ -23,7 +23,7 @@ from asynchrony_simulated import Service, Shape, Simulation
 
 from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.published import published_config
-from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning import formulas, time_formulas
 from dynamo_megatron.planning.hardware import GPUS
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,7 +40,7 @@ def service_and_token() -> tuple[Service, float]:
     config = published_config(MODEL)
     spec = FAMILIES[config["model_type"]](config)
     bandwidth, flops = EFFICIENCY * GPU.memory_bandwidth, EFFICIENCY * GPU.flops
-    forward = formulas.forward_flops(spec, [(1, MEDIAN)]) / MEDIAN
+    forward = time_formulas.forward_flops(spec, [(1, MEDIAN)]) / MEDIAN
     service = Service(
         base=formulas.weight_bytes(spec, "bfloat16") / bandwidth,
         each=forward / flops,
@@ -48,7 +48,7 @@ def service_and_token() -> tuple[Service, float]:
         prefill=forward / flops,
         request=0.0,
     )
-    passes = formulas.pass_factor("logprobs", "none") + formulas.pass_factor("update", "none")
+    passes = time_formulas.pass_factor("logprobs", "none") + time_formulas.pass_factor("update", "none")
     return service, passes * forward / (MFU * GPU.flops)
 
 

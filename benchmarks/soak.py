@@ -13,6 +13,7 @@ what is not among them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from measure import machine
-from soak_run import Soak, possible
+from soak_run import Soak, named, possible
 from soak_site import Site
 
 ROOT = Path(__file__).parents[1]
@@ -59,18 +60,26 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "soak.json")
     parser.add_argument("kinds", nargs="*", help="names of faults; default: all")
     options = parser.parse_args()
+    try:
+        kinds = named(options.kinds)
+    except ValueError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
     isolated = isolate()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it clears away what it has started
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     at_start, started = machine(PACKAGES), time.monotonic()
-    site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated, words=options.set)
-    soak = Soak(site, options.every, options.steps, options.minutes, options.rounds)
-    try:
-        kinds = possible(site, options.kinds)
-        soak.run(kinds, random.Random(options.seed))
-    except KeyboardInterrupt:
-        soak.problems.append("interrupted")
-    finally:
+    with contextlib.ExitStack() as stack:
+        folder = options.folder
+        if folder is None:
+            made = tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(made))
+        site = Site(folder, options.steps, options.seed, options.health_timeout, isolated=isolated, words=options.set)
+        stack.callback(site.close)
+        soak = Soak(site, options.every, options.steps, options.minutes, options.rounds)
+        try:
+            soak.run(possible(site, kinds), random.Random(options.seed))
+        except KeyboardInterrupt:
+            soak.problems.append("interrupted")
         settings = {
             "seed": options.seed,
             "every": options.every,
@@ -78,10 +87,10 @@ def main() -> int:
             "config": options.set,
         }
         result = {**settings, "seconds": time.monotonic() - started, **soak.result(), "machine": at_start}
-        site.close()
+    if soak.faults:
         options.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"no fault has occurred: {options.out} is not written", file=sys.stderr)
     print("\n".join(result["problems"]) or f"{result['steps']} steps, {len(soak.faults)} faults, all as it should be")
     return 1 if result["problems"] else 0
 

@@ -198,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--pushes", type=int, default=5, help="counted ones; one more comes first")
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--small", action="store_true", help="a model of 1 MB: does it run?")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,6 +232,8 @@ def main() -> None:
             finally:
                 for server in servers:
                     server.stop()
+    if not found:
+        sys.exit(f"none of the layouts fits {gpus} GPUs beside the servers; nothing is written")
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"machine": described, "bucket bytes": BUCKET_BYTES, "pushes": arguments.pushes, "found": found}
     (arguments.out / "sync.json").write_text(json.dumps(record, indent=1) + "\n")

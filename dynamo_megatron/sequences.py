@@ -18,7 +18,8 @@ class Sequences:
     "slot" of a response token is its index in [0, R), through all responses in order.
 
     With an agent a sequence is an episode of one or more segments, and each segment is a sequence of its own for the
-    model. `trained` then says which tokens belong to the response, and `prompt_lengths` counts the others.
+    model. `trained` then says which tokens belong to the response, and `prompt_lengths` counts the others. So it is in
+    `sft`, where a conversation has several answers.
     """
 
     prompt_ids: list[str]

@@ -1,36 +1,34 @@
 """`dynamo-megatron sft`: supervised fine-tuning, the cross-entropy of completions, on the policy that RL trains.
 
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text), to
-which the tokenizer's end token is added. A conversation that ends with an assistant's message is both: that message is
-the completion, and a column `tools` has what was offered. An update takes `data.batch_prompts` examples; every
-completion token has the same weight.
+which the tokenizer's end token is added; or a conversation that ends with an assistant's message, of which all of the
+assistant's messages are trained on, and a column `tools` has what was offered (sft_examples.py). An update takes
+`data.batch_prompts` examples; every trained token has the same weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dynamo_megatron.checkpoint.weights import open_weights
-from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.sft_examples import Example, examples_of
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.types import Prompt, Sequences
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from dynamo_megatron.policy.policy import Policy
 
 
@@ -98,43 +96,21 @@ class SFTJob(Job):
 
     def _next(self, on_poll: Callable[[], None]) -> Sequences:
         """The examples of the next update. `on_poll` is called while the data gives none."""
-        examples = self._stream.next(self.config.data.batch_prompts, on_poll)
-        lengths = np.asarray([len(e.tokens) for e in examples])
-        completions = [len(completion_tokens(e, self._tokenizer)) for e in examples]
+        prompts = self._stream.next(self.config.data.batch_prompts, on_poll)
+        examples = [(prompt.prompt_id, example) for prompt in prompts for example in self._examples(prompt)]
+        lengths = np.asarray([len(e.tokens) for _, e in examples])
+        trained = [np.asarray(e.trained) for _, e in examples]
         return Sequences(
-            prompt_ids=[e.prompt_id for e in examples],
-            tokens=np.concatenate([np.asarray(e.tokens, np.int64) for e in examples]),
+            prompt_ids=[name for name, _ in examples],
+            tokens=np.concatenate([np.asarray(e.tokens, np.int64) for _, e in examples]),
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            prompt_lengths=lengths - np.asarray(completions),
+            prompt_lengths=lengths - np.asarray([t.sum() for t in trained]),
+            trained=np.concatenate(trained),
         )
 
-    def _encode(self, example: Prompt) -> list[int]:
-        return example_tokens(example, self._tokenizer, self.config.data)
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """The longest of its sequences: `model.max_length` limits each."""
+        return max((example.tokens for example in self._examples(prompt)), key=len)
 
-
-def example_tokens(example: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[int]:
-    """Prompt and completion. Raises ValueError naming the example."""
-    prompt, tools = example, None
-    if _answer_in(example) is not None:
-        prompt, tools = replace(example, messages=example.messages[:-1]), example.meta.get("tools")
-    return encode_prompt(prompt, tokenizer, config, tools) + completion_tokens(example, tokenizer)
-
-
-def completion_tokens(example: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Raises ValueError naming the example that has no text for it."""
-    last = _answer_in(example)
-    if last is not None and last.get("tool_calls"):
-        raise InputError(
-            f"data.prompt_key: the conversation of {example.prompt_id!r} ends with a call of a tool, not with an "
-            "answer; leave it out"
-        )
-    text = example.answer if last is None else last["content"]
-    if not isinstance(text, str):
-        raise InputError(f"data.answer_key: the completion of {example.prompt_id!r} is {text!r:.40}, not a text")
-    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def _answer_in(example: Prompt) -> dict[str, Any] | None:
-    """The answer that a conversation ends with."""
-    last = example.messages[-1] if example.messages else None
-    return last if last is not None and last["role"] == "assistant" else None
+    def _examples(self, prompt: Prompt) -> list[Example]:
+        return examples_of(prompt, self._tokenizer, self.config.data)

@@ -12,7 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from dynamo_megatron.config import DataConfig
 from dynamo_megatron.convert import compare_weights, mcore2hf
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.sft_examples import examples_of
+from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full
 STALLING = """
@@ -73,6 +77,39 @@ def test_the_first_loss_is_the_cross_entropy_of_all_completion_tokens(sft, tiny_
         total -= float(logprobs[torch.arange(len(end)), torch.tensor(end)].sum())
         count += len(end)
     assert losses(sft[0])[0] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path, command_line):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    tokenizer = load_tokenizer(tiny_model, "plain")
+    roles = ("user", "assistant", "user", "assistant")
+    texts = [("2+3=", "5", "and 4?", "9"), ("Say it.", "Abracadabra", "Again!", "Abra")]
+    rows = [[{"role": r, "content": t} for r, t in zip(roles, row, strict=True)] for row in texts]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    keys = {
+        "model.path": tiny_model,
+        "model.dtype": "float32",
+        "data.source": "talks.jsonl",
+        "data.prompt_key": "messages",
+        "data.chat_template": "plain",
+        "data.batch_prompts": 2,
+        "trainer.steps": 1,
+        "output_dir": "run",
+    }
+    code, text = command_line(tmp_path, "sft", *(f"{k}={v}" for k, v in keys.items()), "--ranks", 2)
+    assert code == 0, text[-3000:]
+    total, count = 0.0, 0
+    for number, row in enumerate(rows):
+        (example,) = examples_of(Prompt(str(number), row), tokenizer, DataConfig(source="x"))
+        ids, wanted = torch.tensor(example.tokens), torch.tensor(example.trained)[1:]
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        total -= float(logprobs[torch.arange(len(ids) - 1), ids[1:]][wanted].sum())
+        count += int(wanted.sum())
+    assert count > len(tokenizer.encode("".join(t for row in texts for t in row[1::2]))) > 0
+    assert losses(tmp_path / "run")[0] == pytest.approx(total / count, abs=1e-5)
 
 
 def test_it_ends_early_and_is_found_finished(sft):

@@ -49,7 +49,9 @@ from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
-EXTRA_STATE = "._extra_state"  # of a module, beside its parameters: TransformerEngine's state for FP8, unused here
+# Of a module of TransformerEngine, beside its parameters: scaling factors for training in FP8. Always empty here: the
+# policy trains in model.dtype, and rollout.quantization quantises what the servers get, not these modules.
+EXTRA_STATE = "._extra_state"
 TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of torch's RuntimeError
 
 

@@ -49,7 +49,7 @@ def compare(options: argparse.Namespace) -> int:
     outcomes = {run: _checked(read_outcome, run) for run in runs}
     if not options.table:
         stop = Stop()
-        _check_ports(runs, options.jobs)
+        _check_shared(runs, options.jobs)
         work = side_by_side(command, options.jobs, stop) if options.jobs > 1 else _carry_out(runs, part, output, stop)
         code = asyncio.run(_watched(work, stop))
         if stop.asked is not None:
@@ -62,14 +62,28 @@ def compare(options: argparse.Namespace) -> int:
     return write_comparison(spec, outcomes, output)
 
 
-def _check_ports(runs: Sequence[Run], jobs: int) -> None:
-    """Raises ConfigError where runs side by side would listen at one port."""
-    ports = {run.config.tracking.openmetrics for run in runs} - {None}
-    if jobs > 1 and ports:
-        raise ConfigError(
-            f"tracking.openmetrics: {min(ports)}: with --jobs {jobs} several runs would listen there at once; set it "
-            "to null, or leave --jobs out"
-        )
+def _check_shared(runs: Sequence[Run], jobs: int) -> None:
+    """Raises ConfigError where runs side by side would listen at one port, or push to the same servers."""
+    if jobs == 1:
+        return
+    for config in (run.config for run in runs):
+        reward_servers = config.reward.servers
+        ports = {
+            "tracking.openmetrics": config.tracking.openmetrics,
+            "rollout.port": config.rollout.port,
+            "reward.servers.port": reward_servers.port if reward_servers is not None else None,
+        }
+        for key, port in ports.items():
+            if port is not None:
+                raise ConfigError(
+                    f"{key}: {port}: with --jobs {jobs} several runs would listen there at once; set it to null, or "
+                    "leave --jobs out"
+                )
+        if config.rollout.placement == "external":
+            raise ConfigError(
+                f"rollout.placement: external: with --jobs {jobs} several runs would push their weights to the same "
+                "servers at once; leave --jobs out"
+            )
 
 
 async def _watched(work, stop: Stop) -> int:

@@ -57,8 +57,9 @@ def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None =
 
     In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. Where a key is
     None, the first column that the row has is used: "problem", "question" or "prompt" for the prompt, "answer" or
-    "reward_model.ground_truth" for the answer. All other columns are kept in `Prompt.meta`. A row without an id gets
-    one from the hash of its prompt and answer, which does not depend on the row's place.
+    "reward_model.ground_truth" for the answer. A conversation that ends with an assistant's message needs no
+    answer beside it. All other columns are kept in `Prompt.meta`. A row without an id gets one from the hash of its
+    prompt and answer, which does not depend on the row's place.
 
     One problem has one id. A row that repeats an id with the same content is dropped (one warning counts these rows);
     with other content it is an error. Rows without an id are the same problem where prompt and answer are equal.
@@ -180,14 +181,23 @@ def _inside(row: dict[str, Any], key: str) -> str | None:
     return None
 
 
+def _answer(row: dict[str, Any], where: str, content: list[Any] | str, configured: str | None) -> tuple[str, Any]:
+    """(key, value) of the answer's column; ("", None) where the row has none and its conversation ends with one."""
+    last = content[-1] if isinstance(content, list) and content else None
+    answered = isinstance(last, dict) and last.get("role") == "assistant"
+    if answered and configured is None and not any(look_up(row, key)[0] for key in USUAL_KEYS["answer_key"]):
+        return "", None
+    return _resolved(row, where, "answer_key", configured)
+
+
 def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
     if not isinstance(row, dict):
         raise InputError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     prompt_key, content = _resolved(row, where, "prompt_key", config.prompt_key)
-    answer_key, answer = _resolved(row, where, "answer_key", config.answer_key)
     if not isinstance(content, str | list):
         kind = "null" if content is None else type(content).__name__
         raise InputError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
+    answer_key, answer = _answer(row, where, content, config.answer_key)
     if isinstance(content, list):
         content = [_without_nulls(message) for message in content]
     has_id, row_id = look_up(row, config.id_key)

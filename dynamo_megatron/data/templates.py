@@ -112,7 +112,7 @@ def encode_prompt(
     return tokens
 
 
-def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]:
+def chat_messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, Any]]:
     """The conversation that `prompt` begins; `system_prompt` goes first unless it has one of its own."""
     messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
     if system_prompt is not None and (not messages or messages[0]["role"] != "system"):

@@ -11,7 +11,7 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning import formulas, time_formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, GPU, Cluster
 from dynamo_megatron.planning.host import Host, SaveTraffic, host_memory, save_traffic, shares_memory
@@ -164,7 +164,7 @@ class Plan:
         gpu, work = self.cluster.gpu, self.work
         shape = self.spec, self.config.model.dtype, self.servers.tp, max(1.0, running), work.prompt + work.response / 2
         server = _server_rate(self.config, gpu), gpu.memory_bandwidth, self.config.rollout.quantization
-        return self.config.rollout.max_new_tokens * formulas.decode_seconds(*shape, *server)
+        return self.config.rollout.max_new_tokens * time_formulas.decode_seconds(*shape, *server)
 
     @property
     def hashed(self) -> float:
@@ -335,23 +335,23 @@ def _times(
 ) -> Times:
     p, gpu, dtype, recompute = config.parallel, cluster.gpu, config.model.dtype, config.trainer.recompute
     budget, dp = config.rollout_budget, cluster.gpus // p.model_ranks
-    forward = formulas.forward_flops(spec, [(budget, work.mean)]) / (cluster.gpus * gpu.flops)
+    forward = time_formulas.forward_flops(spec, [(budget, work.mean)]) / (cluster.gpus * gpu.flops)
     own_tokens = budget * work.mean / dp
-    hidden = formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
-    others = formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
-    others += formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
+    hidden = time_formulas.tensor_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.tp)
+    others = time_formulas.context_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.cp, p.tp)
+    others += time_formulas.expert_parallel_bytes(spec, p, dtype, own_tokens) / cluster.link(p.ep)
     dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     reduce = max(
-        formulas.data_parallel_bytes(s.dense, dtype, dp_cp) / cluster.link(dp_cp, p.tp)
-        + formulas.data_parallel_bytes(s.experts, dtype, expert_dp) / cluster.link(expert_dp, p.ep)
+        time_formulas.data_parallel_bytes(s.dense, dtype, dp_cp) / cluster.link(dp_cp, p.tp)
+        + time_formulas.data_parallel_bytes(s.experts, dtype, expert_dp) / cluster.link(expert_dp, p.ep)
         for s in stages
     )
-    idle = formulas.bubble(p, micro_batches)
-    exchange_once = formulas.exchanges("logprobs", recompute) * (hidden + others)
-    exchange_often = formulas.exchanges("update", recompute, gathered_again=p.sequence_parallel) * hidden
-    exchange_often += formulas.exchanges("update", recompute) * others
-    once = formulas.pass_factor("logprobs", recompute) * forward + exchange_once
-    often = formulas.pass_factor("update", recompute) * forward + exchange_often
+    idle = time_formulas.bubble(p, micro_batches)
+    exchange_once = time_formulas.exchanges("logprobs", recompute) * (hidden + others)
+    exchange_often = time_formulas.exchanges("update", recompute, gathered_again=p.sequence_parallel) * hidden
+    exchange_often += time_formulas.exchanges("update", recompute) * others
+    once = time_formulas.pass_factor("logprobs", recompute) * forward + exchange_once
+    often = time_formulas.pass_factor("update", recompute) * forward + exchange_often
     # The forward passes of the statistics run through all mini-batches one after another.
     idle_once = idle / updates
     generate = push = 0.0
@@ -382,11 +382,11 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
 
     def decode(sequences: float, context: float) -> float:
         shape = spec, dtype, servers.tp, sequences, context
-        return formulas.decode_seconds(*shape, rate, gpu.memory_bandwidth, quantization)
+        return time_formulas.decode_seconds(*shape, rate, gpu.memory_bandwidth, quantization)
 
     share = config.rollout_budget / servers.count
     running = max(1.0, servers.running)
-    prefill = formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
+    prefill = time_formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
     prefill /= servers.tp * rate
     together = share * work.response / running * decode(running, work.prompt + work.response / 2)
     alone = config.rollout.max_new_tokens * decode(1, work.longest / 2)

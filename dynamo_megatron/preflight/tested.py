@@ -43,8 +43,9 @@ TRAINER = (
         "and torch's Adam run",
         needed=False,
         gpu_only=True,
-        cost="training may take two to three times as long (an estimate): attention runs sequence by sequence, norms "
-        "are not fused, and there is no context parallelism; docs/install.md says how to build it",
+        cost="training may take two to three times as long (an estimate): attention takes a call for each distinct "
+        "length of a sequence, norms are not fused, and there is no context parallelism; docs/install.md says how to "
+        "build it",
     ),
     Package(
         "apex",

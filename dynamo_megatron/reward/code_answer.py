@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.reward.code_tests import AssertTest, CallTest, StreamTest, problem_tests, same_text, same_value
+from dynamo_megatron.reward.code_tests import AssertTest, CallTest, StreamTest, problem_tests, same_text
 from dynamo_megatron.reward.extraction import fenced
 from dynamo_megatron.reward.sandbox import Sandbox
 from dynamo_megatron.types import Prompt
@@ -53,7 +52,7 @@ def _outcome(sandbox: Sandbox, program: bytes, test: StreamTest | CallTest | Ass
             request = json.dumps({"name": name, "args": args})
             longest = OUTPUT + 4 * len(json.dumps(expected))
             result = sandbox.run("call", program, _encoded(request), longest)
-            return result.ok and _returned(result.output, expected), result.late
+            return result.ok and _returned(result.output, test), result.late
         case AssertTest(source):
             result = sandbox.check(program, _encoded(source))
             return result.ok, result.late
@@ -63,9 +62,8 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="replace")
 
 
-def _returned(output: bytes, expected: Any) -> bool:
+def _returned(output: bytes, test: CallTest) -> bool:
     try:
-        value = json.loads(output)
-        return same_value(value, expected) or same_value([value], expected)
+        return test.passes(json.loads(output))
     except (ValueError, RecursionError, OverflowError):  # the program can write anything, however deeply nested
         return False

@@ -26,11 +26,16 @@ class StreamTest:
 @dataclass(frozen=True)
 class CallTest:
     """The program's function `name`, or the method of that name of its class Solution, has to return `expected` for
-    `args`."""
+    `args`. `wrapped`: a list of one in `expected` may also stand for the value in it, as APPS and TACO write it."""
 
     name: str
     args: list[Any]
     expected: Any
+    wrapped: bool = False
+
+    def passes(self, value: Any) -> bool:
+        """Whether the program may return `value`, which was parsed from JSON."""
+        return same_value(value, self.expected) or (self.wrapped and same_value([value], self.expected))
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _case(test: Mapping[str, Any], meta: Mapping[str, Any]) -> StreamTest | Call
             expected = json.loads(expected)
     except ValueError as error:
         raise ValueError(f"the code reward cannot read a test of {name} as JSON: {error}") from None
-    return CallTest(name, list(args), expected)
+    return CallTest(name, list(args), expected, wrapped="testtype" not in test)
 
 
 def _function_name(metadata: Any) -> str | None:

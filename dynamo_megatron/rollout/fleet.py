@@ -36,8 +36,13 @@ REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejec
 
 
 class Fleet:
-    """`listeners` are called when a server joins or leaves, or can take another request. Use it while `session` is
-    open, and cancel nothing."""
+    """Keeps the clients of the servers that are up, and tells who may answer. `session` has to stay open until `run`,
+    which keeps the servers, has ended.
+
+    `listeners` are called when a server joins or leaves, or can take another request. A push is `begin_push` and then
+    `end_push`; between them no server may answer. A `begin_push` that is cancelled or fails leaves the fleet in that
+    state: `wait_serving` then returns after the next push only.
+    """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self._config, self._session = config, session

@@ -38,6 +38,9 @@ class ClassifierServer(SGLangServer):
     _port_key = "reward.servers.port"
     _task = "--is-embedding"  # architectures that SGLang knows as classifiers do without
 
+    def _context(self) -> list[str]:
+        return []  # its inputs are of any length: the model's own limit refuses what is too long
+
     async def _warm_up(self, client: SGLangClient, timeout: float) -> None:
         reply = await client.classify([0, 0, 0], timeout)
         try:

@@ -31,6 +31,7 @@ from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -49,6 +50,10 @@ FOREIGN_VARIABLES = re.compile(
 # With these there are several groups of ranks, or ranks on other hosts: they meet as SGLang has them do.
 SEVERAL_GROUPS = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr", "--nccl-port")
 OVERRIDE = "--json-model-override-args"
+CONTEXT, LONGER_CONTEXT = "--context-length", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+BEYOND = (
+    6  # tokens: SGLang 0.5.23 takes an input of fewer than its context less 6, and a sequence of its context less 2
+)
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
@@ -306,7 +311,17 @@ class SGLangServer:
             command += ["--base-gpu-id", str(self._first_gpu + self._slot * config.tp)]
             if shares_memory(config):
                 command += ["--enable-memory-saver"]
-        return command + arguments
+        return [*command, *self._context(), *arguments]
+
+    def _context(self) -> list[str]:
+        """Arguments by which a sequence may have all of `model.max_length`, wherever a push interrupts it; [] where it
+        may without them. No position beyond the model's is ever computed: prompt and response are limited by ours."""
+        file = Path(self._model.path) / "config.json"
+        most = plain_json.read_object(file).get("max_position_embeddings") if file.is_file() else None
+        if type(most) is not int or any(argument.startswith(CONTEXT) for argument in self._config.server_args):
+            return []
+        context = (self._model.max_length or most) + BEYOND
+        return [CONTEXT, str(context)] if context > most else []
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
@@ -324,6 +339,8 @@ class SGLangServer:
         ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
+        if self._context():
+            environment[LONGER_CONTEXT] = "1"
         environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

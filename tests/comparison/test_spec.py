@@ -128,12 +128,30 @@ def test_words_that_do_not_fit_are_one_line(capsys, words, says):
     assert says in err and err.count("\n") == 1
 
 
-def test_runs_side_by_side_cannot_listen_at_one_port(capsys, folder):
-    spec(base=[*SPEC["base"], "tracking.openmetrics=9400"])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tracking.openmetrics=9400"], "tracking.openmetrics: 9400: with --jobs 2 several runs would listen there at"),
+        (["rollout.port=30000"], "rollout.port: 30000: with --jobs 2 several runs would listen there at once; set it"),
+        (
+            ["rollout.placement=external", "rollout.urls=[http://h:1]"],
+            "rollout.placement: external: with --jobs 2 several runs would push their weights to the same servers",
+        ),
+    ],
+)
+def test_runs_side_by_side_cannot_share_a_port_or_servers(capsys, folder, words, says):
+    spec(base=[*SPEC["base"], *words])
     assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("tracking.openmetrics: 9400: with --jobs 2 several runs would listen there at once; set it")
+    assert err.startswith(says)
     assert err.count("\n") == 1 and not (folder / "out").exists()
+
+
+def test_runs_side_by_side_cannot_start_reward_servers_at_one_port(capsys, folder):
+    words = ["reward.functions=[reward_model]", "reward.reward_model.path=rm", "reward.servers.port=31000"]
+    spec(base=[*SPEC["base"], *words])
+    assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
+    assert capsys.readouterr().err.startswith("reward.servers.port: 31000: with --jobs 2 several runs would listen")
 
 
 def test_a_run_on_disk_that_is_another_one_is_refused():

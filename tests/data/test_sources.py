@@ -42,6 +42,17 @@ def test_dotted_keys_and_chat_messages(tmp_path):
     )
 
 
+def test_a_conversation_that_ends_with_an_answer_needs_no_column_for_it(tmp_path):
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    (prompt,) = load(write(tmp_path / "a.jsonl", {"id": "a", "messages": messages, "n": 1}), prompt_key="messages")
+    assert prompt.messages == messages and prompt.answer is None and prompt.meta == {"n": 1}
+    path = write(tmp_path / "b.jsonl", {"id": "a", "messages": messages, "answer": "3"})
+    assert load(path, prompt_key="messages")[0].answer == "3"
+    assert "no 'solution'" in refused(path, prompt_key="messages", answer_key="solution")
+    path = write(tmp_path / "c.jsonl", {"id": "a", "messages": messages[:1]})
+    assert "no 'answer' or 'reward_model.ground_truth'" in refused(path, prompt_key="messages")
+
+
 GOOD = {"id": "a", "problem": "q", "answer": "1"}
 
 

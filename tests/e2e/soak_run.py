@@ -201,9 +201,13 @@ def audit(output: Path, steps: Sequence[int]) -> tuple[dict[int, int], list[str]
     return rollouts, problems
 
 
-def possible(site: Site, names: Sequence[str]) -> list[Fault]:
-    """The faults of these names (none: all) that this machine can make. Raises ValueError for an unknown name."""
+def named(names: Sequence[str]) -> list[Fault]:
+    """The faults of these names; none: all. Raises ValueError for an unknown name."""
     if unknown := set(names) - {fault.name for fault in FAULTS}:
         raise ValueError(f"no such fault: {sorted(unknown)[0]}; there are: {', '.join(f.name for f in FAULTS)}")
-    wanted = [fault for fault in FAULTS if not names or fault.name in names]
-    return [fault for fault in wanted if site.small_disks or fault.name not in NEED_SMALL_DISKS]
+    return [fault for fault in FAULTS if not names or fault.name in names]
+
+
+def possible(site: Site, kinds: Sequence[Fault]) -> list[Fault]:
+    """Those that this machine can make."""
+    return [fault for fault in kinds if site.small_disks or fault.name not in NEED_SMALL_DISKS]

@@ -1,18 +1,21 @@
 """A run that is hurt again and again stays flat and loses nothing; and what would show if it did not."""
 
+import importlib.util
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import soak_meter
 from soak_faults import FAULTS, order
 from soak_meter import LEAST, WARM_UP, Meter, growth
-from soak_run import audit
+from soak_run import Soak, audit
 
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
@@ -60,6 +63,40 @@ def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_pat
         assert record["exit code"] in fault.codes, record
     judged = {growth["what"].partition(" ")[0] for growth in result["growth"]}
     assert judged >= {"/dev/shm", "step"}, judged
+
+
+def test_an_unknown_kind_is_one_line_before_anything_is_started_or_written(tmp_path):
+    out = tmp_path / "soak.json"
+    out.write_text("kept")
+    command = [sys.executable, "-P", SOAK, "no servr", "--folder", tmp_path / "soak", "--out", out]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and not ended.stdout
+    assert ended.stderr.startswith("soak: no such fault: no servr; there are: server killed, ")
+    assert ended.stderr.count("\n") == 1
+    assert out.read_text() == "kept" and not (tmp_path / "soak").exists()
+
+
+@pytest.mark.parametrize("faults", [[], [{"fault": "server killed"}]])
+def test_a_soak_that_is_interrupted_before_its_first_fault_leaves_an_earlier_result(tmp_path, monkeypatch, faults):
+    spec = importlib.util.spec_from_file_location("soak_command", SOAK)
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+
+    class Interrupted(Soak):
+        def run(self, kinds, rng):
+            self.faults += faults
+            raise KeyboardInterrupt
+
+    site = SimpleNamespace(close=lambda: None, small_disks=False, step=3, meter=Meter(tmp_path, tmp_path))
+    monkeypatch.setattr(command, "Site", lambda *arguments, **options: site)
+    monkeypatch.setattr(command, "Soak", Interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv(command.ISOLATED, "1")
+    out = tmp_path / "soak.json"
+    out.write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--folder", str(tmp_path), "--out", str(out)])
+    assert command.main() == 1
+    assert (out.read_text() == "kept") == (not faults)
 
 
 def measured(tmp_path, monkeypatch, leak: str) -> dict[str, bool]:

@@ -6,7 +6,7 @@ from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning import formulas, time_formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.host import host_memory
 from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, make_plan, workload
@@ -45,7 +45,7 @@ def test_72b_by_hand():
     assert formulas.checkpoint_bytes(spec, "bfloat16") == 14 * 72_706_203_648
     # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
     multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
-    assert formulas.forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
+    assert time_formulas.forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
 
 
 def test_30b_a3b_by_hand():
@@ -84,7 +84,7 @@ def test_the_interleaved_schedule_holds_more():
     assert layers == pytest.approx(80 * (1 + 3 / 20)) and batches == pytest.approx(layers / 20)
     assert formulas.in_flight(p, 80, 3, 40)[0] == pytest.approx((4 * 4 + 1) * 4)
     assert formulas.in_flight(p, 80, 0, 1) == (20, 1)  # no more than there are
-    assert formulas.bubble(p, 12) == 3 / (12 * 5)
+    assert time_formulas.bubble(p, 12) == 3 / (12 * 5)
 
 
 def test_the_checksum_of_a_layers_experts_in_fp8_is_of_all_of_them():
@@ -93,9 +93,9 @@ def test_the_checksum_of_a_layers_experts_in_fp8_is_of_all_of_them():
 
 def test_a_decode_step_of_few_sequences_reads_few_experts():
     spec = spec_of("Qwen3-30B-A3B")
-    one, many = (formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
+    one, many = (time_formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
-    in_fp8 = formulas.decode_seconds(spec, "bfloat16", 1, 10_000, 0, 1e30, 1.0, "fp8")
+    in_fp8 = time_formulas.decode_seconds(spec, "bfloat16", 1, 10_000, 0, 1e30, 1.0, "fp8")
     assert in_fp8 == pytest.approx(formulas.server_bytes(spec, 1, "bfloat16", "fp8"))
 
 

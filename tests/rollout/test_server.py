@@ -153,6 +153,40 @@ def test_a_servers_ranks_meet_where_the_temporary_folder_has_no_flock(tmp_path, 
     assert not Path(said[1]).exists()
 
 
+def started_with(folder, **settings) -> str:
+    """The words and the variable on a longer context that a server of a model of 2048 tokens is started with."""
+    python, log = folder / "python", folder / "sglang.log"
+    python.write_text(f'#!/bin/sh\necho "$@" longer=${server_module.LONGER_CONTEXT} end\nexec sleep 100\n')
+    python.chmod(0o755)
+    (folder / "config.json").write_text('{"max_position_embeddings": 2048}')
+    config = RolloutConfig(python=str(python), server_args=settings.pop("server_args", []))
+    server = SGLangServer(config, ModelConfig(path=str(folder), **settings), log)
+    server.start()
+    try:
+        deadline = time.monotonic() + 60
+        while " end\n" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+    finally:
+        server.stop()
+    return log.read_text()
+
+
+def test_a_server_has_room_for_sequences_of_the_models_length(tmp_path, monkeypatch):
+    monkeypatch.delenv(server_module.LONGER_CONTEXT, raising=False)
+    said = started_with(tmp_path)
+    assert " --context-length 2054 " in said and "longer=1 " in said
+    (tmp_path / "sglang.log").unlink()
+    said = started_with(tmp_path, max_length=2044)
+    assert " --context-length 2050 " in said and "longer=1 " in said
+    (tmp_path / "sglang.log").unlink()
+    said = started_with(tmp_path, max_length=1024)
+    assert "--context-length" not in said and "longer= " in said
+    (tmp_path / "sglang.log").unlink()
+    said = started_with(tmp_path, server_args=["--context-length=512"])
+    assert said.count("--context-length") == 1 and "longer= " in said
+
+
 def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     silent = tmp_path / "silent"

@@ -51,6 +51,17 @@ class ChatTokens:
         sampled = last_token in self._ends and end[:1] == [last_token]
         return end[sampled:] + self._encode(whole[len(before) :])
 
+    def rendered(self, before: list[Message], answer: Message, tools: list[Message] | None) -> str:
+        """Returns the text of an answer with tool calls, as the template renders it after `before`. Raises BadRequest,
+        also where the template leaves a call out."""
+        start, end = self._text(before, tools, True), self._turn_end_text
+        whole = self._text([*before, answer], tools, False)
+        text = whole[len(start) : len(whole) - len(end or "")]
+        named = all(call["function"]["name"] in text for call in answer["tool_calls"])
+        if end is None or not (named and whole.startswith(start) and whole.endswith(end)):
+            raise BadRequest("messages: the chat template does not render tool calls as a part of the answer")
+        return text
+
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special
         tokens."""
@@ -62,11 +73,15 @@ class ChatTokens:
         return self._tokenizer.encode(text)
 
     @cached_property
-    def _turn_end(self) -> list[int] | None:
-        """The ids that the template puts after an assistant's text; None where the template changes that text."""
+    def _turn_end_text(self) -> str | None:
+        """What the template puts after an assistant's text; None where the template changes that text."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         _, found, end = self._text(messages, None, False).rpartition(ANSWER)
-        return self._encode(end) if found else None
+        return end if found else None
+
+    @cached_property
+    def _turn_end(self) -> list[int] | None:
+        return None if self._turn_end_text is None else self._encode(self._turn_end_text)
 
     def _text(self, messages: list[Message], tools: list[Message] | None, begins_answer: bool) -> str:
         try:

@@ -34,9 +34,9 @@ def _message(message: Any, number: int) -> Message:
         raise BadRequest(f"{where}.role: {role!r:.40} is none of {', '.join(ROLES)}")
     found: Message = {"role": role, "content": _text(message.get("content"), where)}
     if calls := message.get("tool_calls"):
-        if role != "assistant" or not isinstance(calls, Sequence):
+        if role != "assistant":
             raise BadRequest(f"{where}.tool_calls: a list, of an assistant's message")
-        found["tool_calls"] = [_call(call, where) for call in calls]
+        found["tool_calls"] = normalised_calls(calls, where)
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             found[name] = str(message[name])
@@ -52,6 +52,13 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise BadRequest(f"{where}.content: a part that is no text")
     return "".join(part["text"] for part in content)
+
+
+def normalised_calls(calls: Any, where: str) -> list[Message]:
+    """The tool calls of a message, with arguments as objects. `where`: the message, for errors. Raises BadRequest."""
+    if not isinstance(calls, Sequence):
+        raise BadRequest(f"{where}.tool_calls: a list, of an assistant's message")
+    return [_call(call, where) for call in calls]
 
 
 def _call(call: Any, where: str) -> Message:

@@ -1,0 +1,90 @@
+"""Which tokens `sft` trains on: those of every answer, each after what the policy would be given for it."""
+
+import json
+
+import pytest
+from agents_chat import make_tokenizer
+
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.templates import PLAIN
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.sft_examples import examples_of
+from dynamo_megatron.types import Prompt
+
+TOKENIZER = make_tokenizer()
+DATA = DataConfig(source="x")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ARGUMENTS = {"a": 3, "b": 4}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+def said(role: str, content: str, **others) -> dict:
+    return {"role": role, "content": content, **others}
+
+
+def trained(example, tokenizer=TOKENIZER) -> str:
+    return tokenizer.decode([token for token, wanted in zip(example.tokens, example.trained, strict=True) if wanted])
+
+
+def test_all_answers_of_a_conversation_are_trained():
+    messages = [said("system", "s"), said("user", "1"), said("assistant", "größer"), said("user", "2")]
+    messages.append(said("assistant", "the sum"))
+    (example,) = examples_of(Prompt("p", messages), TOKENIZER, DATA)
+    assert trained(example) == "größer<|im_end|>the sum<|im_end|>"
+    whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
+    assert TOKENIZER.decode(example.tokens) + "\n" == whole
+
+
+def test_the_system_prompt_of_the_config_stands_once_before_the_conversation():
+    messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
+    data = DataConfig(source="x", system_prompt="be brief")
+    (example,) = examples_of(Prompt("p", messages), TOKENIZER, data)
+    shown = TOKENIZER.decode(example.tokens)
+    assert shown.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") and shown.count("brief") == 1
+
+
+def test_an_answer_beside_the_conversation_is_the_only_one_trained():
+    messages = [said("user", "1"), said("assistant", "a"), said("user", "2")]
+    (example,) = examples_of(Prompt("p", messages, answer="7", meta={"tools": TOOLS}), TOKENIZER, DATA)
+    assert trained(example) == "7<|im_end|>" and "Tools:" not in TOKENIZER.decode(example.tokens)
+    with pytest.raises(InputError, match=r"^data\.answer_key: the completion of 'p' is 7, not a text$"):
+        examples_of(Prompt("p", messages, answer=7), TOKENIZER, DATA)
+
+
+def test_where_the_template_drops_earlier_thoughts_a_new_sequence_begins():
+    tokenizer, thought = make_tokenizer(thinks=True), "<think>\nx\n</think>\n"
+    messages = [
+        said("user", "1"),
+        said("assistant", f"{thought}a"),
+        said("user", "2"),
+        said("assistant", f"{thought}b"),
+    ]
+    first, second = examples_of(Prompt("p", messages), tokenizer, DATA)
+    assert trained(first, tokenizer) == f"{thought}a<|im_end|>"
+    assert trained(second, tokenizer) == f"{thought}b<|im_end|>"
+    given = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(second.tokens) == f"{given}{thought}b<|im_end|>" and given.count("<think>") == 0
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)])
+def test_calls_of_tools_are_trained_and_results_are_not(arguments):
+    call = said("assistant", "use it", tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
+    messages = [said("user", "3 + 4"), call, said("tool", "7")]
+    prompt = Prompt("p", [*messages, said("assistant", "it is 7")], meta={"tools": TOOLS})
+    (example,) = examples_of(prompt, TOKENIZER, DATA)
+    assert trained(example) == f"use it\n{CALL}<|im_end|>it is 7<|im_end|>"
+    assert TOKENIZER.decode(example.tokens).startswith("<|im_start|>system\nTools:\n")
+    (ends,) = examples_of(Prompt("p", messages[:2]), TOKENIZER, DATA)
+    assert trained(ends) == f"use it\n{CALL}<|im_end|>"
+
+
+def test_a_template_without_tool_calls_is_one_line():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PLAIN
+    call = said("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {}}}])
+    with pytest.raises(InputError) as refused:
+        examples_of(Prompt("p", [said("user", "1"), call]), tokenizer, DATA)
+    assert (
+        str(refused.value)
+        == "prompt 'p': messages: the chat template does not render tool calls as a part of the answer"
+    )
