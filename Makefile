@@ -82,7 +82,8 @@ verifiers: .venv-verifiers/.installed
 megatron: .megatron/.installed
 .megatron/.installed: requirements/megatron.txt | $(INSTALLED)
 	@rm -rf .megatron
-	@$(PIP) --retries 1 --no-deps --only-binary=:all: --python-version 3.12 --target .megatron -r requirements/megatron.txt
+	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
+		--python-version 3.12 --target .megatron -r requirements/megatron.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
