@@ -14,8 +14,9 @@
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
+# make megatron   .megatron, the other supported megatron-core, whose Python code tests put in front of .venv's
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
-# test-all .venv-peers and .venv-verifiers; later calls set up nothing.
+# test-all .venv-peers, .venv-verifiers and .megatron; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -34,7 +35,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers verifiers clean
+.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers verifiers megatron clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -78,6 +79,13 @@ verifiers: .venv-verifiers/.installed
 	@$(VERIFIERS_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+megatron: .megatron/.installed
+.megatron/.installed: requirements/megatron.txt | $(INSTALLED)
+	@rm -rf .megatron
+	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
+		--python-version 3.12 --target .megatron -r requirements/megatron.txt
+	@touch $@
+
 $(MODEL)/config.json: | $(INSTALLED)
 	@.venv/bin/python -P tools/smollm2_to_hf.py $(MODEL)
 
@@ -115,6 +123,7 @@ test: lint
 test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@$(MAKE) --no-print-directory verifiers || echo "no .venv-verifiers (above): its tests are skipped" >&2
+	@$(MAKE) --no-print-directory megatron || echo "no .megatron (above): its tests are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
@@ -135,4 +144,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo .venv-peers .venv-verifiers models runs
+	rm -rf .venv .venv-nemo .venv-peers .venv-verifiers .megatron models runs

@@ -135,6 +135,15 @@ def verifiers_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def other_megatron() -> str:
+    """A PYTHONPATH with the other supported megatron-core (requirements/megatron.txt): MEGATRON or .megatron."""
+    folder = os.environ.get("MEGATRON", str(ROOT / ".megatron"))
+    if not (Path(folder) / "megatron").is_dir():
+        pytest.skip(f"no {folder} (make megatron)")
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
 def command_line():
     """run(folder, *words) -> (exit code, output): `dynamo-megatron WORDS` in the folder, to its end.
 

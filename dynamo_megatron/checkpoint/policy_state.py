@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -39,10 +39,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.checked_loading import CheckedCommon, CheckedParts
+from dynamo_megatron.checkpoint.checked_loading import load_checked
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
 from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
 from dynamo_megatron.checkpoint.policy_weights import verify_bytes
+from dynamo_megatron.checkpoint.torch_dist import write_common
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
@@ -198,7 +199,10 @@ def begin_save(
         sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
         # Ranks that have the same parameters share the writing: each writes a part of them.
         strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
-        dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=metadata)
+        parts, common = save_preprocess({**sharded, "content_metadata": metadata})
+        strategy.save(parts, folder)
+        if layout.rank == 0:
+            write_common(folder, common)
     except (OSError, RuntimeError, CheckpointException) as error:
         if (why := _file_error(error)) is None:
             raise
@@ -247,10 +251,9 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
         # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
     try:
-        parts = CheckedParts(folder)  # Megatron's own strategies would unpickle what the files name
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # caused by Megatron's use of torch
-            loaded = dist_checkpointing.load(sharded, str(folder), parts, CheckedCommon())
+            loaded = load_checked(sharded, folder)  # Megatron's own loader would unpickle what the files name
     except (
         ValueError,
         OSError,

@@ -3,6 +3,9 @@
 The format is that of torch.distributed.checkpoint. `*.distcp` files have the tensors in chunks, and `.metadata` lists
 the chunks and their places; Megatron adds `metadata.json` and `common.pt`. A tensor may be divided into chunks in any
 way. To read a region, the chunks that overlap it are read.
+
+Megatron 0.19 itself writes no `common.pt` any more (`checked_loading.py`), but loads checkpoints that have it, as 0.16
+does. Files that are written here, and in a run, are the same under every version.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+COMMON_FILE = "common.pt"
 FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
 # The exceptions of torch.load on corrupt data.
 DAMAGED = (
@@ -232,13 +236,18 @@ class TorchDistWriter:
     def close(self) -> dict[str, str]:
         """Writes the metadata files. Returns the checksums of the data files, by name. Does not sync to disk. Raises
         OSError."""
-        with open(self.path / "common.pt", "wb") as stream:
-            _save({"content_metadata": {}}, stream)
-        (self.path / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
+        write_common(self.path, {"content_metadata": {}})
         writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+
+def write_common(folder: Path, common: dict[str, Any]) -> None:
+    """Writes the data of a checkpoint that is no tensor, and the name of the format. Raises OSError."""
+    with open(folder / COMMON_FILE, "wb") as stream:
+        _save(common, stream)
+    (folder / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
 
 
 def _save(value: Any, stream: BinaryIO) -> None:

@@ -9,9 +9,11 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from dynamo_megatron.config import OptimizerConfig
+from dynamo_megatron.policy.megatron_versions import match_groups_by_kind
 
 
 def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    match_groups_by_kind()
     megatron = ddp[0].module.config
     return get_megatron_optimizer(
         MegatronConfig(

@@ -14,7 +14,8 @@ from dynamo_megatron.preflight.findings import Finding, failed, note
 @dataclass(frozen=True)
 class Package:
     """`tested` None: no version was tested yet. `at_least` None: any version may work. `gives`: what the package is
-    for. `cost`: for an optional package, what a run on GPUs loses without it."""
+    for. `cost`: for an optional package, what a run on GPUs loses without it. `tested_too`: other versions
+    that the tests which use the package ran with."""
 
     name: str
     tested: str | None
@@ -23,11 +24,18 @@ class Package:
     needed: bool = True
     gpu_only: bool = False
     cost: str = ""
+    tested_too: tuple[str, ...] = ()
 
 
 TRAINER = (
     Package("torch", "2.13.0", "2.10", "tensors, autograd, process groups"),
-    Package("megatron-core", "0.16.1", "0.16.1", "the model, its parallelism, the optimizer, checkpoints"),
+    Package(
+        "megatron-core",
+        "0.16.1",
+        "0.16.1",
+        "the model, its parallelism, the optimizer, checkpoints",
+        tested_too=("0.19.2",),
+    ),
     Package("transformers", "5.19.0", "4.57", "tokenizers"),
     Package("safetensors", "0.8.0", None, "the model's files"),
     Package("pydantic", "2.14.3", "2.11", "the configuration"),
@@ -124,8 +132,9 @@ def faults(
             )
         elif package.tested is None and package.gpu_only:
             yield note(f"{package.name} {found} in {where}: no version of it has been tested here")
-        elif package.tested and not same_release(found, package.tested):
-            yield note(f"{package.name} {found} in {where} is untested; {package.tested} is what the tests ran with")
+        elif package.tested and not any(same_release(found, v) for v in (package.tested, *package.tested_too)):
+            tested = " and ".join((package.tested, *package.tested_too))
+            yield note(f"{package.name} {found} in {where} is untested; the tests ran with {tested}")
     if cuda:
         yield from map(note, costs(packages, version_of))
 

@@ -1,6 +1,7 @@
 """A run with a real SGLang server: agreement, versions, groups, and what a kill leaves."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, st
         f"data.source={tmp_path / 'problems.jsonl'}",
         "data.batch_prompts=4",
         "trainer.steps=2",
-        environment={"PYTHONPATH": str(tmp_path)},
+        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
     )
     assert run.wait() == 0, run.text[-2000:]
     answers = {row["id"]: row["answer"] for row in map(json.loads, problems)}

@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from dynamo_megatron.checkpoint.checked_loading import CheckedCommon, CheckedParts
+    from dynamo_megatron.checkpoint.checked_loading import load_checked
 
     saved = folder / "saved"
     saved.mkdir()
@@ -35,8 +35,8 @@ def main(folder: Path) -> None:
     dist_checkpointing.save({**sharded(whole, {"a": [1, 2.5]}), "common": {"step": 3}}, str(saved))
 
     def load(checked: bool) -> dict:
-        ours = (CheckedParts(saved), CheckedCommon()) if checked else ()
-        return dist_checkpointing.load(sharded(torch.zeros(4, 3), None), str(saved), *ours)
+        asked = sharded(torch.zeros(4, 3), None)
+        return load_checked(asked, saved) if checked else dist_checkpointing.load(asked, str(saved))
 
     said, ran = {}, folder / "ran"
     loaded = load(checked=True)

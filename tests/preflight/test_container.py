@@ -120,6 +120,7 @@ def test_the_tested_table_is_what_the_tests_install():
             assert f"{package.name}=={package.tested}" in makefile
         else:
             assert lock[normal(package.name)] == package.tested, package.name
+    assert [pins("megatron.txt")["megatron-core"]] == [v for p in TRAINER for v in p.tested_too]
 
 
 def test_the_trainers_pins_are_the_locks():

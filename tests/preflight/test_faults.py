@@ -272,7 +272,7 @@ def test_a_server_of_another_version(base, failure, check):
     assert "pip install 'sglang==0.5.23'" in said
     shutil.rmtree(base / "site")
     other_interpreter(base, "sglang", "0.9.1")
-    assert ("note", "0.5.23 is what the tests ran with") in [
+    assert ("note", "the tests ran with 0.5.23") in [
         (level, text.split("; ")[-1]) for level, text in check("versions", f"rollout.python={python}")
     ]
 
@@ -298,6 +298,15 @@ def test_a_trainer_of_another_version(base, command_line):
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "megatron-core 0.12.0 in the trainer's interpreter is older than 0.16.1" in done.stderr
     assert "pip install -c requirements/lock.txt 'megatron-core==0.16.1'" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.21.0"])
+def test_a_megatron_that_no_test_ran_with_is_noted(check, monkeypatch, version):
+    found = machine_checks.trainer_version
+    monkeypatch.setattr(machine_checks, "trainer_version", lambda p: version if p == "megatron-core" else found(p))
+    notes = [text for level, text in check("versions") if level == "note" and "megatron-core" in text]
+    said = f"megatron-core {version} in the trainer's interpreter is untested; the tests ran with 0.16.1 and 0.19.2"
+    assert notes == ([said] if version == "0.21.0" else [])
 
 
 def test_an_optional_package_that_is_half_there(base, failure, monkeypatch):
