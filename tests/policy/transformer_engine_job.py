@@ -30,7 +30,13 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
-from dynamo_megatron.models.mapping import global_name, huggingface_names, huggingface_shapes, is_expert, layout_of  # noqa: E402
+from dynamo_megatron.models.mapping import (  # noqa: E402
+    global_name,
+    huggingface_names,
+    huggingface_shapes,
+    is_expert,
+    layout_of,
+)
 from dynamo_megatron.policy.attention import PackedAttention  # noqa: E402
 from dynamo_megatron.policy.model import build_chunks, rotation  # noqa: E402
 
