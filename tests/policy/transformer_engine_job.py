@@ -46,7 +46,6 @@ MARKS = {
     "allreduce": True,
     "sequence_parallel": False,
     "tensor_model_parallel": False,
-    "partition_stride": 1,
     "shared_embedding": False,
     "is_embedding_or_output_parameter": False,
     "average_gradients_across_tp_domain": False,
@@ -59,7 +58,8 @@ class OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if str(kwargs.get("device")).startswith("cuda"):
+        device = kwargs.get("device")
+        if isinstance(device, int) or str(device).startswith("cuda"):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
@@ -70,7 +70,7 @@ def as_a_gpu() -> Iterator[None]:
     hopper = types.SimpleNamespace(major=9, minor=0)
     said = {
         "is_available": True,
-        "current_device": torch.device("cuda", 0),
+        "current_device": 0,
         "get_device_capability": (9, 0),
         "get_device_properties": hopper,
     }
@@ -91,14 +91,14 @@ def parameters(chunks, spec, layout, p) -> dict[tuple[str, ...], dict]:
             whole = global_name(name, chunk.layer_offset, experts)
             tensors = huggingface_names(spec, whole)
             assert tensors not in found, f"two parameters are made of {tensors}"
-            # Of a parameter that is not cut the dimension says nothing, and the two layers differ in it.
+            # Of a parameter that is not cut its dimension and stride say nothing, and they differ for experts.
             cut = layout_of(whole) != "replicated" and not is_expert(whole)
             found[tensors] = {
                 "name": whole,
                 "shape": tuple(parameter.shape),
                 "dtype": parameter.dtype,
                 "trained": parameter.requires_grad,
-                "cut along": getattr(parameter, "partition_dim", -1) if cut else None,
+                "cut": [getattr(parameter, f"partition_{what}", None) for what in ("dim", "stride")] if cut else None,
                 **{mark: getattr(parameter, mark, usual) for mark, usual in MARKS.items()},
             }
     return found
@@ -150,7 +150,9 @@ def wrong_modules(chunks, spec, p, dtype) -> Iterator[str]:
                 wanted |= {"hidden_size_per_attention_head_k": spec.kv_channels}
                 yield from check(f"{name}.fused_attention", module.fused_attention, {"softmax_scale": scale})
                 yield from check(f"{name}.flash_attention", module.flash_attention, {"softmax_scale": scale})
-            elif isinstance(module, torch.nn.Linear) or name.endswith(("linear_qkv", "linear_proj", "linear_fc1")):
+            elif isinstance(module, torch.nn.Linear) or name.endswith(
+                ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+            ):
                 yield f"{name}: {type(module)}"
                 continue
             else:
