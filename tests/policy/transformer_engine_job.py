@@ -76,7 +76,7 @@ def as_a_gpu() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, answer in said.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
         stack.enter_context(torch.device("meta"))
         stack.enter_context(OnMeta())
         yield
@@ -186,11 +186,13 @@ def not_stored(tensors: dict[tuple, tuple], objects: set[str], folder: str, spec
 
 def compare(case: dict, rank: int, config: Config, spec) -> tuple[int, list[str]]:
     p = config.parallel
-    layout = join_as(rank, case["ranks"], p)
-    with torch.device("meta"):
-        ours = build_chunks(spec, config, layout)
-    with as_a_gpu():
-        theirs = build_chunks(spec, config, layout)
+    layout, rotated = join_as(rank, case["ranks"], p), rotation(spec)
+    # transformers makes YaRN's frequencies on the default device, and then copies them from there.
+    with mock.patch("dynamo_megatron.policy.model.rotation", lambda _: rotated):
+        with torch.device("meta"):
+            ours = build_chunks(spec, config, layout)
+        with as_a_gpu():
+            theirs = build_chunks(spec, config, layout)
     found = [parameters(chunks, spec, layout, p) for chunks in (ours, theirs)]
     check_shapes(
         spec,
