@@ -22,8 +22,8 @@ calls: Counter[str] = Counter()
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x w^T. With `fuse` the weight's gradient is added to main_grad, or takes its place with `overwrite`; zeros
-    stand for it."""
+    """y = x w^T. With `fuse` the weight's gradient is added to main_grad, or takes its place with `overwrite`. What is
+    returned for it is memory that nothing was written to, unless `zero_out_wgrad` asks for zeros: NaN, here."""
 
     @staticmethod
     def forward(ctx, x, weight, fuse, overwrite):
@@ -42,7 +42,8 @@ class _LinearFunction(torch.autograd.Function):
             weight.main_grad.zero_()
         weight.main_grad += flat.T @ rows
         weight.grad_added_to_main_grad = True
-        return upstream @ weight, torch.zeros_like(weight), None, None
+        unused = 0.0 if getattr(weight, "zero_out_wgrad", False) else math.nan
+        return upstream @ weight, torch.full_like(weight, unused), None, None
 
 
 class _Module(torch.nn.Module):
