@@ -1,4 +1,4 @@
-"""A run with an agent of a published library, pydantic-ai: real ranks, a real SGLang server, the library's interpreter."""
+"""A run with an agent of a published library, pydantic-ai: real ranks, a real server, the library's interpreter."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run with an agent and two SGLang servers, of which one is killed in the middle of episodes: they go on elsewhere."""
+"""A run with an agent and two SGLang servers: one is killed in the middle of episodes, which go on on the other."""
 
 import pytest
 

@@ -61,8 +61,8 @@ class Engine(Server):
 async def run_steps(
     generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends: int | None = None
 ):
-    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the step
-    in whose middle it does."""
+    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the
+    step in whose middle it does."""
     results, dispatched = {}, first - 1
 
     async def pushed(version):

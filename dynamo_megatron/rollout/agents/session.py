@@ -234,7 +234,7 @@ def chunks(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, An
     finish = choice["finish_reason"]
     if "message" in choice:
         message = choice["message"]
-        events = [event(delta={"role": "assistant", "content": message["content"] or ""})]
+        events = [event(delta={"role": "assistant", "content": message["content"]})]
         numbered = zip(itertools.count(), message.get("tool_calls", ()), strict=False)
         events += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
         events.append(event(finish, delta={}))
