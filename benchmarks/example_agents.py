@@ -36,8 +36,9 @@ LIMIT = 3600.0  # seconds of each command
 def seconds_of(command: Sequence[str], folder: Path, log: Path) -> float:
     """Of a command in `folder`. Raises SystemExit where it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    fresh = {"PIP_NO_CACHE_DIR": "1", "DYNAMO_MEGATRON_CACHE": str(folder / "runs" / "cache")}
     start = time.monotonic()
-    done = run_logged(command, log, LIMIT, cwd=folder, env={**os.environ, "PIP_NO_CACHE_DIR": "1"})
+    done = run_logged(command, log, LIMIT, cwd=folder, env={**os.environ, **fresh})
     if done["exit code"] != 0:
         raise SystemExit("\n".join([*done["log"], f"{' '.join(command)}: exit code {done['exit code']}; see {log}"]))
     return time.monotonic() - start
