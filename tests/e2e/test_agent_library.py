@@ -10,7 +10,7 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-helper = Agent(instructions="Use the tool.", model_settings={"max_tokens": 12})
+helper = Agent(instructions="Use the tool.", model_settings={"max_tokens": 12}, retries=4)  # of empty answers
 
 @helper.tool_plain
 def add(a: int, b: int) -> int:
@@ -45,7 +45,7 @@ def test_it_trains(workspace, command_line, pydantic_ai_python, step_lines):
     assert len(rollouts) == 24 * STEPS and {r.status for r in rollouts} == {"ok"}
     for rollout in rollouts:
         roles = [message["role"] for message in rollout.episode.messages]
-        assert roles[:2] == ["system", "user"] and rollout.episode.messages[-2]["content"] == "Sure?"
+        assert roles[:2] == ["system", "user"] and "Sure?" in [m["content"] for m in rollout.episode.messages]
         assert rollout.reward == len(rollout.episode.messages[-1]["content"]) % 2
         assert len(rollout.episode.starts) == 1
     rows = step_lines(output)
