@@ -33,7 +33,6 @@ def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, 
     settings = [
         "rollout.agent=lost_agents:agent",
         "rollout.servers=2",
-        "rollout.health_timeout=5",
         "rollout.max_new_tokens=64",
         "model.max_length=512",
         "data.template=chat",
