@@ -1,5 +1,6 @@
 # make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
 # make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's table (20 minutes)
+# make agents-figures  both example agents from a fresh clone: benchmarks/results/agents.json and the table of docs/agents.md
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
 # make test       what CI runs: lint and the quick tests
@@ -17,8 +18,9 @@
 # make megatron   .megatron, the other supported megatron-core, whose Python code tests put in front of .venv's
 # make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 8 GB, 20
 #                 minutes of compiling (TE=skip leaves it out of test-all)
+# make pydantic-ai  .venv-pydantic-ai, an interpreter for agents of pydantic-ai, whose openai is newer than SGLang's
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
-# test-all .venv-peers, .venv-verifiers, .megatron and .venv-te; later calls set up nothing.
+# test-all .venv-peers, .venv-verifiers, .venv-pydantic-ai, .megatron and .venv-te; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -33,13 +35,14 @@ PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version
 NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 VERIFIERS_PIP := .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 TE_PIP := .venv-te/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
+PYDANTIC_AI_PIP := .venv-pydantic-ai/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all test-shard test-durations lint gpu-check nemo peers verifiers \
-	megatron te clean
+.PHONY: setup demo demo-figures agents-figures compare test test-all test-shard test-durations lint gpu-check nemo \
+	peers verifiers pydantic-ai megatron te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -88,6 +91,7 @@ megatron: .megatron/.installed
 	@rm -rf .megatron
 	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
 		--python-version 3.12 --target .megatron -r requirements/megatron.txt
+	@touch $@
 
 te: .venv-te/.installed
 .venv-te/.installed: setup.py requirements/gpu_trainer.txt tools/build_transformer_engine.sh
@@ -97,6 +101,13 @@ te: .venv-te/.installed
 	@$(TE_PIP) -r .venv-te/requirements.txt
 	@tools/build_transformer_engine.sh .venv-te/bin/python '$(TRANSFORMER_ENGINE)'
 	@$(TE_PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+pydantic-ai: .venv-pydantic-ai/.installed
+.venv-pydantic-ai/.installed: requirements/pydantic_ai.txt
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-pydantic-ai/bin/python || $(PYTHON) -m venv .venv-pydantic-ai
+	@$(PYDANTIC_AI_PIP) -r requirements/pydantic_ai.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
@@ -114,6 +125,9 @@ demo: runs/demo/warmup/hf
 
 demo-figures: runs/demo/warmup/hf
 	@.venv/bin/python -P benchmarks/demo.py
+
+agents-figures: | $(INSTALLED)
+	@.venv/bin/python -P benchmarks/example_agents.py
 
 runs/demo/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/demo/task
@@ -139,6 +153,7 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory megatron || echo "no .megatron (above): its tests are skipped" >&2
 	@test "$(TE)" = skip || $(MAKE) --no-print-directory te || echo \
 		"no .venv-te (above): the tests with TransformerEngine itself are skipped" >&2
+	@$(MAKE) --no-print-directory pydantic-ai || echo "no .venv-pydantic-ai (above): its tests are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
@@ -159,4 +174,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo .venv-peers .venv-te .venv-verifiers .megatron models runs
+	rm -rf .venv .venv-nemo .venv-peers .venv-te .venv-verifiers .venv-pydantic-ai .megatron models runs

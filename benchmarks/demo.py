@@ -25,14 +25,13 @@ import psutil
 
 from dynamo_megatron.evaluation.estimates import paired_bootstrap
 from dynamo_megatron.evaluation.results import align, markdown_row, problem_pass_at_k, read_results, results_file
-from dynamo_megatron.reports.run_record import read_revisits, read_run
+from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from measure import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS, README = ROOT / "benchmarks" / "results" / "demo.json", ROOT / "README.md"
-BEGIN, END = "<!-- begin: demo -->\n", "<!-- end: demo -->\n"  # around README's table
 CONFIGS = ("configs/demo/rl.yaml", "configs/methods/dynamo.yaml")
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang", "transformers")
 SAMPLE_EVERY = 1.0  # seconds between two samples of the memory
@@ -86,21 +85,28 @@ def train(folder: Path, keys: Sequence[str]) -> dict[str, float]:
     return total
 
 
-def figures(folder: Path, seed: int) -> dict[str, Any]:
-    """Of a finished run: scores in fractions, times in seconds."""
-    run, revisits = read_run(folder), read_revisits(folder)
+def before_and_after(folder: Path, run: RunRecord) -> dict[str, Any]:
+    """Of a finished run with its first and last evaluation: scores in fractions."""
     ends = [run.evaluations[0], run.evaluations[-1]]
     results = align(*(read_results(results_file(folder, each["step"])) for each in ends))
     gain = paired_bootstrap(*(problem_pass_at_k(each, 1) for each in results))
-    rates, given = revisits.success_rates, revisits.rollouts
-    sometimes, always = given[(rates >= 0.2) & (rates <= 0.8)], given[rates == 1]
     return {
-        "seed": seed,
         "steps": run.metrics[-1]["step"],
         "problems": len(results[0]),
         "pass@1 before": ends[0]["eval/pass@1"],
         "pass@1 after": ends[1]["eval/pass@1"],
         "gain": list(gain),  # mean and 95 % interval over problems
+    }
+
+
+def figures(folder: Path, seed: int) -> dict[str, Any]:
+    """Of a finished run: scores in fractions, times in seconds."""
+    run, revisits = read_run(folder), read_revisits(folder)
+    rates, given = revisits.success_rates, revisits.rollouts
+    sometimes, always = given[(rates >= 0.2) & (rates <= 0.8)], given[rates == 1]
+    return {
+        "seed": seed,
+        **before_and_after(folder, run),
         "sometimes to always": float(sometimes.mean() / always.mean()) if len(sometimes) and len(always) else None,
         "seconds per step": statistics.median(run.metric("time/step").tolist()),
         "parts of a step": {
@@ -111,7 +117,7 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def readme_part(results: dict[str, Any]) -> str:
-    """What README has between BEGIN and END: mean, minimum and maximum over the seeds."""
+    """What README has: mean, minimum and maximum over the seeds."""
     runs = results["runs"]
     quantities: list[tuple[str, int, Callable[[dict[str, Any]], float]]] = [
         (f"pass@1 on {runs[0]['problems']} held-out problems before the run, %", 1, lambda r: 100 * r["pass@1 before"]),
@@ -143,14 +149,18 @@ def readme_part(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_part(readme: Path, results: dict[str, Any]) -> None:
-    """Raises ValueError where README has not one part between BEGIN and END."""
-    text = readme.read_text(encoding="utf-8")
-    if (text.count(BEGIN), text.count(END)) != (1, 1):
-        raise ValueError(f"{readme}: there must be one line {BEGIN.strip()} and one line {END.strip()}")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    readme.write_text(before + BEGIN + readme_part(results) + END + after, encoding="utf-8")
+def marks(name: str) -> tuple[str, str]:
+    """The lines around a part of a page that is written from results."""
+    return f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
+
+
+def write_part(page: Path, name: str, part: str) -> None:
+    """Raises ValueError where the page has not one part of that name."""
+    text, (begin, end) = page.read_text(encoding="utf-8"), marks(name)
+    if (text.count(begin), text.count(end)) != (1, 1):
+        raise ValueError(f"{page}: there must be one line {begin.strip()} and one line {end.strip()}")
+    before, _, rest = text.partition(begin)
+    page.write_text(before + begin + part + end + rest.partition(end)[2], encoding="utf-8")
 
 
 def main() -> None:
@@ -172,7 +182,7 @@ def main() -> None:
         print(json.dumps(runs[-1]), flush=True)
     results = {"machine": at_start, "keys": options.keys, "runs": runs}
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_part(options.readme, results)
+    write_part(options.readme, "demo", readme_part(results))
 
 
 if __name__ == "__main__":

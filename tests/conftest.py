@@ -125,13 +125,23 @@ def interpreter():
         pytest.skip("Triton's interpreter before 3.7 does not work with NumPy 2.4 and later")
 
 
+def interpreter_of(library: str) -> str:
+    """The interpreter that has an agent library: what NAME_PYTHON says, or .venv-NAME/bin/python. Skips without it."""
+    default = str(ROOT / f".venv-{library}" / "bin" / "python")
+    python = os.environ.get(f"{library.upper()}_PYTHON".replace("-", "_"), default)
+    if not Path(python).is_file():
+        pytest.skip(f"no {python} (make {library})")
+    return python
+
+
 @pytest.fixture(scope="session")
 def verifiers_python() -> str:
-    """The interpreter that has verifiers: VERIFIERS_PYTHON or .venv-verifiers/bin/python."""
-    python = os.environ.get("VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
-    if not Path(python).is_file():
-        pytest.skip(f"no {python} (make verifiers)")
-    return python
+    return interpreter_of("verifiers")
+
+
+@pytest.fixture(scope="session")
+def pydantic_ai_python() -> str:
+    return interpreter_of("pydantic-ai")
 
 
 @pytest.fixture(scope="session")

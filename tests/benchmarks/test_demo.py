@@ -9,6 +9,7 @@ import demo
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BEGIN, END = demo.marks("demo")
 
 
 def results(*after: float) -> dict:
@@ -34,7 +35,7 @@ def test_readme_has_the_table_of_the_results():
     if not demo.RESULTS.is_file():
         pytest.skip("no figures in this checkout: make demo-figures")
     part = demo.readme_part(json.loads(demo.RESULTS.read_text(encoding="utf-8")))
-    assert demo.README.read_text(encoding="utf-8").count(demo.BEGIN + part + demo.END) == 1
+    assert demo.README.read_text(encoding="utf-8").count(BEGIN + part + END) == 1
 
 
 def test_the_table_has_the_mean_and_the_range_over_the_seeds():
@@ -62,12 +63,12 @@ def test_a_figure_that_a_run_lacks_has_no_row():
 
 def test_only_the_table_is_replaced(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{demo.BEGIN}old\n{demo.END}after\n")
-    demo.write_part(readme, results(0.7))
-    assert readme.read_text() == f"before\n{demo.BEGIN}{demo.readme_part(results(0.7))}{demo.END}after\n"
-    readme.write_text(f"no end\n{demo.BEGIN}")
+    readme.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    demo.write_part(readme, "demo", "new\n")
+    assert readme.read_text() == f"before\n{BEGIN}new\n{END}after\n"
+    readme.write_text(f"no end\n{BEGIN}")
     with pytest.raises(ValueError, match="there must be one line"):
-        demo.write_part(readme, results(0.7))
+        demo.write_part(readme, "demo", "new\n")
 
 
 @pytest.mark.full
@@ -78,7 +79,7 @@ def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
 
     task, readme, out = tmp_path / "task", tmp_path / "README.md", tmp_path / "demo.json"
     run("tools/demo_task.py", task)
-    readme.write_text(demo.BEGIN + demo.END)
+    readme.write_text(BEGIN + END)
     arguments = [
         "benchmarks/demo.py",
         *("--seeds", "0", "1", "--runs", tmp_path / "runs", "--out", out, "--readme", readme, "--"),
@@ -92,7 +93,7 @@ def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
         assert made["steps"] == 2 and made["problems"] == 20 and made["seconds"] > made["seconds per step"] > 0
         assert 3e8 < made["peak bytes"] < 2e10
         assert sum(made["parts of a step"].values()) <= 1.5 * made["seconds per step"]
-    assert readme.read_text() == demo.BEGIN + demo.readme_part(first) + demo.END
+    assert readme.read_text() == BEGIN + demo.readme_part(first) + END
     run(*arguments)
     again = json.loads(out.read_text())
     assert [made["seconds"] for made in again["runs"]] == [made["seconds"] for made in first["runs"]]

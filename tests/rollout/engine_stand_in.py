@@ -1,4 +1,4 @@
-"""A server whose tokens say which weights have made them."""
+"""A server whose tokens say which weights have made them, and the trainer's loop before it."""
 
 import asyncio
 
@@ -20,14 +20,19 @@ class Engine(Server):
         self.broken = False  # it breaks all connections
         self.begun: dict[str, int] = {}  # request -> tokens of its response that it came with
 
+    def progress(self, name: str, tokens: list[int]) -> tuple[int, int]:
+        """Tokens of the response that a request came with, and of the whole one."""
+        return len(tokens) - PROMPT, self.length(tokens[:PROMPT])
+
     async def generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
         rid, tokens, most = payload["rid"], payload["input_ids"], payload["sampling_params"]
         if isinstance(rid, list):
             return web.json_response({"error": {"message": "no lists"}}, status=400)
         self.asked.append(name_of(rid))
-        self.begun[name_of(rid)] = begun = len(tokens) - PROMPT
-        left, made = self.length(tokens[:PROMPT]) - begun, []
+        begun, whole = self.progress(name_of(rid), tokens)
+        self.begun[name_of(rid)] = begun
+        left, made = whole - begun, []
         assert 0 < left <= most["max_new_tokens"], f"{rid}: {left} tokens are left of the response"
         aborted = asyncio.get_running_loop().create_future()
         self.running.append((rid, aborted))
@@ -51,3 +56,31 @@ class Engine(Server):
         sent["meta_info"]["output_token_logprobs"] = [[-1.0, token, None] for token in made]
         sent["meta_info"]["weight_versions"] = [{"version": str(self.version), "start": 0, "end": len(made)}]
         return sent
+
+
+async def run_steps(
+    generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends: int | None = None
+):
+    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the
+    step in whose middle it does."""
+    results, dispatched = {}, first - 1
+
+    async def pushed(version):
+        endpoints = await generator.begin_push(version)
+        assert not any(engine.running for engine in engines if not engine.broken), "a push while something is under way"
+        for engine in engines:
+            engine.version = version
+        await generator.end_push(version, dict.fromkeys(endpoints))
+
+    await pushed(first - 1)
+    for step in range(first, steps + 1):
+        while dispatched < min(step + staleness, steps):
+            dispatched += 1
+            await generator.dispatch(dispatched, prompts, counts)
+        if step == ends:
+            await asyncio.sleep(0.1)
+            return results
+        results[step] = await generator.collect(step)
+        await asyncio.sleep(0.05)  # the update
+        await pushed(step)
+    return results

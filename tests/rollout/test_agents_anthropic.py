@@ -109,6 +109,28 @@ def test_events_of_a_stream_add_up_to_the_answer():
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 0
 
 
+def test_counted_tokens_are_what_the_next_request_is_given():
+    """Coding agents ask for them before each request. They are no turn, and no answer is sampled for them."""
+
+    async def work(post, scripted):
+        counted, used, messages = [], [], list(QUESTION)
+        for text in ("and 5 + 6?", "thanks"):
+            asked = {**ASKED, "messages": messages, "tools": OFFERED, "system": "be short"}
+            status, counts = await post({**asked, "stream": True}, "/messages/count_tokens")
+            assert status == 200
+            counted.append(json.loads(counts))
+            answer = json.loads((await post(asked))[1])
+            used.append({"input_tokens": answer["usage"]["input_tokens"]})
+            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": text}]
+        refused = await post({**ASKED, "messages": []}, "/messages/count_tokens")
+        return counted, used, refused, scripted
+
+    counted, used, refused, scripted = run(work, "größer", "it is 11")
+    assert counted == used and counted[0]["input_tokens"] < counted[1]["input_tokens"]
+    assert refused[0] == 400 and "at least one" in refused[1]
+    assert scripted.session.counts == {"turns": 2, "segments": 1} and len(scripted.asked) == 2
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -186,13 +208,15 @@ def test_anthropics_own_client_runs_unchanged():
     async def go(streams):
         scripted = Scripted("use it " + CALL, "it is 7")
         async with endpoint(scripted) as url, anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
+            counted = await client.messages.count_tokens(model="m", messages=QUESTION, tools=OFFERED, system="be short")
             answer = await loop(client, streams)
             with pytest.raises(anthropic.BadRequestError, match="auto or none"):
                 await client.messages.create(**ASKED, tools=OFFERED, tool_choice={"type": "any"})
-        return scripted, answer
+        return scripted, counted, answer
 
     for streams in (False, True):
-        scripted, answer = asyncio.run(go(streams))
+        scripted, counted, answer = asyncio.run(go(streams))
+        assert counted.input_tokens == len(scripted.session.episode.turns[0].place.ids)
         assert answer.content[0].text == "it is 7" and answer.usage.output_tokens == len(
             scripted.session.episode.turns[1].response.tokens
         )

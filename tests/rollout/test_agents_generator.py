@@ -17,6 +17,8 @@ from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
 AGENTS = """
 import asyncio, os, time
 
+ALL = asyncio.Barrier(200)
+
 async def agent(prompt, session):
     kind, messages = prompt.prompt_id, list(prompt.messages)
     if kind == "raises":
@@ -49,6 +51,8 @@ async def agent(prompt, session):
         asyncio.create_task(session.chat(messages))
         await asyncio.sleep(0.2)
     messages += [await session.chat(messages), {"role": "user", "content": prompt.answer}]
+    if kind == "together":
+        await ALL.wait()
     messages += [await session.chat(messages)]
     return None if kind == "scored" else 0.25
 """
@@ -175,12 +179,13 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
 
 
 def test_two_hundred_episodes_at_once_share_one_process(episodes):
+    """Each waits in its middle for all others."""
     server = Server(says(3))
 
     async def work(generator, push):
-        return await generator.generate(1, [prompt("rewarded")] * 4, [50] * 4, 0)
+        return await generator.generate(1, [prompt("together")] * 4, [50] * 4, 0)
 
-    result = episodes(work, server, agent_episodes=200)
+    result = episodes(work, server, agent_episodes=200, timeout=60.0)
     assert result.counts["completed"] == 200 and result.episodes["turns"] == 400
     assert server.most > 20
 

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from engine_stand_in import FIRST, Engine
+from engine_stand_in import FIRST, Engine, run_steps
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.rollout.dispatched import Dispatched
@@ -31,31 +31,6 @@ def names(step: int) -> list[str]:
     return [f"{step:06d}-{i:04d}-{k:03d}" for i, n in enumerate(COUNTS) for k in range(n)]
 
 
-async def run(generator, push, engines, steps: int, staleness: int, first: int = 1, ends: int | None = None):
-    """{step: its result}, of a loop as the trainer's. `ends`: the step in whose middle it does."""
-    results, dispatched = {}, first - 1
-
-    async def pushed(version):
-        endpoints = await generator.begin_push(version)
-        assert not any(engine.running for engine in engines if not engine.broken), "a push while something is under way"
-        for engine in engines:
-            engine.version = version
-        await generator.end_push(version, dict.fromkeys(endpoints))
-
-    await pushed(first - 1)
-    for step in range(first, steps + 1):
-        while dispatched < min(step + staleness, steps):
-            dispatched += 1
-            await generator.dispatch(dispatched, PROMPTS, COUNTS)
-        if step == ends:
-            await asyncio.sleep(0.1)
-            return results
-        results[step] = await generator.collect(step)
-        await asyncio.sleep(0.05)  # the update
-        await pushed(step)
-    return results
-
-
 def check_tokens(batch) -> None:
     np.testing.assert_array_equal(batch.tokens[response_of(batch)] - FIRST, batch.weight_versions)
 
@@ -72,7 +47,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generat
     engines, steps = [Engine(length, 0.004), Engine(length, 0.009)], 6
 
     async def work(generator, push):
-        return await run(generator, push, engines, steps, staleness)
+        return await run_steps(generator, engines, PROMPTS, COUNTS, steps, staleness)
 
     results = with_generator(work, *engines, max_staleness=staleness, at_push=at_push, **SMALL)
     oldest, mixed = [], 0
@@ -212,7 +187,7 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
     engine = Engine(length, 0.02)
 
     async def first(generator, push):
-        await run(generator, push, [engine], 8, 2, ends=4)
+        await run_steps(generator, [engine], PROMPTS, COUNTS, 8, 2, ends=4)
 
     with_generator(first, engine, max_staleness=2, max_new_tokens=40)
     left = {step: list(read_lines(step_file(tmp_path, step))) for step in (3, 4, 5)}
@@ -226,7 +201,7 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
     again = Engine(length, 0.005)
 
     async def second(generator, push):
-        return await run(generator, push, [again], 5, 2, first=3)
+        return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
 
     results = with_generator(second, again, max_staleness=2, max_new_tokens=40)
     assert not finished & {name[:15] for name in again.asked}, "a finished rollout was generated again"
@@ -266,7 +241,7 @@ def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
             engines[1].healthy, engines[1].broken = False, True
 
         failing = asyncio.create_task(fail())
-        results = await run(generator, push, engines, 5, 2)
+        results = await run_steps(generator, engines, PROMPTS, COUNTS, 5, 2)
         await failing
         return results
 

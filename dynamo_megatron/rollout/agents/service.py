@@ -27,6 +27,7 @@ class SessionService:
         app.router.add_post("/{key}/v1/completions", self._complete)
         for path in ("/{key}/v1/messages", "/{key}/v1/v1/messages"):  # Anthropic's clients add the /v1 themselves
             app.router.add_post(path, self._messages)
+            app.router.add_post(f"{path}/count_tokens", self._count_tokens)
         app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
@@ -60,13 +61,19 @@ class SessionService:
 
         return await self._answer(request, message, _named_events)
 
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        async def count(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
+            return {"input_tokens": session.prompt_tokens(chat_request(asked))}
+
+        return await self._answer(request, count, None)
+
     async def _answer(
         self,
         request: web.Request,
         ask: Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]],
-        events: Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]],
+        events: Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]] | None,
     ) -> web.StreamResponse:
-        """`events(answer, request)`: of a stream."""
+        """`events(answer, request)`: of a stream; None: it cannot be streamed."""
         session = self._sessions.get(request.match_info["key"])
         if session is None:
             return _error("the episode has ended", 404)
@@ -77,7 +84,7 @@ class SessionService:
             answer = await ask(session, asked)
         except ValueError as error:  # JSON's, and BadRequest
             return _error(str(error), STATUS)
-        if not asked.get("stream"):
+        if events is None or not asked.get("stream"):
             return web.json_response(answer)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)

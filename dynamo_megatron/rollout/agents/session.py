@@ -82,6 +82,11 @@ class Session:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
         return _completion("chat.completion", request, choice, place, response)
 
+    def prompt_tokens(self, request: Mapping[str, Any]) -> int:
+        """Tokens that the policy would be given for a chat completion; it is no turn. Raises BadRequest."""
+        messages, tools = normalised(request.get("messages")), checked_tools(request.get("tools"))
+        return len(self.episode.place_chat(messages, tools).ids)
+
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A completion of a text or of token ids, with the ids of the answer as `token_ids`. Raises BadRequest."""
         self._check(request)
@@ -229,7 +234,7 @@ def chunks(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, An
     finish = choice["finish_reason"]
     if "message" in choice:
         message = choice["message"]
-        events = [event(delta={"role": "assistant", "content": message["content"] or ""})]
+        events = [event(delta={"role": "assistant", "content": message["content"]})]
         numbered = zip(itertools.count(), message.get("tool_calls", ()), strict=False)
         events += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
         events.append(event(finish, delta={}))
