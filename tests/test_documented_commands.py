@@ -25,7 +25,7 @@ NEEDED = {"model": {"path": "model"}, "data": {"source": "data.jsonl"}, "output_
 
 
 def shell_lines(text: str) -> list[str]:
-    """Of fenced blocks in no language or a shell's, of indented blocks, and inline code, which may go over two lines."""
+    """Of fenced blocks in no language or a shell's, of indented blocks, and inline code, also over two lines."""
     fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     blocks = [found[2] for found in fenced.finditer(text) if found[1] in ("", "sh", "bash")]
     rest = fenced.sub("", text)
