@@ -35,8 +35,9 @@ SUM = Prompt("sum", text="?", answer={"inputs": ["1 2"], "outputs": ["3"]})
 SUM_CALL = Prompt("call", text="?", answer={"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
 SUM_ASSERT = Prompt("assert", text="?", answer=["assert add(1, 2) == 3"])
 THREE = Prompt("three", text="?", answer="3")
-TEXT = {"functions": ["math", "format"], "format": {"pattern": "(a+)+b|(?!a).*"}, "deadline": 4.0}
-CODE = {"functions": ["code"], "code": {"seconds": 4.0, "cpu_seconds": 2}, "deadline": 8.0}
+TEXT = {"functions": ["math", "format"], "format": {"pattern": "(a+)+b|(?!a).*"}, "deadline": 10.0}
+# A machine that is busy with other work must not end the sound ones.
+CODE = {"functions": ["code"], "code": {"seconds": 30.0, "cpu_seconds": 2}, "deadline": 60.0}
 
 
 def program(source: str) -> str:
