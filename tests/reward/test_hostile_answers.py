@@ -1,6 +1,5 @@
 """Thousands of responses of which some are made to hang, crash or fill what scores them."""
 
-import json
 import runpy
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "hostile_answers.py"))
 
 
-def check_outcomes(found, count):
+def check(found, count):
     """Every response has an outcome; the sound ones are right, and nothing hostile is."""
     outcomes = found["outcomes"]
     assert sum(each["count"] for each in outcomes) == count
@@ -21,21 +20,10 @@ def check_outcomes(found, count):
     assert sum(each["count"] for each in sound) == count - count // BENCHMARK["EVERY"]
     assert not [each for each in outcomes if each["hostile"] and each["success"]]
     assert found["processes left"] == 0
-
-
-def check(found, count):
-    check_outcomes(found, count)
     assert not [p for p in psutil.process_iter(["cmdline"]) if MEMORY in (p.info["cmdline"] or [])]
 
 
 MEMORY = str((1 << 30) + 4096)  # in the command line of every sandbox of this file
-
-
-def test_the_page_has_the_figures_of_ten_thousand_responses():
-    results = json.loads(BENCHMARK["RESULTS"].read_text())
-    for kind, count in (("texts", 8000), ("programs", 2000)):
-        check_outcomes(results[kind], count)
-    assert BENCHMARK["markdown"](results) in (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.full
