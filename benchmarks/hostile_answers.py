@@ -5,7 +5,8 @@
 Times one test of each kind of the reward `code` in one sandbox. Then scores responses with two pools of workers, one
 with `math` and `format`, one with `code`: sound responses; a mix of which 2 % are made to hang, to crash or to use up
 what scores them; sound ones again. Reports the outcomes, the sound responses a second before and after, and the
-processes left. Writes benchmarks/results/hostile_answers.json with machine and versions.
+processes left. Writes benchmarks/results/hostile_answers.json with machine and versions, and prints the table of
+docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ SUM = Prompt("sum", text="?", answer={"inputs": ["1 2"], "outputs": ["3"]})
 SUM_CALL = Prompt("call", text="?", answer={"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
 SUM_ASSERT = Prompt("assert", text="?", answer=["assert add(1, 2) == 3"])
 THREE = Prompt("three", text="?", answer="3")
-TEXT = {"functions": ["math", "format"], "format": {"pattern": "(a+)+b|(?!a).*"}, "deadline": 4.0}
-CODE = {"functions": ["code"], "code": {"seconds": 4.0, "cpu_seconds": 2}, "deadline": 8.0}
+TEXT = {"functions": ["math", "format"], "format": {"pattern": "(a+)+b|(?!a).*"}, "deadline": 10.0}
+# A machine that is busy with other work must not end the sound ones.
+CODE = {"functions": ["code"], "code": {"seconds": 30.0, "cpu_seconds": 2}, "deadline": 60.0}
 
 
 def program(source: str) -> str:
@@ -89,6 +91,19 @@ def scored(pool: RewardPool, prompt: Prompt, responses: Sequence[str]) -> tuple[
     return asyncio.run(gathered()), time.perf_counter() - start
 
 
+def cpu_seconds() -> float:
+    """CPU time of the child processes that run, with that of their own children that have ended."""
+    return sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
+
+
+def sound_rates(pool: RewardPool, prompt: Prompt, sound: str, count: int) -> dict[str, float]:
+    """`count` sound responses a second, and the CPU time of one, which other work on the machine changes less."""
+    scored(pool, prompt, [sound] * 20)  # workers that have just started import first
+    before = cpu_seconds()
+    _, took = scored(pool, prompt, [sound] * count)
+    return {"a second": round(count / took, 1), "CPU ms each": round(1000 * (cpu_seconds() - before) / count, 3)}
+
+
 def attacked(
     settings: dict[str, Any], prompt: Prompt, sound: str, hostile: Sequence[str], count: int, timed: int
 ) -> dict[str, Any]:
@@ -96,11 +111,9 @@ def attacked(
     pool = RewardPool(RewardConfig(**settings, on_error="zero", workers=2))
     pool.start()
     try:
-        scored(pool, prompt, [sound] * 20)
-        _, before = scored(pool, prompt, [sound] * timed)
+        before = sound_rates(pool, prompt, sound, timed)
         scores, took = scored(pool, prompt, mixed(sound, hostile, count))
-        scored(pool, prompt, [sound] * 20)  # the last workers to be replaced import first
-        _, after = scored(pool, prompt, [sound] * timed)
+        after = sound_rates(pool, prompt, sound, timed)
     finally:
         pool.close()
     outcomes = Counter((i % EVERY == EVERY - 1, score.status, score.success) for i, score in enumerate(scores))
@@ -108,8 +121,8 @@ def attacked(
     return {
         "outcomes": [{**dict(zip(names, key, strict=True)), "count": n} for key, n in sorted(outcomes.items())],
         "seconds": round(took, 2),
-        "sound responses a second before": round(timed / before, 1),
-        "sound responses a second after": round(timed / after, 1),
+        "sound responses before": before,
+        "sound responses after": after,
         "processes left": len(psutil.Process().children(recursive=True)),
     }
 
@@ -132,6 +145,33 @@ def seconds_a_test(rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(times), 4) for name, times in found.items()}
 
 
+def markdown(results: dict[str, Any]) -> str:
+    """The table of docs/rewards.md."""
+    kinds = [results["texts"], results["programs"]]
+
+    def counts(hostile: bool, **wanted: object) -> list[str]:
+        found = [[each for each in kind["outcomes"] if each["hostile"] == hostile] for kind in kinds]
+        return [
+            str(sum(each["count"] for each in kind if all(each[key] == value for key, value in wanted.items())))
+            for kind in found
+        ]
+
+    rows = [
+        ("sound responses", counts(False)),
+        ("of these scored as right", counts(False, status="ok", success=True)),
+        ("hostile responses", counts(True)),
+        ("of these scored as wrong", counts(True, status="ok", success=False)),
+        ("of these timed out", counts(True, status="reward_timeout")),
+        ("of these failed", counts(True, status="reward_error")),
+    ]
+    for name, key in (("sound responses a second", "a second"), ("CPU time of a sound response, ms", "CPU ms each")):
+        for when in ("before", "after"):
+            rows.append((f"{name}, {when}", [str(kind[f"sound responses {when}"][key]) for kind in kinds]))
+    rows.append(("processes left", [str(kind["processes left"]) for kind in kinds]))
+    head = ["| | `math`, `format` | `code` |", "|---|---:|---:|"]
+    return "\n".join([*head, *(f"| {name} | {' | '.join(values)} |" for name, values in rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=8000, help="responses scored by math and format")
@@ -150,7 +190,7 @@ def main() -> None:
         "programs": attacked(CODE, SUM, SOUND_PROGRAM, HOSTILE_PROGRAMS, asked.programs, asked.timed),
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+    print(markdown(results))
 
 
 if __name__ == "__main__":
