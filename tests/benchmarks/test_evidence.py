@@ -162,6 +162,13 @@ def test_the_variances_of_allocators():
         assert "{:.1f} % with `uniform` and {:.1f} % with `neyman`".format(*shares) in text
 
 
+def test_the_time_of_an_allocation():
+    *_, largest = result("allocation")["timings"]
+    whole = {name.split()[-1]: taken for name, taken in largest.items() if name.startswith("RolloutAllocator")}
+    said = f"takes {min(whole.values()):.1f} to {max(whole.values()):.1f} s of CPU time. `{max(whole, key=whole.get)}`"
+    assert largest["prompts"] == 10**6 and said in in_one_line(page("allocation"))
+
+
 def test_the_variances_by_energy():
     pools = result("energy_variance")["pools"]
     differing = ("one token, scaled", "lengths", "lengths, hard ones long")
