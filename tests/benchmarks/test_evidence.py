@@ -1,7 +1,6 @@
 """The figures of docs/evidence.md, gradient-variance.md, allocation.md, asynchronous.md and replay.md, and of the first
 lines of README, are those of benchmarks/results."""
 
-import itertools
 import json
 import re
 import statistics
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_megatron.comparison.table import as_markdown
+from dynamo_megatron.config.allocation import ALLOCATORS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("class_task_*.json"))
@@ -236,29 +236,38 @@ def test_the_simulated_times():
 
 
 # -- replay.md ---------------------------------------------------------------------------------------------------------
-def test_the_replay_of_the_demo():
-    found = result("replay_demo")
+REPLAYS = {"replay_demo": "The demo's run", "replay_still": "The demo's weights before RL"}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_the_replays(name):
+    found = result(name)
+    (section,) = (s for s in page("replay").split("\n## ") if s.startswith(REPLAYS[name]))
     assert found["reproduced"] is True
     allocators = found["allocators"]
-    table = rows(page("replay"), "allocator | expected variance")
+    table = rows(section, "allocator | expected variance")
     assert [row[0] for row in table] == list(allocators)
-    for name, variance, groups, correlation, *objectives in table:
-        of = allocators[name]
+    for allocator, variance, groups, correlation, *objectives in table:
+        of = allocators[allocator]
         assert variance == f"{of['to_uniform']:.3f}" and groups == f"{100 * of['degenerate_expected']:.1f}"
         rank = of["rank_correlation"]
         assert correlation == ("-" if rank is None else f"{rank:+.2f}")
-        assert objectives == [f"{value:.3f}" for value in of["objectives_to_uniform"].values()]
-    rules = [name for name in found["rounds"] if name not in allocators]
-    assert len(rules) == 3
-    for name, *cells in rows(page("replay"), "rule"):
+        values = of["objectives_to_uniform"].values()
+        assert objectives == [f"{value:.3f}" for value in values if value is not None], allocator
+
+
+def test_the_rules_on_the_demos_run():
+    found = result("replay_demo")
+    rules = [name for name in found["rounds"] if name not in found["allocators"]]
+    table = rows(page("replay"), "rule")
+    assert len(rules) == 3 and [row[0] for row in table] == ["uniform", *rules]
+    for name, *cells in table:
         of = found["rounds"][name]
         trained, groups = (100 * of[key] / of["rollouts"] for key in ("trained", "groups"))
         assert cells == [f"{of['rollouts']:.0f}", f"{trained:.0f}", f"{groups:.2f}"]
-    assert {row[0] for row in rows(page("replay"), "rule")} == {"uniform", *rules}
 
 
-def test_every_kind_of_allocator_is_in_the_replay_of_the_demo():
-    from dynamo_megatron.config.allocation import ALLOCATORS
-
-    names = "\n".join(itertools.chain(result("replay_demo")["allocators"]))
+@pytest.mark.parametrize("name", REPLAYS)
+def test_every_kind_of_allocator_is_replayed(name):
+    names = "\n".join(result(name)["allocators"])
     assert all(kind in names for kind in ALLOCATORS)
