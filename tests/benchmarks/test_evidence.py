@@ -144,6 +144,19 @@ def test_the_page_of_gradient_variance_has_the_measured_energies(label):
     assert rows(measured()[label], "tokens") == wanted
 
 
+def test_the_cost_and_the_noise_of_a_measurement():
+    (found,) = result("gradient_noise").values()
+    text, seconds, of = in_one_line(page("gradient-variance")), found["seconds of an update"], found["measured"]
+    ratio = seconds["measured"]["median"] / seconds["plain"]["median"]
+    assert f"{seconds['plain']['samples']} updates of each kind" in text
+    assert f"a measured update was {ratio:.1f} times that of a plain one" in text
+    between, within = (of[name]["of one"] / of[name]["mean"] for name in ("between", "within"))
+    assert f"of `between` was {between:.1f} times its mean, and of `within` {within:.1f} times" in text
+    whole, names = found["from all gradients"], ("|g|^2/s^2", "between prompts")
+    assert f"they give {found[names[0]]:.2f} for" in text and f"and {found[names[1]]:.2f} for the share" in text
+    assert "give {:.2f} and {:.2f} (".format(*(whole[name] for name in names)) in text
+
+
 # -- allocation.md -----------------------------------------------------------------------------------------------------
 def test_the_variances_of_allocators():
     found = {(*r["beta"], *r["bounds"], r["allocation"]): r for r in result("allocation")["variances"]}
