@@ -92,6 +92,14 @@ GRADIENTS = result("gradient_variance")
 SQUARES = "|g|^2 of wrong over right"
 
 
+def designs(label: str) -> dict[tuple[str, str, str], str]:
+    """(shape, baseline, allocator) -> the variance with its interval."""
+    return {
+        (d["shape"], d["baseline"], d["allocator"]): "{:.2f} ({:.2f} to {:.2f})".format(d["variance"], *d["interval"])
+        for d in GRADIENTS[label]["designs"]
+    }
+
+
 def measured() -> dict[str, str]:
     """label -> its section of docs/gradient-variance.md."""
     sections = page("gradient-variance").split("\n## Measured: ")[1:]
@@ -104,19 +112,16 @@ def test_the_page_of_gradient_variance_has_a_section_for_each_measurement():
 
 @pytest.mark.parametrize("label", GRADIENTS)
 def test_the_page_of_gradient_variance_has_the_measured_variances(label):
-    found = {
-        (
-            d["shape"],
-            d["baseline"],
-            d["allocator"],
-        ): f"{d['variance']:.2f} ({d['interval'][0]:.2f} to {d['interval'][1]:.2f})"
-        for d in GRADIENTS[label]["designs"]
-    }
-    table = rows(measured()[label], "shape")
+    found, table = designs(label), rows(measured()[label], "shape")
     assert len(table) > 12
     for shape, baseline, *cells in table:
         for allocator, cell in zip(("uniform", "neyman bernoulli", "neyman energy"), cells, strict=True):
             assert cell == found.get((shape, baseline, allocator), ""), (shape, baseline, allocator)
+
+
+def test_the_summary_has_the_measured_variances():
+    class_task, demo = (designs(label)["32x2", "history", "uniform"] for label in GRADIENTS)
+    assert f"it is {class_task} and {demo} times the variance of `rloo`" in page("measured")
 
 
 @pytest.mark.parametrize("label", GRADIENTS)
