@@ -35,6 +35,8 @@ PROMPTS = 5000
 SEEDS = 5
 SIZES = (512, 10**4, 10**6)
 WHOLE = {  # timed from history to counts
+    "uniform": {"kind": "uniform"},
+    "waterfill": {"kind": "waterfill"},
     "neyman": {"kind": "neyman"},
     "neyman energy": {"kind": "neyman", "variance": "energy"},
     "neyman tokens": {"kind": "neyman", "cost": "tokens"},

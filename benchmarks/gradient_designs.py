@@ -163,30 +163,35 @@ def batches(prompts: np.ndarray, size: int, rng: np.random.Generator) -> np.ndar
     return np.resize(rng.permutation(prompts), (-(-len(prompts) // size), size))
 
 
-def signal_share(pool: Pool, orders: np.ndarray, rollouts: int) -> dict[str, float]:
-    """Of rloo with uniform counts: mean |g_i|^2 over mean s_i^2, g_i the gradient of prompt i's expected reward and
-    s_i^2 / n what its estimate from n rollouts varies by, here n = `rollouts`; and the share of the variance that lies
-    between prompts, which no counts within a mini-batch can change.
+def prompt_parts(pool: Pool, orders: np.ndarray, rollouts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each prompt, by rloo, (|g_i|^2, s_i^2), float64 [N]: g_i the gradient of its expected reward, s_i^2 / n the
+    variance of its estimate from n = `rollouts` rollouts. Both are unbiased, so s_i^2 of a prompt may be below 0.
 
     |g_i|^2 is the product of rloo gradients from two halves without a rollout in common.
     """
     half = pool.rewards.shape[1] // 2
-    squared, signal = 0.0, 0.0
+    squared, signal = np.zeros(len(pool.rewards)), np.zeros(len(pool.rewards))
     for order in orders:
-        for products, rewards, own in zip(pool.products, pool.rewards, order, strict=True):
+        for i, (products, rewards, own) in enumerate(zip(pool.products, pool.rewards, order, strict=True)):
             parts = own[:half], own[half : 2 * half]
             left, right = (group_advantages(rewards[part], np.zeros(half, int), "rloo") for part in parts)
-            signal += left @ products[np.ix_(*parts)] @ right / half**2
+            signal[i] += left @ products[np.ix_(*parts)] @ right / half**2
             group = own[:rollouts]
             weights = group_advantages(rewards[group], np.zeros(rollouts, int), "rloo") / rollouts
-            squared += weights @ products[np.ix_(group, group)] @ weights
-    squared, signal = (x / (len(orders) * len(pool.rewards)) for x in (squared, signal))
-    unbiased = pool.unbiased()
-    n = len(pool.rewards)
-    mean = pool.pairs(unbiased, unbiased).sum() / (n * (n - 1))
+            squared[i] += weights @ products[np.ix_(group, group)] @ weights
+    signal, squared = signal / len(orders), squared / len(orders)
+    return signal, rollouts * (squared - signal)
+
+
+def signal_share(pool: Pool, parts: tuple[np.ndarray, np.ndarray], rollouts: int) -> dict[str, float]:
+    """Of rloo with uniform counts, from `prompt_parts`: mean |g_i|^2 over mean s_i^2, and the share of the variance
+    that lies between prompts at `rollouts` each, which no counts within a mini-batch can change."""
+    signal, within = (part.mean() for part in parts)
+    unbiased, n = pool.unbiased(), len(pool.rewards)
+    between = signal - pool.pairs(unbiased, unbiased).sum() / (n * (n - 1))
     return {
-        "|g|^2/s^2": signal / (rollouts * (squared - signal)),
-        "between prompts": (signal - mean) / (squared - mean),
+        "|g|^2/s^2": float(signal / within),
+        "between prompts": float(between / (between + within / rollouts)),
     }
 
 

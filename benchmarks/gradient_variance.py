@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from dynamo_megatron.config.files import read_yaml
 from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy import backend
+from dynamo_megatron.replay.recording import GRADIENTS_FILE
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import NOT_TRAINED, RolloutBatch
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
-from gradient_designs import Pool, compare, signal_share
+from gradient_designs import Pool, compare, prompt_parts, signal_share
 from measure import machine
 
 RESULTS = Path(__file__).parent / "results" / "gradient_variance.json"
@@ -156,6 +157,12 @@ def energy_report(pool: Pool, lengths: np.ndarray) -> dict[str, Any]:
     return {"log-correlation": float(np.corrcoef(logs)[0, 1]), "wrong over right": rows}
 
 
+def store_variances(run: Path, prompt_ids: Sequence[str], variances: np.ndarray) -> None:
+    """Writes RUN/gradients.jsonl, which `replay` reads: a prompt's s^2, its gradient's variance times rollouts."""
+    rows = ({"prompt_id": i, "variance": float(v)} for i, v in zip(prompt_ids, variances, strict=True))
+    (run / GRADIENTS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     batch = stored_rollouts(options.run, options.prompts, options.rollouts, options.mixed)
     policy = open_policy(options.run)
@@ -165,6 +172,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     pool = Pool.of(gradients(policy, batch, options.rollouts, sketch), batch.rewards.reshape(shape), energy)
     rng = np.random.default_rng(0)
     orders = np.argsort(rng.random((options.orders, *pool.rewards.shape)), axis=2)
+    parts = prompt_parts(pool, orders, SHAPES[0][1])
+    store_variances(options.run, batch.prompt_ids[:: options.rollouts], parts[1])
     return {
         "model": policy.config.model.path,
         "parameters": parameters,
@@ -177,7 +186,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "orders": options.orders,
         "success rate": float(pool.rewards.mean()),
         "response length": float(batch.response_lengths.mean()),
-        **signal_share(pool, orders, SHAPES[0][1]),
+        **signal_share(pool, parts, SHAPES[0][1]),
         "energy": energy_report(pool, batch.response_lengths),
         "designs": compare(pool, SHAPES, history=options.history, orders=orders),
     }

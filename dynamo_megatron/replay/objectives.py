@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from dynamo_megatron.replay.recording import RecordedStep
 
 # name -> formula; lower is better, except for knapsack
 OBJECTIVES = {
+    "gradient": "sum of s^2/n, s^2 the measured variance of a prompt's gradient, over visits to measured prompts",
     "energy": "sum of p (1-p)^2 S1/n + p^2 (1-p) S0/n, the variance of `variance: energy` (S1, S0: mean energies)",
     "tokens": "sum of n times a prompt's mean response tokens",
     "knapsack": "sum of (1 - p^n - (1-p)^n) p (1-p)^2: the more, the better",
@@ -24,9 +25,10 @@ OBJECTIVES = {
 
 
 class Objectives:
-    """The objectives on one record. `rates`: the success rate over the record of every visit's prompt, float64 [V]."""
+    """The objectives on one record. `rates`: the success rate over the record of every visit's prompt, float64 [V].
+    `gradients`: prompt_id -> s^2, as measured."""
 
-    def __init__(self, steps: Sequence[RecordedStep], rates: np.ndarray) -> None:
+    def __init__(self, steps: Sequence[RecordedStep], rates: np.ndarray, gradients: Mapping[str, float]) -> None:
         history = History()
         for step in steps:
             ids = [step.prompt_ids[i] for i in step.dispatch]
@@ -37,18 +39,21 @@ class Objectives:
         self._rates = rates
         self._right, self._wrong = measured_energies(prompts, pool)
         self._tokens = expected_tokens(prompts, pool)
+        self._gradient = np.array([gradients.get(prompt_id, 0.0) for prompt_id in ids])
         _, self._prompt = np.unique(ids, return_inverse=True)
         measured = pool.energy_right_trials.sum() + pool.energy_wrong_trials.sum() > 0
         self._unknown = (() if measured else ("energy", "gvm", "cures")) + (() if pool.tokens.any() else ("tokens",))
+        self._unknown += () if gradients else ("gradient",)
 
     def of(self, counts: np.ndarray) -> dict[str, float | None]:
-        """The objectives of `counts`, int64 [V], by name; None where the record lacks the energies or lengths."""
+        """The objectives of `counts`, int64 [V], by name; None where the record lacks what it needs."""
         p, q, right, wrong = self._rates, 1 - self._rates, self._right, self._wrong
         solved = p > 0
         safe = np.where(solved, p, 1.0)
         total = np.bincount(self._prompt, counts)[self._prompt]
         visits = np.bincount(self._prompt)[self._prompt]
         found = {
+            "gradient": self._gradient / counts,
             "energy": (p * q**2 * right + p**2 * q * wrong) / counts,
             "tokens": counts * self._tokens,
             "knapsack": (1 - p**counts - q**counts) * p * q**2,

@@ -57,7 +57,7 @@ class Outcomes:
         """name -> plain numbers; None where there is nothing to compare."""
         least = self.variance(self.counts["oracle"]).sum()
         even = self.variance(self.uniform).sum()
-        objectives = Objectives(self.recording.steps, self.rates)
+        objectives = Objectives(self.recording.steps, self.rates, self.recording.gradients)
         evenly = objectives.of(self.uniform)
         found = {}
         for name, counts in self.counts.items():

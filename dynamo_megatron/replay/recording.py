@@ -17,6 +17,9 @@ from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.types import NOT_TRAINED
 
+# In the folder of a run: a line for each prompt whose gradient was measured, by benchmarks/gradient_variance.py.
+GRADIENTS_FILE = "gradients.jsonl"
+
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -48,6 +51,7 @@ class Recording:
     texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
     notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
     strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
+    gradients: dict[str, float] = field(default_factory=dict)  # prompt_id -> s^2, the measured variance of its gradient
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -84,7 +88,16 @@ def read_run(folder: Path) -> Recording:
     source = Path(config["rollout"]["recorded"] or folder)
     steps = [part for rows in by_step for part in _read_step(source, rows)]
     strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
-    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes=notes, strata=strata)
+    measured = read_rows(folder / GRADIENTS_FILE, "prompt_id", "variance")
+    return Recording(
+        folder,
+        "dynamo-megatron",
+        steps,
+        config["algorithm"]["allocation"],
+        notes=notes,
+        strata=strata,
+        gradients={row["prompt_id"]: row["variance"] for row in measured},
+    )
 
 
 def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:

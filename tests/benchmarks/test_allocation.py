@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import waterfill
+from dynamo_megatron.algorithm.allocators import BUILT_IN
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -45,3 +46,20 @@ def test_the_figures_are_still_those(benchmark):
             row.pop(key) for key in ("allocation", "beta", "bounds")
         ]
         assert again == pytest.approx(row, rel=1e-6)
+
+
+def test_every_kind_is_timed(benchmark):
+    """From history to counts, a million prompts within two seconds of CPU on the machine that the file names."""
+    assert {config["kind"] for config in benchmark["WHOLE"].values()} == set(BUILT_IN)
+    *_, largest = json.loads((RESULTS / "allocation.json").read_text())["timings"]
+    assert largest["prompts"] == 10**6
+    assert max(largest[f"RolloutAllocator, {name}"] for name in benchmark["WHOLE"]) < 2
+
+
+@pytest.mark.full
+def test_a_million_prompts_within_two_seconds_each(benchmark):
+    won = np.random.default_rng(0).binomial(16, np.random.default_rng(1).beta(0.3, 0.3, 10**6))
+    for name, config in benchmark["WHOLE"].items():
+        allocator, ids = benchmark["seen_by"](config, won, 16, (8, 24))
+        taken = benchmark["seconds"](lambda a=allocator, i=ids: a.allocate(i, 16 * len(i), step=1))
+        assert taken < 2, name

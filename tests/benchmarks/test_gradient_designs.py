@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gradient_designs import Design, Estimate, Pool, compare, designs, moments, signal_share
+from gradient_designs import Design, Estimate, Pool, compare, designs, moments, prompt_parts, signal_share
 
 from dynamo_megatron.algorithm.advantages import group_advantages, history_advantages
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -114,7 +114,8 @@ def test_what_training_measures_is_what_the_stored_gradients_say():
     gradients, rewards, energy = rollouts_of(40, 24)
     rng = np.random.default_rng(0)
     orders = np.argsort(rng.random((16, *rewards.shape)), axis=2)
-    expected = signal_share(Pool.of(gradients, rewards, energy), orders, 8)
+    pool = Pool.of(gradients, rewards, energy)
+    expected = signal_share(pool, prompt_parts(pool, orders, 8), 8)
     for ranks in (1, 2):
         measured = np.zeros(3)
         for _ in range(1500):
@@ -171,7 +172,10 @@ def test_the_signal_and_what_lies_between_prompts():
     rewards = (rng.random((200, 16)) < 0.5).astype(float)
     gradients = (2 * rewards - 1)[..., None] * np.eye(200)[:, None]
     orders = np.argsort(rng.random((16, 200, 16)), axis=2)
-    found = signal_share(Pool.of(gradients, rewards, np.ones_like(rewards)), orders, 2)
+    pool = Pool.of(gradients, rewards, np.ones_like(rewards))
+    parts = prompt_parts(pool, orders, 2)
+    assert parts[0].mean() == pytest.approx(0.25, rel=0.1) and parts[1].mean() == pytest.approx(0.5, rel=0.1)
+    found = signal_share(pool, parts, 2)
     assert found == pytest.approx({"|g|^2/s^2": 0.5, "between prompts": 0.5}, rel=0.1)
 
 

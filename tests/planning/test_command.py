@@ -266,6 +266,10 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
             [*FP8, "--gpu", "b200-180"],
             "SGLang takes no pushes of fp8 weights on b200-180; leave it out",
         ),
+        (
+            ["rollout.max_staleness=1", "algorithm.rollout_correction.level=sequence"],
+            "colocated ones have the same GPUs; set rollout.placement to split, or max_staleness to 0",
+        ),
         (["rollout.max_new_tokens=10240"], "rollout.max_new_tokens: 10240 tokens leave 0 of 10240"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),

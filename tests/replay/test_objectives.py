@@ -1,5 +1,6 @@
 """What each kind of allocator optimises, by hand."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from recorded import recorded_step, write_run
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay.allocators import parse_allocator
 from dynamo_megatron.replay.objectives import Objectives
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.types import EpisodeRecord
@@ -19,13 +21,14 @@ STEP = replace(
 )
 
 
-def objectives(steps, counts):
-    return Objectives(steps, what_if.success_rates(steps)).of(np.array(counts))
+def objectives(steps, counts, gradients=None):
+    return Objectives(steps, what_if.success_rates(steps), gradients or {}).of(np.array(counts))
 
 
 def test_by_hand():
-    found = objectives([STEP], [2, 3])
+    found = objectives([STEP], [2, 3], {"b": 0.9, "c": 7.0})
     want = {
+        "gradient": 0.9 / 3,  # of "a" nothing was measured
         "energy": (0.25 * 0.75**2 * 1 + 0.25**2 * 0.75 * 4) / 2,  # of "b", always right, nothing
         "tokens": 2 * (70 + 4 * 15) / 8 + 3 * (20 + 4 * 15) / 6,  # shrunk to the mean of 15
         "knapsack": (1 - 0.25**2 - 0.75**2) * 0.25 * 0.75**2,
@@ -40,7 +43,7 @@ def test_by_hand():
 def test_what_a_record_does_not_have_is_none():
     bare = replace(STEP, energy=None, lengths=None)
     found = objectives([bare], [2, 2])
-    assert [name for name, value in found.items() if value is None] == ["energy", "tokens", "gvm", "cures"]
+    assert [name for name, value in found.items() if value is None] == ["gradient", "energy", "tokens", "gvm", "cures"]
 
 
 def test_energies_and_lengths_come_from_the_servers_logprobs(tmp_path):
@@ -73,3 +76,19 @@ def test_an_episodes_length_is_what_was_sampled_in_it(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "run"), "--allocator", "neyman,cost=tokens"]) == 0
     section = capsys.readouterr().out.split("## What each of them optimises")[1]
     assert "tokens" in section and "| neyman,cost=tokens |" in section
+
+
+def test_measured_gradients_are_read_from_the_runs_folder(tmp_path, capsys):
+    """Of the prompts of the first step alone, all alike: the figure is that of 1/n over their visits."""
+    write_run(tmp_path / "run", steps=6)
+    known = read_run(tmp_path / "run").steps[0].prompt_ids
+    lines = [json.dumps({"prompt_id": prompt_id, "variance": 0.5}) + "\n" for prompt_id in known]
+    (tmp_path / "run" / "gradients.jsonl").write_text("".join(lines))
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    record, found = read_run(tmp_path / "run"), json.loads((tmp_path / "run" / "replay.json").read_text())
+    measured = np.isin(record.prompt_ids, known)
+    given, uniform = (what_if.replay(record.steps, parse_allocator(kind, record)) for kind in ("neyman", "uniform"))
+    of = {name: m["objectives_to_uniform"]["gradient"] for name, m in found["allocators"].items()}
+    assert of["uniform"] == 1 and measured.any() and not measured.all()
+    wanted = (1 / given[measured]).sum() / (1 / uniform[measured]).sum()
+    assert of["as recorded (neyman)"] == pytest.approx(wanted) and wanted != 1
