@@ -8,6 +8,7 @@ import yaml
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.comparison.spec import planned_runs, read_spec
+from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, to_plain
 
 BASE = {
@@ -178,11 +179,17 @@ def test_rates_far_apart_are_named():
     assert line == "grpo: learning rates 1e-06 and 1.6e-06 are more than a factor 1.5 apart"
 
 
+@pytest.mark.parametrize("name", [name for name in shipped.names() if name.startswith("compare/")])
+def test_every_shipped_spec_has_valid_runs(name):
+    spec = read_spec(name)
+    assert len(planned_runs(spec)) >= len(spec.arms) * len(spec.seeds) > 1
+
+
 def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
-    shipped = read_spec("compare/demo")
-    assert list(shipped.arms) == ["grpo", "dynamo", "allocation_only", "modulation_only"]
-    assert shipped.wide() == [] and len(shipped.seeds) >= 5
-    by_arm = {run.arm: run.config.algorithm for run in planned_runs(shipped)}
+    spec = read_spec("compare/demo")
+    assert list(spec.arms) == ["grpo", "dynamo", "allocation_only", "modulation_only"]
+    assert spec.wide() == [] and len(spec.seeds) >= 5
+    by_arm = {run.arm: run.config.algorithm for run in planned_runs(spec)}
     assert by_arm["allocation_only"].modulation is None and by_arm["modulation_only"].allocation.kind == "uniform"
     assert main(["compare", "compare/demo", "--dry-run"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 60
