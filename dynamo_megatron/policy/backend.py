@@ -146,15 +146,12 @@ def rotate_whole_batches() -> None:
         return
     by_sequence = rope_utils._apply_rotary_pos_emb_thd
 
-    def at_once(
-        t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, cp_group=None
-    ):
-        options = {"rotary_interleaved": rotary_interleaved, "multi_latent_attention": multi_latent_attention}
+    def at_once(t, cu_seqlens, freqs, *, cp_group, **options):  # of which every version of Megatron has others
         if cp_group.size() > 1:
-            return by_sequence(t, cu_seqlens, freqs, **options, mscale=mscale, cp_group=cp_group)
+            return by_sequence(t, cu_seqlens, freqs, cp_group=cp_group, **options)
         starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
         rows = freqs[torch.arange(t.shape[0], device=t.device) - starts]
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), rows, **options, mscale=mscale).squeeze(1)
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), rows, **options).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = at_once
 

@@ -3,6 +3,7 @@
 - 0.19 calls GPTModel deprecated, for HybridModel. The policy is a GPTModel under both: HybridModel is not in 0.16, and
   has an attention and an MLP as two layers, under other names in a checkpoint.
 - 0.19 advises to give DDP the layout of its buffers. DDP computes the same layout if it is not given, as in 0.16.
+- 0.19 calls functions of RoPE with other options, which what stands for one of them passes on (backend.py).
 - 0.19 finds the groups of a saved optimizer by their learning rates, too: `match_groups_by_kind`.
 - 0.19 saves the data that is no tensor as a part of a checkpoint, not as `common.pt`. A run writes `common.pt` under
   both, which both read, and reads checkpoints of both (checkpoint/checked_loading.py).
