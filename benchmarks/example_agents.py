@@ -62,9 +62,10 @@ def example(folder: Path, python: Path, name: str, keys: Sequence[str] = ()) -> 
 
 def page_part(results: dict[str, Any]) -> str:
     """What docs/agents.md has of the results."""
+    host = results["machine"]
     lines = [
-        f"`make agents-figures` on {results['machine']['cores']} CPU cores, one run of each with one seed "
-        f"(`benchmarks/results/agents.json`):",
+        f"`make agents-figures` on {host['cores']} CPU cores with a load average of {host['load average before']:.1f} "
+        "before it, one run of each with one seed (`benchmarks/results/agents.json`):",
         "",
         markdown_row(["example", "held-out tasks", "success before, %", "after, %", "gain, points (95 %)", "minutes"]),
         "|---|---:|---:|---:|---:|---:|",
