@@ -176,6 +176,7 @@ MODULES = {
     "transformer_engine.pytorch.fp8": {
         "FP8GlobalStateManager": _Unused,
         "fp8_autocast": lambda *_, **__: nullcontext(),
+        "fp8_model_init": _unused,
     },
     "transformer_engine.pytorch.distributed": {
         "CudaRNGStatesTracker": _Unused,

@@ -15,6 +15,8 @@ from checkpoint_cases import difference, launch, settings
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
+# Their stand-in for TransformerEngine is made for what 0.16 imports of it.
+OF_GPUS = tuple(f"--ignore=tests/policy/{name}.py" for name in ("test_gpu_branch", "test_sync_lint"))
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_python_finds_the_other_version(run_python):
 @pytest.mark.parametrize(
     "words",
     [
-        ("tests/policy", "-m", "not full"),
+        ("tests/policy", "-m", "not full", *OF_GPUS),
         ("tests/models", "-m", "not full"),
         ("tests/policy/test_checked_loading.py",),
         ("tests/e2e/test_live_run.py",),
