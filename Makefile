@@ -14,8 +14,8 @@
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
-# make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 8 GB, 20
-#                 minutes of compiling (TE=skip leaves it out of test-all)
+# make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 8 GB, a
+#                 long compilation (TE=skip leaves it out of test-all)
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
 # test-all .venv-peers, .venv-verifiers and .venv-te; later calls set up nothing.
 
