@@ -2,8 +2,8 @@
 # tools/build_transformer_engine.sh PYTHON REQUIREMENT [PIP OPTION...]
 #
 # Installs TransformerEngine into the environment of PYTHON, which has a torch for CUDA 13. Its core is a wheel. Its
-# extension for torch is compiled here by g++ (20 minutes of CPU time), with the CUDA headers of pip's packages: neither
-# a CUDA toolkit nor a GPU is needed. MAX_JOBS bounds the number of compilers, which take up to 3 GB of memory each.
+# extension for torch is compiled here by g++, with the CUDA headers of pip's packages: neither
+# a CUDA toolkit nor a GPU is needed. MAX_JOBS bounds the number of compilers.
 set -eu
 python=$1 requirement=$2
 shift 2
