@@ -51,9 +51,8 @@ FOREIGN_VARIABLES = re.compile(
 SEVERAL_GROUPS = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr", "--nccl-port")
 OVERRIDE = "--json-model-override-args"
 CONTEXT, LONGER_CONTEXT = "--context-length", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-BEYOND = (
-    6  # tokens: SGLang 0.5.23 takes an input of fewer than its context less 6, and a sequence of its context less 2
-)
+# Tokens. SGLang 0.5.23 takes an input of fewer than its context less 6, and a sequence of its context less 2.
+BEYOND = 6
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
 
 
