@@ -228,7 +228,7 @@ def test_the_pauses_of_a_push():
 def test_the_times_at_each_bound():
     runs = result("asynchrony")["runs"]
     medians: dict[int, float] = {}
-    for bound, *cells in rows(page("asynchronous"), "bound"):
+    for bound, *cells in rows(page("asynchronous"), "bound | seconds"):
         of = [run for run in runs if run["bound"] == int(bound)]
         medians[int(bound)] = median = statistics.median(run["seconds"] for run in of)
         expected = [
@@ -239,6 +239,19 @@ def test_the_times_at_each_bound():
             f"{statistics.median(100 * run['fleet/idle_share'] for run in of):.0f}" if int(bound) else "",
         ]
         assert cells == expected, bound
+
+
+def test_the_learning_at_each_bound():
+    runs = result("asynchronous_learning")["runs"]
+    control = [100 * score for score in runs["bound_0"]["final pass@1"]]
+    for (_, staleness, scores, mean, differences), of in zip(
+        rows(page("asynchronous"), "bound | mean staleness, steps"), runs.values(), strict=True
+    ):
+        final = [100 * score for score in of["final pass@1"]]
+        assert staleness == f"{of['staleness_mean']:.1f}" and mean == f"{statistics.mean(final):.1f}"
+        assert scores == ", ".join(f"{score:.1f}" for score in final)
+        changes = ", ".join(f"{a - b:+.1f}" for a, b in zip(final, control, strict=True))
+        assert differences == (changes if final != control else "")
 
 
 def test_the_simulated_times():
