@@ -37,11 +37,12 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError of the block that has no file name. Those of writing to an open file have none."""
+    """Adds `path` to an OSError of the system in the block that has no file name. Those of writing to an open file have
+    none."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
 
