@@ -23,6 +23,7 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.health import answers
 from dynamo_megatron.rollout.member import Member, Source
+from dynamo_megatron.rollout.recomputation import recomputed_gap
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.silence import Silence
 from dynamo_megatron.rollout.supervisor import Supervisor
@@ -178,9 +179,10 @@ class Fleet:
         deadline = time.monotonic() + self._config.rollout.start_timeout
         while True:
             members = list(self._members.values())
+            held = [member.version for member in members]
             for member in members:
                 member.version = None
-            await asyncio.gather(*(self._rest(m) for m in members))
+            await asyncio.gather(*(self._rest(m, v) for m, v in zip(members, held, strict=True)))
             if ready := [m.endpoint for m in members if self._members.get(m.name) is m]:
                 return sorted(ready, key=lambda e: e.name)
             if self._final >= set(self._names) or not await self._change(deadline):
@@ -199,13 +201,35 @@ class Fleet:
         if not self.serving():
             raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
-    async def _rest(self, member: Member) -> None:
+    async def _rest(self, member: Member, version: int | None) -> None:
+        """`version`: of the server's weights, if they are those of the policy before the push."""
         try:
             await self._finish_requests(member)
             if not member.gone.done():
                 await member.client.rest()
+            if version is not None and not member.gone.done() and await self._recompute(member, version):
+                await member.client.rest()
         except RolloutError as error:
             self.condemn(member, str(error))
+
+    async def _recompute(self, member: Member, version: int) -> bool:
+        """Recomputes logprobs of tokens that the server sampled from its present weights, `version`. With a staleness
+        bound of 0 the policy has all of these weights, and does so itself. Returns whether the server computed
+        something. Raises RolloutError where the logprobs differ."""
+        rollout = self._config.rollout
+        limit, sampled = rollout.proof.max_mean_gap, member.sampled
+        if not rollout.max_staleness or limit is None or sampled is None:
+            return False
+        gap = await recomputed_gap(member.client, sampled, version, rollout.health_timeout)
+        if gap is None:
+            return False
+        if not gap <= limit:
+            raise RolloutError(
+                f"its logprobs of tokens that it says weight version {version} sampled are {gap:.3g} nats from those "
+                "recomputed with its weights on average"
+            )
+        member.recomputed_gap = max(member.recomputed_gap or 0.0, gap)
+        return True
 
     async def _finish_requests(self, member: Member) -> None:
         """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
@@ -317,8 +341,9 @@ class Fleet:
         """Returns what happened since the last report: counts by server, and notes."""
         uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
         for name, member in self._members.items():
-            uses.setdefault(name, ServerUse()).kv_cache = member.kv_cache
-            member.kv_cache = None
+            use = uses.setdefault(name, ServerUse())
+            use.kv_cache, use.recomputed_gap = member.kv_cache, member.recomputed_gap
+            member.kv_cache = member.recomputed_gap = None
         notes, self.notes = self.notes, []
         self.restarts.clear()
         return uses, notes

@@ -36,13 +36,19 @@ class ServerUse:
     kv_cache: float | None = None  # largest share of its KV cache in use that was seen; None: not measured
     retries: int = 0  # requests that were lost with it
     restarts: int = 0
+    recomputed_gap: float | None = None  # largest `recomputation.recomputed_gap`, nats; None: not measured
 
     def add(self, other: ServerUse) -> None:
         self.tokens += other.tokens
         self.busy += other.busy
-        self.kv_cache = max((s for s in (self.kv_cache, other.kv_cache) if s is not None), default=None)
+        self.kv_cache = _largest(self.kv_cache, other.kv_cache)
         self.retries += other.retries
         self.restarts += other.restarts
+        self.recomputed_gap = _largest(self.recomputed_gap, other.recomputed_gap)
+
+
+def _largest(*measured: float | None) -> float | None:
+    return max((value for value in measured if value is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
 from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.member import Member
+from dynamo_megatron.rollout.recomputation import Sampled
 from dynamo_megatron.rollout.result import ServerUse
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
@@ -217,12 +218,14 @@ class Sampling:
         until = min(request.limit, self._deadline or request.limit)
         attempts = len(request.lost) + len(request.refused) + request.pushes
         most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
+        inputs = request.prompt_tokens
         if begun:
+            inputs = [*inputs, *begun]
             most = (most or self._config.max_new_tokens) - len(begun)
         asked = asyncio.create_task(
             member.client.generate(
                 f"{request.name}-{attempts}" if attempts else request.name,
-                [*request.prompt_tokens, *begun] if begun else request.prompt_tokens,
+                inputs,
                 timeout=max(0.0, until - now),
                 temperature=request.temperature,
                 max_new_tokens=most,
@@ -237,6 +240,8 @@ class Sampling:
             response = asked.result()
         finally:
             asked.cancel()
+        if response.tokens and request.temperature is None:
+            member.sampled = Sampled(inputs, response)
         late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
         return self._late() if late else response
 

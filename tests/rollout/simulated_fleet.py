@@ -14,7 +14,7 @@ from dynamo_megatron.rollout.client import ConnectionLost, Response
 from dynamo_megatron.rollout.dispatched import Dispatched
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.sampling import Request, Sampling
 
 
@@ -193,6 +193,15 @@ class Client:
             await asyncio.sleep(1.0)
         if self._ended.is_set():
             raise ConnectionLost("the connection is gone")
+
+    async def next_logprob(self, tokens, token: int, timeout: float) -> float:
+        """That of a sampled token, if the present weights have sampled it."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._wait(self._server.speed)
+        except (TimeoutError, ConnectionLost) as error:
+            raise RolloutError("no answer") from error
+        return -1.0 if token == self._server.version % 100 else -9.0
 
     async def healthy(self, timeout: float) -> bool:
         while self._server.frozen and not self._ended.is_set():
