@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from living_processes import living
 
 from dynamo_megatron.comparison import fleet
 from dynamo_megatron.comparison.fleet import KEY, keeps_servers, servers
@@ -93,4 +94,4 @@ def test_a_server_that_ends_comes_back_at_its_address(tiny_model, tmp_path):
 
     family = asyncio.run(work())
     assert len(said) == 1 and said[0].startswith("server-0 is started again: the SGLang server ended")
-    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert living(family) == []

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+from living_processes import living
 
 
 class Run:
@@ -93,7 +94,7 @@ class Run:
         """The run's processes still alive after at most `within` seconds."""
         deadline = time.monotonic() + within
         while True:
-            alive = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            alive = living(self.family)
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import living
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool
@@ -69,7 +70,7 @@ def test_processes_shared_memory_and_the_folder_go(tmp_path, end):
             process.send_signal(signal.SIGSTOP)
         guard.stdin.close()
     assert guard.wait(15) == -signal.SIGKILL
-    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    left = living(family)
     assert left == [] and not [path for path in mapped if os.path.exists(path)]
     assert not folder.exists() and not meeting.exists()
 

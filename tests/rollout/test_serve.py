@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 import yaml
+from living_processes import living
 from stand_ins import VOCABULARY, external
 
 from dynamo_megatron.config import Config
@@ -68,7 +69,7 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         for node in nodes:
             assert node.wait(30) == 0, (tmp_path / "node-0.log").read_text()
         assert time.monotonic() - killed < 30
-        left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = living(family)
         assert left == []
     finally:
         worker.close()

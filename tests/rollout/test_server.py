@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import yaml
+from living_processes import living
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.config.rollout import FP8_CONFIG
@@ -195,8 +196,11 @@ def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     server = SGLangServer(RolloutConfig(python=str(silent)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     try:
-        living = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-        (guard,) = (p for p in living if any(word.startswith(f"{tmp_path}/") for word in p.cmdline()))
+        (guard,) = (
+            p
+            for p in living(psutil.Process().children())
+            if any(word.startswith(f"{tmp_path}/") for word in p.cmdline())
+        )
         assert list(tmp_path.glob("dynamo-megatron-*/server.yaml"))
         meeting = guard.cmdline()[5]
         assert Path(meeting).stat().st_mode & 0o777 == 0o700
@@ -331,7 +335,7 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
     assert time.monotonic() - started < 12
     assert len(processes) >= 3  # the HTTP server, scheduler, detokenizer
     psutil.wait_procs(processes, timeout=3)
-    left = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    left = living(processes)
     assert left == []
 
     import torch
