@@ -1,5 +1,6 @@
 """Thousands of responses of which some are made to hang, crash or fill what scores them."""
 
+import json
 import runpy
 import shutil
 from pathlib import Path
@@ -24,6 +25,11 @@ def check(found, count):
 
 
 MEMORY = str((1 << 30) + 4096)  # in the command line of every sandbox of this file
+
+
+def test_the_page_has_the_table_of_the_results():
+    results = json.loads((ROOT / "benchmarks" / "results" / "hostile_answers.json").read_text(encoding="utf-8"))
+    assert f"\n\n{BENCHMARK['markdown'](results)}\n\n" in (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.full
