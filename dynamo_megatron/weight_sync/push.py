@@ -88,6 +88,8 @@ class WeightPusher:
         self._connected: set[Endpoint] = set()
         self._endpoints: list[Endpoint] = []
         self._known: set[Endpoint] = set()  # of the last push
+        self._proved: dict[int, Expected | None] = {}  # on rank 0, by tp: the checksums of the last push
+        self._took: set[Endpoint] = set()  # on rank 0: the servers that have these weights
         self._devices: dict[Endpoint, str] = {}  # those asked; an incarnation does not change its device
 
     def push(
@@ -124,6 +126,7 @@ class WeightPusher:
             proving = time.monotonic()
             self._prove(under_way, sums, on_poll)
             proof_seconds = time.monotonic() - proving
+            self._proved, self._took = sums, set(under_way.healthy)
             try:
                 self._rollout.end_push(version, {e: under_way.failed.get(e.name) for e in endpoints}, on_poll)
             except PushNeeded as error:
@@ -166,6 +169,7 @@ class WeightPusher:
     def _open(self, under_way: _Push, on_poll: Callable[[], None] | None) -> None:
         """Tells the servers, then links every sender to every server it has no link to, one sender at a time."""
         if self._layout.rank == 0:
+            self._prove_again(under_way, on_poll)
             self._transport.prepare()
             self._on_servers(under_way, self._transport.begin, on_poll)
         self._share_failures(under_way)
@@ -210,6 +214,18 @@ class WeightPusher:
                 raise ServerError(wrong)
 
         self._on_servers(under_way, prove, on_poll)
+
+    def _prove_again(self, under_way: _Push, on_poll: Callable[[], None] | None) -> None:
+        """With a staleness bound, tokens are trained on after the weights that sampled them are gone. So before a push
+        replaces these weights, the servers are checked for them once more."""
+        if not self._config.max_staleness or not self._proved:
+            return
+
+        def prove(endpoint: Endpoint) -> None:
+            if (wrong := mismatch(endpoint, self._proved[endpoint.tp], CHECK_TIMEOUT)) is not None:
+                raise ServerError(f"its weights were no longer those of the last push: {wrong}")
+
+        self._on_servers(under_way, prove, on_poll, [e for e in under_way.endpoints if e in self._took])
 
     # -- what they share -----------------------------------------------------------------------------------------
     def _on_servers(

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from dynamo_megatron.types import Rollout
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 LIMIT = 1200  # seconds
+AHEAD = ["rollout.max_staleness=2", "algorithm.rollout_correction={kind: truncate, level: sequence}"]
 CHILD = """
 import os, socket, sys, threading, time
 kept = [bytearray(32 << 20)]
@@ -40,29 +43,44 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT + 100)
-def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_path):
-    """Ten minutes of benchmarks/soak.py: the first kinds of a seeded order."""
-    words = ["--minutes", "10", "--every", "8", "--seed", "7", "--health-timeout", "12"]
-    out, log = tmp_path / "soak.json", tmp_path / "soak.log"
+def soak(folder: Path, *words: str) -> dict:
+    """Runs benchmarks/soak.py, checks what it says of each fault, and returns its result."""
+    out, log = folder / "soak.json", folder / "soak.log"
     with open(log, "w") as file:
-        command = [sys.executable, "-P", SOAK, *words, "--folder", tmp_path / "soak", "--out", out]
+        command = [sys.executable, "-P", SOAK, "--folder", folder / "soak", "--out", out, *words]
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
     print(log.read_text())
     result = json.loads(out.read_text())
     assert code == 0 and result["problems"] == [], "\n".join(result["problems"])
     kinds = {fault.name: fault for fault in FAULTS}
-    done = [record["fault"] for record in result["faults"]]
-    assert len(done) == len(set(done)), "a kind came again before all had come"
-    assert len(done) >= 6, done
     for record in result["faults"]:
         fault, lines = kinds[record["fault"]], record["lines"]
         assert all(re.search(fault.says, line) for line in lines), record
         assert (0 if fault.silent else 1) <= len(lines) <= fault.most, record
         assert record["exit code"] in fault.codes, record
+    return result
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT + 100)
+def test_a_run_that_is_hurt_every_few_steps_loses_nothing_and_stays_flat(tmp_path):
+    """Ten minutes of benchmarks/soak.py: the first kinds of a seeded order."""
+    result = soak(tmp_path, "--minutes", "10", "--every", "8", "--seed", "7", "--health-timeout", "12")
+    done = [record["fault"] for record in result["faults"]]
+    assert len(done) == len(set(done)), "a kind came again before all had come"
+    assert len(done) >= 6, done
     judged = {growth["what"].partition(" ")[0] for growth in result["growth"]}
     assert judged >= {"/dev/shm", "step"}, judged
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT + 100)
+def test_a_run_whose_servers_work_ahead_is_hurt_and_loses_nothing(tmp_path):
+    kinds = ["SIGINT during a save", "no server", "server frozen", "server has other weights"]
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        kinds.append("disk full")
+    result = soak(tmp_path, "--rounds", "1", "--every", "6", "--health-timeout", "12", "--set", *AHEAD, "--", *kinds)
+    assert sorted(record["fault"] for record in result["faults"]) == sorted(kinds)
 
 
 def test_an_unknown_kind_is_one_line_before_anything_is_started_or_written(tmp_path):
