@@ -62,7 +62,7 @@ class Retention:
         used = sum(self._sizes.values())
         room = used + shutil.disk_usage(self._folder).free
         why = (
-            f"{self._folder / 'rollouts'} takes {used / 1e9:.2f} GB, more than {SHARE:.0%} of the {room / 1e9:.2f} GB "
+            f"{self._folder / 'rollouts'} takes {used / 1e9:.3g} GB, more than {SHARE:.0%} of the {room / 1e9:.3g} GB "
             "available to it (rollout.keep_last sets how many steps are kept)"
         )
         gone = []
