@@ -1,279 +1,211 @@
-"""Sends many requests to the fleet: each gets exactly one outcome, whatever becomes of the servers."""
+"""The trackers that send metrics to a service. Each runs in a process of its own (tracker_process.py), so exceptions
+are not caught here: they end only that process.
+
+A resumed run continues each tracker's run, whose id is in output_dir/NAME-id. No tracker can remove points: those of
+steps after the checkpoint, which the run repeats, stay there.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import os
+import re
+import secrets
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.client import Response, ServerLost
-from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.member import Member
-from dynamo_megatron.rollout.recomputation import Sampled
-from dynamo_megatron.rollout.result import ServerUse
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.runtime.listening import serve_openmetrics
+from dynamo_megatron.runtime.whole_files import replacing
 
-ATTEMPTS = 4  # a request fails once it has been lost with this many servers
+LONGEST_PARAM = 500  # characters of a configuration value; the limit of mlflow's file store
 
 
-@dataclass(eq=False)
-class Request:
-    """`expected`: expected tokens of the response. `seed`: as in `SGLangClient.generate`; the same for every server and
-    every attempt. `temperature` and `max_new_tokens`: None for the config's. `stop`: in addition to the config's. The
-    fields below `stop` are the state of the request."""
-
-    name: str
-    group: str
-    prompt_id: str
-    prompt_tokens: Sequence[int]
-    expected: float
-    seed: int | None = None
-    temperature: float | None = None
-    max_new_tokens: int | None = None
-    stop: Sequence[str] = ()
-    lost: list[str] = field(default_factory=list)  # servers that it was lost with
-    refused: list[str] = field(default_factory=list)  # servers that refused it
-    limit: float | None = None  # monotonic seconds: when it is aborted; set when first sent
-    begun: Response | None = None  # the part of the response that older weights sampled
-    pushes: int = 0  # pushes that interrupted it
-    task: asyncio.Task | None = None  # waits for a server's response
+def run_name(config: Config) -> str:
+    return config.tracking.name or Path(config.output_dir).resolve().name
 
 
-class Sampling:
-    """Gets a response from `fleet` for each of `requests`.
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a row, without its step."""
+    return {name: float(v) for name, v in metrics.items() if name != "step" and isinstance(v, int | float)}
 
-    After `run`, `uses` (by server), `finished` (monotonic seconds of each response) and `late` (how many requests were
-    aborted at the deadline) describe what happened.
-    """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        config: RolloutConfig,
-        requests: Sequence[Request],
-        take: Callable[[Request, Response, str], Awaitable[None]],
-        deadline: float | None = None,
-        after: Sequence[Sampling] = (),
-        urgent: bool = False,
-        stays_open: bool = False,
-    ):
-        """`take(request, response, server)` is called once for each request as its response arrives. Requests without
-        an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still has
-        requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`: `run`
-        goes on until `close`, since requests are added meanwhile."""
-        self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
-        self._after, self._urgent, self._open = after, urgent, stays_open
-        order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
-        self._pending = deque(requests[i] for i in order)
-        self._group_tokens: dict[str, float] = defaultdict(float)
-        for request in requests:
-            self._group_tokens[request.group] += request.expected
-        self._home: dict[str, str] = {}  # group -> the server that it is on
-        self._under_way = 0
-        self._wake = asyncio.Event()
-        self._asked: Counter[Member] = Counter()  # requests under way
-        self._busy_since: dict[Member, float] = {}
-        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
-        self.finished: list[float] = []
-        self.late = 0
+class KeptId:
+    """The id of a service's run, in a file of the run's folder."""
 
-    async def run(self) -> None:
-        """Returns once each request has its outcome. Raises PushNeeded where no server is left, after all responses
-        that came were taken; RolloutError where no server comes up; and whatever `take` raises, at once."""
-        self._fleet.listeners.insert(0 if self._urgent else len(self._fleet.listeners), self._wake.set)
-        try:
-            while self._pending or self._open:
-                if not self._pending:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                await self._fleet.wait_serving()
-                async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
-                    await self._ask_all(tasks)
-            self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        finally:
-            self._fleet.listeners.remove(self._wake.set)
+    def __init__(self, config: Config, service: str):
+        self._file = Path(config.output_dir) / f"{service}-id"
 
-    def add(self, request: Request) -> None:
-        """Adds a request while the sampling is open. Requests of one group go to the server that has its prefix, if it
-        is free."""
-        self._group_tokens[request.group] += request.expected
-        self._pending.append(request)
-        self._wake.set()
+    def read(self) -> str | None:
+        return self._file.read_text(encoding="utf-8") if self._file.is_file() else None
 
-    def withdraw(self, request: Request) -> None:
-        """Cancels a request whose response nobody waits for any more; `take` is not called for it."""
-        if request in self._pending:
-            self._pending.remove(request)
-        elif request.task is not None:
-            request.task.cancel()
+    def keep(self, run: str) -> None:
+        with replacing(self._file) as file:
+            file.write(run.encode())
+
+
+class WandbTracker:
+    """A wandb run. wandb ignores rows of earlier steps than the last one that it received, so the rows of steps that a
+    run repeats after a kill. Rows of evaluations have no step of wandb's, since an evaluation may end after later steps
+    (`rollout.max_staleness`); `eval/step` is their step."""
+
+    def __init__(self, config: Config):
+        import wandb
+
+        kept = KeptId(config, "wandb")
+        self._run = wandb.init(
+            project=config.tracking.project,
+            name=run_name(config),
+            id=kept.read(),
+            resume="allow",
+            dir=config.output_dir,
+            config=to_plain(config),
+            allow_val_change=True,
+            settings=wandb.Settings(console="off"),
+        )
+        self._run.define_metric("eval/*", step_metric="eval/step")
+        kept.keep(self._run.id)
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        row = numbers(metrics)
+        if any(name.startswith("eval/") for name in row):
+            self._run.log(row | {"eval/step": metrics["step"]})
+        else:
+            self._run.log(row, step=metrics["step"])
 
     def close(self) -> None:
-        self._open = False
-        self._wake.set()
+        self._run.finish()
 
-    @property
-    def begun(self) -> dict[str, Response]:
-        """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
-        return {request.name: request.begun for request in self._pending if request.begun is not None}
 
-    def restart(self, names: Collection[str]) -> set[str]:
-        """Discards the partial responses of the waiting requests with these names: they are sampled from the beginning.
-        Returns the names of these requests."""
-        found = [request for request in self._pending if request.name in names]
-        for request in found:
-            request.begun = None
-        return {request.name for request in found}
+class MlflowTracker:
+    """A run of the experiment `tracking.project`, at MLFLOW_TRACKING_URI (default: the database output_dir/mlflow.db).
+    Its parameters are the configuration at the first start."""
 
-    async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Sends requests. Returns when none is under way and none can be sent: all were sent, or no server is left."""
-        fleet = self._fleet
-        while True:
-            self._wake.clear()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                while self._pending:
-                    tasks.create_task(self._done(self._pending.popleft(), self._late(), ""))
-            servers, waiting = fleet.serving(), bool(self._pending)
-            while self._pending and self._first and (member := self._choose(self._pending[0], servers)) is not None:
-                request = self._pending.popleft()
-                self._enter(request, member)
-                request.task = tasks.create_task(self._one(request, member))
-            if waiting and not self._pending:
-                fleet.wake()  # the Samplings that wait for this one
-            if not self._under_way and not (self._pending and (servers or fleet.pushing)):
-                return
-            with contextlib.suppress(TimeoutError):
-                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                async with asyncio.timeout(left if self._pending else None):
-                    await self._wake.wait()
+    def __init__(self, config: Config):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
 
-    @property
-    def _first(self) -> bool:
-        return not any(sampling._pending for sampling in self._after)
-
-    def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
-        failed = {*request.refused, *request.lost}  # another server is preferred where there is one
-        allowed = {name: m for name, m in servers.items() if name not in failed} or servers
-        loads = {name: m.load for name, m in allowed.items()}
-        home, group_tokens = self._home.get(request.group), self._group_tokens[request.group]
-        name = choose_server(loads, self._config.concurrency, home, group_tokens)
-        return None if name is None else servers[name]
-
-    def _enter(self, request: Request, member: Member) -> None:
-        self._under_way += 1
-        self._home[request.group] = member.name
-        if not self._asked[member]:
-            self._busy_since[member] = time.monotonic()
-        self._asked[member] += 1
-        member.enter(request.expected)
-
-    def _leave(self, request: Request, member: Member) -> None:
-        self._under_way -= 1
-        self._asked[member] -= 1
-        member.leave(request.expected)
-        if not self._asked[member]:
-            self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
-        self._fleet.wake()
-
-    async def _one(self, request: Request, member: Member) -> None:
-        """Sends a request to one server; without an answer, the request becomes pending again."""
-        try:
-            response = await self._ask(request, member)
-        except ServerLost as error:
-            request.lost.append(member.name)
-            self.uses[member.name].retries += 1
-            if not member.gone.done():
-                await self._fleet.doubt(member, error)
-            if len(request.lost) < ATTEMPTS:
-                self._pending.appendleft(request)
-                return
-            response = Response(error=f"{request.name}: lost with {', '.join(request.lost)}; the last: {error}")
-        finally:
-            self._leave(request, member)
-        if response.finish_reason == "abort" and member.version is None and time.monotonic() < request.limit:
-            self._interrupted(request, response, member.name)
+        self._metric = Metric
+        default = f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
+        kept = KeptId(config, "mlflow")
+        self._id = kept.read()
+        if self._id is not None:
+            self._client.update_run(self._id, status="RUNNING")
             return
-        if response.finish_reason == "error":
-            if not request.refused and len(self._fleet.serving()) > 1:
-                request.refused.append(member.name)  # it may be that server's fault: another one is tried
-                self._pending.appendleft(request)
-                return
-        else:
-            member.refusals = 0
-            for name in request.refused:
-                self._fleet.refused(name, f"it refused {request.name}, which {member.name} answered")
-        await self._done(request, response, member.name)
+        project = config.tracking.project
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
+        self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
+        kept.keep(self._id)
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat(to_plain(config)).items()]
+        for first in range(0, len(params), 100):  # mlflow's limit per request
+            self._client.log_batch(self._id, params=params[first : first + 100])
 
-    def _interrupted(self, request: Request, response: Response, server: str) -> None:
-        """Handles a response that a push interrupted: the request is sent again, and continues under the new
-        weights."""
-        request.pushes += 1
-        if response.tokens:
-            request.begun = response if request.begun is None else request.begun.continued(response)
-            self.uses[server].tokens += len(response.tokens)
-        self._pending.appendleft(request)
+    def write(self, metrics: Mapping[str, float]) -> None:
+        now, step = round(1000 * time.time()), metrics["step"]
+        row = [self._metric(mlflow_name(name), value, now, step) for name, value in numbers(metrics).items()]
+        self._client.log_batch(self._id, metrics=row)
 
-    async def _ask(self, request: Request, member: Member) -> Response:
-        """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
-        now = time.monotonic()
-        request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
-        until = min(request.limit, self._deadline or request.limit)
-        attempts = len(request.lost) + len(request.refused) + request.pushes
-        most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
-        inputs = request.prompt_tokens
-        if begun:
-            inputs = [*inputs, *begun]
-            most = (most or self._config.max_new_tokens) - len(begun)
-        asked = asyncio.create_task(
-            member.client.generate(
-                f"{request.name}-{attempts}" if attempts else request.name,
-                inputs,
-                timeout=max(0.0, until - now),
-                temperature=request.temperature,
-                max_new_tokens=most,
-                seed=request.seed,
-                stop=request.stop,
-            )
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def mlflow_name(name: str) -> str:
+    """`eval/pass@1` -> `eval/pass_1`: mlflow allows only letters, digits and _-. :/ in names."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The nested mapping `section` as dotted key -> value; `at` is a prefix of the keys."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= flat(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
+    return found
+
+
+class SwanlabTracker:
+    """A swanlab run. SWANLAB_MODE chooses where: online (the default), offline or local. Its files are in
+    output_dir/swanlab."""
+
+    def __init__(self, config: Config):
+        import swanlab
+
+        kept = KeptId(config, "swanlab")
+        folder = Path(config.output_dir) / "swanlab"
+        folder.mkdir(exist_ok=True)
+        self._run = swanlab.init(
+            project=config.tracking.project,
+            name=run_name(config),
+            id=kept.read(),
+            resume="allow",
+            config=to_plain(config),
+            log_dir=str(folder),
         )
-        try:
-            await asyncio.wait({asked, member.gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise ServerLost(f"{member.name} left the rotation: {member.gone.result()}")
-            response = asked.result()
-        finally:
-            asked.cancel()
-        if response.tokens:
-            member.tokens += len(response.tokens)
-            member.sampled_for |= {request.name, request.group}
-            if request.temperature is None:
-                member.sampled = Sampled(inputs, response)
-        late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
-        return self._late() if late else response
+        kept.keep(self._run.id)
 
-    def _late(self) -> Response:
-        self.late += 1
-        return Response(
-            finish_reason="abort", error=f"no response at rollout.step_deadline ({self._config.step_deadline:g} s)"
+    def write(self, metrics: Mapping[str, float]) -> None:
+        self._run.log(numbers(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """A trackio run, in the database of TRACKIO_DIR on this machine, or in the space of TRACKIO_SPACE_ID. trackio
+    identifies a run by its name, so four random hexadecimal digits make the name unique."""
+
+    def __init__(self, config: Config):
+        import trackio
+
+        kept = KeptId(config, "trackio")
+        self._run = trackio.init(
+            project=config.tracking.project,
+            name=kept.read() or f"{run_name(config)}-{secrets.token_hex(2)}",
+            resume="allow",
+            config=flat(to_plain(config)),
+            embed=False,
+            auto_log_gpu=False,  # metrics.jsonl has the ranks' resources
+            auto_log_cpu=False,
         )
+        kept.keep(self._run.name)
 
-    async def _done(self, request: Request, response: Response, server: str) -> None:
-        self.finished.append(time.monotonic())
-        self.uses[server].tokens += len(response.tokens)
-        if response.error:
-            response = replace(response, tokens=[], logprobs=[], weight_versions=[])
-        elif request.begun is not None:
-            response = request.begun.continued(response)
-        await self._take(request, response, server)
+    def write(self, metrics: Mapping[str, float]) -> None:
+        self._run.log(numbers(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
 
 
-def tail_seconds(finished: Sequence[float]) -> float:
-    """Returns the seconds between the arrival of 90 % of the responses and that of the last one; 0 without
-    responses."""
-    times = sorted(finished)
-    return times[-1] - times[max(0, -(-9 * len(times) // 10) - 1)] if times else 0.0
+class OpenMetricsEndpoint:
+    """Serves http://127.0.0.1:PORT/metrics with the last value of each metric, `policy/grad_norm` as
+    `dynamo_megatron_policy_grad_norm`, and with `dynamo_megatron_step`. Metrics whose converted names are equal share
+    one gauge."""
+
+    def __init__(self, config: Config):
+        from prometheus_client import CollectorRegistry, Gauge
+
+        self._gauge, self._registry = Gauge, CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._close = serve_openmetrics(config.tracking.openmetrics, self._registry)
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        for name, value in {**numbers(metrics), "step": metrics["step"]}.items():
+            metric = "dynamo_megatron_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            if metric not in self._gauges:
+                self._gauges[metric] = self._gauge(metric, name, registry=self._registry)
+            self._gauges[metric].set(value)
+
+    def close(self) -> None:
+        self._close()
+
+
+SERVICES: dict[str, Callable[[Config], Any]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+    "trackio": TrackioTracker,
+    "openmetrics": OpenMetricsEndpoint,
+}
