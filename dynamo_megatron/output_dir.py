@@ -149,9 +149,10 @@ class OutputDir:
 
     def take_over(self, step: int) -> None:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
-        that other settings will not give again, and are dropped if such settings have changed."""
-        plain = to_plain(self._config)
-        if self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
+        that other settings will not give again, and are dropped if such settings have changed. With
+        `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
+        plain, ahead = to_plain(self._config), self._config.rollout.max_staleness > 0
+        if not ahead and self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:
                     rollouts.unlink()

@@ -29,6 +29,17 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path):
     assert sorted(p.name for p in rollouts.iterdir()) == ["step-000004.jsonl", "step-000005.jsonl"]
 
 
+def test_rollouts_that_were_generated_ahead_are_kept_with_other_settings(tmp_path):
+    """Weights up to the checkpoint's may have sampled them; the rollout process drops what others have sampled."""
+    rollouts, ahead = tmp_path / "rollouts", {"rollout": {"max_staleness": 2}, "algorithm": {"rollout_correction": {}}}
+    rollouts.mkdir()
+    for step in (5, 6, 7):
+        (rollouts / f"step-{step:06d}.jsonl").write_text("{}\n")
+    for lr in (1e-3, 2e-3):
+        OutputDir(settings(tmp_path, optimizer={"lr": lr}, **ahead)).take_over(4)
+        assert len(list(rollouts.iterdir())) == 3
+
+
 EVALUATES = {"data": "held-out", "every": 2}
 ENDS = {"metric": "reward/mean", "above": 0.5}
 

@@ -39,13 +39,13 @@ def rejections(
     `version`, nats; None: any finite value. A response without tokens is never rejected.
     """
     gaps, reasons = mean_gaps(logprobs, engine_logprobs, lengths, weight_versions == version), {}
-    responses = np.flatnonzero(lengths)
+    responses, oldest_allowed = np.flatnonzero(lengths), max(0, version - max_staleness)  # -1: an unknown version
     starts = (np.cumsum(lengths) - lengths)[responses]
     oldest, newest = (f.reduceat(weight_versions, starts) if len(starts) else starts for f in (np.minimum, np.maximum))
     for i, old, new in zip(responses.tolist(), oldest.tolist(), newest.tolist(), strict=True):
-        if not version - max_staleness <= old <= new <= version:
+        if not oldest_allowed <= old <= new <= version:
             spans = f"{old}" if old == new else f"{old} to {new}"
-            allowed = f"{version - max_staleness} to {version}" if max_staleness else f"{version}"
+            allowed = f"{oldest_allowed} to {version}" if oldest_allowed < version else f"{version}"
             reasons[i] = f"sampled from weight version {spans}, not {allowed}"
         elif not np.isfinite(gaps[i]):
             reasons[i] = "a logprob that is not finite"

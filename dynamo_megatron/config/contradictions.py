@@ -69,8 +69,8 @@ def staleness_faults(config: Config) -> Iterator[str]:
     if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
         yield (
             f"{what} trains on tokens of older weights, which the loss has to correct for; set "
-            "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses, or "
-            "algorithm.loss.old to engine (docs/estimators.md)"
+            "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses"
+            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/estimators.md)"
         )
 
 

@@ -305,7 +305,7 @@ class SGLangClient:
         return response
 
     def _until_aborted(self, request: Request, response: Response, why: str) -> Response:
-        """The engine samples one more token before it aborts, and does not look whether it ends the response."""
+        """The engine samples one more token before it aborts, without a check whether this token ends the response."""
         if response.tokens[-1] in self._sampling["stop_token_ids"]:
             return replace(response, finish_reason="stop")
         if len(response.tokens) == request.sampling["max_new_tokens"]:

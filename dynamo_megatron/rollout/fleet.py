@@ -37,8 +37,8 @@ REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejec
 
 
 class Fleet:
-    """Keeps the clients of the servers that are up, and tells who may answer. `session` has to stay open until `run`,
-    which keeps the servers, has ended.
+    """Keeps the clients of the servers that are up, and decides which may answer. `session` has to stay open until
+    `run`, which keeps the servers, has ended.
 
     `listeners` are called when a server joins or leaves, or can take another request. A push is `begin_push` and then
     `end_push`; between them no server may answer. A `begin_push` that is cancelled or fails leaves the fleet in that
@@ -56,7 +56,8 @@ class Fleet:
         self.pushing = False
         self.listeners: list[Callable[[], None]] = []
         self._watchers, self._watch_task = 0, None
-        self._idle_since: float | None = None
+        self._used_since: float | None = None
+        self._untrusted: set[str] = set()  # since the last `take_untrusted`
         self.restarts: Counter[str] = Counter()  # since the last report
         self.notes: list[str] = []  # since the last report
         self._names, self._sources = self._arrange()
@@ -113,6 +114,18 @@ class Fleet:
         """Condemns the server at `endpoint` unless it has been restarted since."""
         if (member := self._member(endpoint)) is not None:
             self.condemn(member, why)
+
+    def distrust(self, endpoint: Endpoint, why: str) -> None:
+        """Condemns a server whose weights are not those of the last push."""
+        if (member := self._member(endpoint)) is not None:
+            self._untrusted |= member.sampled_for
+            self.condemn(member, why)
+
+    def take_untrusted(self) -> set[str]:
+        """Returns the names of the requests, and of their groups, that servers have sampled for since the last push
+        with weights that were not the policy's, as was found since the last call."""
+        untrusted, self._untrusted = self._untrusted, set()
+        return untrusted
 
     def _member(self, endpoint: Endpoint) -> Member | None:
         """Returns the server at `endpoint`; None where it has been restarted or is out."""
@@ -195,6 +208,7 @@ class Fleet:
                 self.lost(endpoint, f"weight version {version} did not arrive: {failure}")
             elif (member := self._member(endpoint)) is not None:
                 member.version = version
+                member.sampled_for = set()
                 member.source.served(endpoint.name)
         self.pushing = False
         self._announce()
@@ -224,6 +238,7 @@ class Fleet:
         if gap is None:
             return False
         if not gap <= limit:
+            self._untrusted |= member.sampled_for
             raise RolloutError(
                 f"its logprobs of tokens that it says weight version {version} sampled are {gap:.3g} nats from those "
                 "recomputed with its weights on average"
@@ -327,15 +342,13 @@ class Fleet:
                 self.condemn(self._members[name], f"{share:.0%} of its rollouts were rejected")
 
     def work_begins(self) -> None:
-        self._idle_since = self._idle_since or time.monotonic()
+        self._used_since = self._used_since or time.monotonic()
 
-    def idle_share(self) -> float:
-        """Returns the share of the time since the last call (the first time: since `work_begins`) in which a server had
-        no request under way, averaged over the servers that are up; 1.0 where none is."""
-        before, self._idle_since = self._idle_since, time.monotonic()
-        busy = [member.take_busy() for member in self._members.values()]
-        seconds = max(1e-9, self._idle_since - before)
-        return 1 - min(1.0, sum(busy) / (seconds * len(busy))) if busy else 1.0
+    def take_use(self) -> tuple[float, dict[str, tuple[int, float]]]:
+        """Returns the seconds since the last call (the first time: since `work_begins`), and for each server that is up
+        the tokens that it sampled in them and the seconds with a request under way."""
+        before, self._used_since = self._used_since, time.monotonic()
+        return self._used_since - before, {name: member.take_use() for name, member in self._members.items()}
 
     def report(self) -> tuple[dict[str, ServerUse], list[str]]:
         """Returns what happened since the last report: counts by server, and notes."""

@@ -47,7 +47,7 @@ from dynamo_megatron.rollout.step_session import StepSession
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.seeds import derived_seed
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout
+from dynamo_megatron.types import NOT_TRAINED, ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -80,6 +80,7 @@ class Generator:
         self._interrupted: StepSession | None = None  # the last session, if it ended for want of a server
         self._dispatched: dict[int, Dispatched] = {}  # by step
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
+        self._waited = 0.0  # seconds that pushes have waited for an evaluation, since the last `collect`
         self._first_push: int | None = None  # the version of this process's first push
         self._counted: StepSession | None = None  # the session whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
@@ -154,7 +155,7 @@ class Generator:
         error = self._fleet_run.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        raise RolloutError(f"the rollout servers are no longer looked after: {error!r}") from error
+        raise RolloutError(f"the task that runs the rollout servers has ended: {error!r}") from error
 
     async def begin_push(self, version: int) -> list[Endpoint]:
         if self._first_push is None:
@@ -162,8 +163,11 @@ class Generator:
             if staleness := self._config.rollout.max_staleness:
                 await self._in_thread(self._store.remove_after, version + 1 + staleness)
         if self._evaluation is not None:  # it evaluates the weights that the servers still have
+            begun = time.monotonic()
             await asyncio.wait([self._evaluation])
+            self._waited += time.monotonic() - begun
         endpoints = await self._fleet.begin_push(version)
+        await self._reject_untrusted()
         for dispatched in self._dispatched.values():
             await self._keep_begun(dispatched.session, dispatched.sampling.begun)
         return endpoints
@@ -188,6 +192,20 @@ class Generator:
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():
             self._fleet.lost(endpoint, why)
+
+    async def distrust(self, lost: dict[Endpoint, str]) -> None:
+        for endpoint, why in lost.items():
+            self._fleet.distrust(endpoint, why)
+        await self._reject_untrusted()
+
+    async def _reject_untrusted(self) -> None:
+        """Rejects the rollouts of later steps that a server has sampled from other weights than it said. Partial
+        responses are sampled from the beginning, also by a resumed run."""
+        names = self._fleet.take_untrusted()
+        for dispatched in self._dispatched.values() if names else ():
+            session, again = dispatched.session, dispatched.sampling.restart(names)
+            rejected = session.distrust(names - again)
+            await self._in_thread(self._store.reject, session.step, rejected | again)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
@@ -255,7 +273,10 @@ class Generator:
         self._check_rewards(session)
         said = self._report(session)
         ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
-        ahead = Ahead(ready, groups - ready, self._fleet.idle_share())
+        seconds, used = self._fleet.take_use()
+        for name, use in session.uses.items():
+            use.tokens, use.busy = used.get(name, (0, 0.0))
+        ahead, self._waited = Ahead(ready, groups - ready, seconds, self._waited), 0.0
         return dataclasses.replace(session.result(said), ahead=ahead)
 
     async def _open_session(
@@ -293,6 +314,9 @@ class Generator:
         prompt = session.wanted[request.name]
         rollout, failure = await self._scoring.rollout(session.step, request.name, prompt, response, server)
         await self._keep(rollout)
+        if request.name in session.untrusted and rollout.status not in NOT_TRAINED:
+            await self._in_thread(self._store.reject, session.step, [request.name])
+            rollout, failure = dataclasses.replace(rollout, status="rejected"), ""
         session.keep(rollout, failure)
         if session is self._counted:
             self._finished(response)
@@ -388,7 +412,7 @@ class Generator:
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
         if rollout.max_staleness:  # versions after the first push may not come again with the same weights
-            versions = range(step - 1 - rollout.max_staleness, (self._first_push or 0) + 1)
+            versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_push or 0) + 1)
         lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
         reuse = reusable(lines, wanted, positions, versions, *limits, continues=rollout.max_staleness > 0)
         if gone := reuse.discarded.keys() | reuse.begun.keys():

@@ -43,6 +43,8 @@ class Member:
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
     sampled: Sampled | None = None  # the last that it sampled for a rollout
     recomputed_gap: float | None = None  # the largest, nats, since the last report
+    sampled_for: set[str] = field(default_factory=set)  # since the last push: names and groups of its requests
+    tokens: int = 0  # sampled since the last `take_use`
     busy: float = 0.0  # seconds with a request under way, up to the last one's end
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
@@ -65,11 +67,12 @@ class Member:
             self.busy += time.monotonic() - self.busy_since
             self.rested.set()
 
-    def take_busy(self) -> float:
-        """Seconds with a request under way since the last call."""
+    def take_use(self) -> tuple[int, float]:
+        """(tokens sampled, seconds with a request under way) since the last call."""
         now = time.monotonic()
         if self.load.requests:
             self.busy += now - self.busy_since
             self.busy_since = now
-        busy, self.busy = self.busy, 0.0
-        return busy
+        use = self.tokens, self.busy
+        self.tokens, self.busy = 0, 0.0
+        return use

@@ -87,6 +87,7 @@ class Accounted:
     batch: RolloutBatch | None
     scores: Mapping[str, float | str] = field(default_factory=dict)
     episode: Mapping[str, int] = field(default_factory=dict)  # as EpisodeRecord.counts
+    rejected_tokens: int = 0  # of its response, if it was rejected
 
     @classmethod
     def of(cls, rollout: Rollout) -> Accounted:
@@ -94,18 +95,31 @@ class Accounted:
         batch = None if rollout.status in NOT_TRAINED else RolloutBatch.from_rollouts([rollout])
         scores = {**rollout.reward_parts, **rollout.reward_failures}
         episode = {} if rollout.episode is None else rollout.episode.counts
-        return cls(Outcome(kind, rollout.server), rollout.status, batch, scores, episode)
+        tokens = sum(rollout.response_mask) if kind == "rejected" else 0
+        return cls(Outcome(kind, rollout.server), rollout.status, batch, scores, episode, tokens)
+
+    def rejected(self) -> Accounted:
+        """Returns this rollout, which can be trained on, as one that was rejected."""
+        outcome, tokens = Outcome("rejected", self.outcome.server), int(self.batch.response_lengths.sum())
+        return dataclasses.replace(self, outcome=outcome, status="rejected", batch=None, rejected_tokens=tokens)
 
 
 @dataclass(frozen=True)
 class Ahead:
     """In a run whose servers work ahead of its ranks, the state when a step's rollouts were complete: how many groups
-    of later steps were complete and how many were not, and the share of the time since the step before in which servers
-    were idle."""
+    of later steps were complete and how many were not. `uses` of the result are then those of the `seconds` since the
+    step before. `waited`: seconds that pushes have waited for an evaluation since then."""
 
     ready: int
     under_way: int
-    idle_share: float
+    seconds: float
+    waited: float
+
+    def idle_share(self, uses: Mapping[str, ServerUse]) -> float:
+        """Returns the share of these seconds in which a server had no request under way, averaged over the servers;
+        1.0 without a server."""
+        busy = [use.busy for name, use in uses.items() if name]
+        return 1 - min(1.0, sum(busy) / (max(1e-9, self.seconds) * len(busy))) if busy else 1.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,7 @@ class RolloutResult:
 
     `batch`: the rollouts that can be trained on, by (prompt position, rollout index). `outcomes`: the outcome of every
     requested rollout, by rollout_id; `reused`, `reward_timeouts` and `reward_errors` count some of these.
-    `rejected_tokens`: tokens of responses that `without` rejected. `discarded`: number of rollouts of an interrupted
+    `rejected_tokens`: tokens of rejected responses. `discarded`: number of rollouts of an interrupted
     run that were not reused. `rewards`: by reward function. `times`: seconds. `uses`: by server. `notes`: for the user,
     one line each. `episodes`: sums of `EpisodeRecord.counts`; empty without an agent.
     """
@@ -157,7 +171,8 @@ class RolloutResult:
             discarded,
             statuses["reward_timeout"],
             statuses["reward_error"],
-            uses=uses or {},
+            sum(r.rejected_tokens for r in rollouts.values()),
+            uses or {},
             rewards=_by_function(r.scores for r in rollouts.values()),
             episodes=_total(r.episode for r in rollouts.values()),
         )

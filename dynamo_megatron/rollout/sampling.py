@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.config.rollout import RolloutConfig
@@ -94,11 +94,11 @@ class Sampling:
                 await self._fleet.wait_serving()
                 async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
                     await self._ask_all(tasks)
+            self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             self._fleet.listeners.remove(self._wake.set)
-            self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
 
     def add(self, request: Request) -> None:
         """Adds a request while the sampling is open. Requests of one group go to the server that has its prefix, if it
@@ -122,6 +122,14 @@ class Sampling:
     def begun(self) -> dict[str, Response]:
         """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
         return {request.name: request.begun for request in self._pending if request.begun is not None}
+
+    def restart(self, names: Collection[str]) -> set[str]:
+        """Discards the partial responses of the waiting requests with these names: they are sampled from the beginning.
+        Returns the names of these requests."""
+        found = [request for request in self._pending if request.name in names]
+        for request in found:
+            request.begun = None
+        return {request.name for request in found}
 
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
         """Sends requests. Returns when none is under way and none can be sent: all were sent, or no server is left."""
@@ -240,8 +248,11 @@ class Sampling:
             response = asked.result()
         finally:
             asked.cancel()
-        if response.tokens and request.temperature is None:
-            member.sampled = Sampled(inputs, response)
+        if response.tokens:
+            member.tokens += len(response.tokens)
+            member.sampled_for |= {request.name, request.group}
+            if request.temperature is None:
+                member.sampled = Sampled(inputs, response)
         late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
         return self._late() if late else response
 

@@ -140,10 +140,11 @@ class RolloutStore:
         return read_lines(path) if path.exists() else iter(())
 
     def reject(self, step: int, rollout_ids: Collection[str]) -> None:
-        """Gives these rollouts of the file the status "rejected". No other line is parsed: a step may have GBs."""
-        names, found = set(rollout_ids), {}
+        """Gives those of these rollouts that are in the file the status "rejected". No other line is parsed: a step may
+        have GBs."""
+        names, found, path = set(rollout_ids), {}, step_file(self._folder, step)
         self.close()
-        for line in read_raw_lines(step_file(self._folder, step)):
+        for line in read_raw_lines(path) if names and path.exists() else ():
             if (name := _id_of(line)) in names:
                 found[name] = line
         if found:

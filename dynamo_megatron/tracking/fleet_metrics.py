@@ -10,13 +10,14 @@ if TYPE_CHECKING:  # for type hints only: tracking does not depend on the packag
 
 def fleet_metrics(result: RolloutResult) -> dict[str, float]:
     """The metrics of one step. For each server SERVER: `fleet/SERVER/tokens_per_second`, `busy_share` (the share of the
-    generation time with a request under way), `kv_cache` (the largest share in use that was seen; absent where it was
-    not measured), `recomputed_gap` (nats, the largest `rollout.recomputation.recomputed_gap` of the pushes since the
-    step before; absent where there was none) and `rollouts` (how many it answered). For all servers together:
-    `fleet/retries` (requests that were lost with a server and sent again), `fleet/restarts`, and `time/generate_tail`
-    (seconds from the point where 90 % of the responses had arrived).
+    generation time with a request under way; both are of the time since the step before if rollouts are generated
+    ahead), `kv_cache` (the largest share in use that was seen; absent where it was not measured), `recomputed_gap`
+    (nats, the largest `rollout.recomputation.recomputed_gap` of the pushes since the step before; absent where there
+    was none) and `rollouts` (how many it answered). For all servers together: `fleet/retries` (requests that were lost
+    with a server and sent again), `fleet/restarts`, and `time/generate_tail` (seconds from the point where 90 % of the
+    responses had arrived).
     """
-    seconds = max(1e-9, result.times.get("generate", 0.0))
+    seconds = max(1e-9, result.times.get("generate", 0.0) if result.ahead is None else result.ahead.seconds)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
         "fleet/restarts": sum(use.restarts for use in result.uses.values()),

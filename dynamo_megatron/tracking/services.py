@@ -47,7 +47,9 @@ class KeptId:
 
 
 class WandbTracker:
-    """A wandb run. wandb ignores the rows of steps that it has already received, before a kill."""
+    """A wandb run. wandb ignores rows of earlier steps than the last one that it received, so the rows of steps that a
+    run repeats after a kill. Rows of evaluations have no step of wandb's, since an evaluation may end after later steps
+    (`rollout.max_staleness`); `eval/step` is their step."""
 
     def __init__(self, config: Config):
         import wandb
@@ -63,10 +65,15 @@ class WandbTracker:
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
         )
+        self._run.define_metric("eval/*", step_metric="eval/step")
         kept.keep(self._run.id)
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        self._run.log(numbers(metrics), step=metrics["step"])
+        row = numbers(metrics)
+        if any(name.startswith("eval/") for name in row):
+            self._run.log(row | {"eval/step": metrics["step"]})
+        else:
+            self._run.log(row, step=metrics["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -268,9 +268,10 @@ def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
         "rollout/staleness_mean": _mean(staleness),
         "rollout/staleness_max": int(staleness.max(initial=0)),
         "rollout/mixed_versions": _mean(lowest != highest),
-        "rollout/dropped": counts["requested"] - sum(counts[kind] for kind in KINDS),
+        "rollout/dropped": int(sum(a.counts.sum() for a in record.allocations)) - sum(counts[kind] for kind in KINDS),
         "rollout/groups_ready": result.ahead.ready,
         "rollout/groups_under_way": result.ahead.under_way,
-        "fleet/idle_share": result.ahead.idle_share,
+        "fleet/idle_share": result.ahead.idle_share(result.uses),
         "time/wait_rollouts": waited,
+        "time/wait_evaluation": result.ahead.waited,
     }

@@ -1,8 +1,8 @@
-"""The push: the policy's weights to every server, proved, with the pause measured.
+"""The push: sends the policy's weights to every server, checks that they arrived, and measures the pause.
 
-Rank 0 takes the servers out of the rotation; the schedule's senders send their buckets, every server hearing one sender
-at a time; rank 0 closes the update, compares the servers' checksums with the weights sent and hands the outcomes back.
-A server that fails on the way is left out of the rest: its outcome is a message.
+Rank 0 takes the servers out of the rotation; the schedule's senders send their buckets, each server receiving from one
+sender at a time; rank 0 ends the update, compares the servers' checksums with the weights sent and returns the
+outcomes. A server that fails during the push is left out of the rest of it: its outcome is a message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PushReport:
 
     seconds: float = 0.0  # of it all, with the wait for a first server where none is up
     pause_seconds: float = 0.0  # of these, while the servers rested: once begin_push has them, until end_push is done
-    proof_seconds: float = 0.0  # of these, asking the servers for their checksums
+    proof_seconds: float = 0.0  # of these, asking the servers for their checksums, before and after
     bytes: int = 0  # written for all servers together, and sent to each rank of each
     floor_bytes: int = 0  # every server rank's own parameters, once
     needed: str = ""  # why no server took the weights, where none did
@@ -98,8 +98,8 @@ class WeightPusher:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
 
         `on_poll` is called on every rank while servers work, `on_wait` on rank 0 while it waits for one to be up; they
-        may raise. Where none took them but some will
-        be back, the report says why. Raises RolloutError; OSError where the disk is full.
+        may raise. If no server took the weights but some will restart, the report says why. Raises RolloutError;
+        OSError if the disk is full.
         """
         start = time.monotonic()
         endpoints, device = self._on_rank_0("begin", partial(self._begin, version, on_wait))
@@ -123,9 +123,7 @@ class WeightPusher:
         def settle() -> PushReport:
             needed = ""
             self._on_servers(under_way, lambda e: self._transport.finish(e, version), on_poll)
-            proving = time.monotonic()
             self._prove(under_way, sums, on_poll)
-            proof_seconds = time.monotonic() - proving
             self._proved, self._took = sums, set(under_way.healthy)
             try:
                 self._rollout.end_push(version, {e: under_way.failed.get(e.name) for e in endpoints}, on_poll)
@@ -134,7 +132,7 @@ class WeightPusher:
             end = time.monotonic()
             width = self._itemsize, self._config.quantization
             floor = sum(floor_bytes(self._policy.spec, e.tp, *width) for e in endpoints)
-            return PushReport(end - start, end - paused, proof_seconds, sent, floor, needed)
+            return PushReport(end - start, end - paused, under_way.proof_seconds, sent, floor, needed)
 
         return self._on_rank_0("end", settle)
 
@@ -191,7 +189,8 @@ class WeightPusher:
         expected: dict[int, ExpectedChecksums],
         on_poll: Callable[[], None] | None,
     ) -> None:
-        """Every sender's bucket to every server. In one turn a server hears one sender, and senders different ones."""
+        """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
+        senders send to different servers."""
         tensors = self._source.gather(number)
         own = self.schedule.bucket_of(self._layout.rank, number)
         if tensors is not None:
@@ -199,7 +198,7 @@ class WeightPusher:
             for checksums in expected.values():
                 checksums.add(dequantized(tensors))
         for turn in range(len(buckets)):
-            # Of all servers, so that ranks agree on who hears whom; those that have failed drop out.
+            # Of all servers, so that ranks agree on who receives from whom; those that have failed drop out.
             mine = self._transport.turn(turn, buckets, own, under_way.endpoints)
             mine = [endpoint for endpoint in mine if endpoint.name not in under_way.failed]
             under_way.sent += sum(self._on_servers(under_way, self._transport.send, on_poll, mine))
@@ -213,7 +212,9 @@ class WeightPusher:
             if (wrong := mismatch(endpoint, sums[endpoint.tp], CHECK_TIMEOUT)) is not None:
                 raise ServerError(wrong)
 
+        start = time.monotonic()
         self._on_servers(under_way, prove, on_poll)
+        under_way.proof_seconds += time.monotonic() - start
 
     def _prove_again(self, under_way: _Push, on_poll: Callable[[], None] | None) -> None:
         """With a staleness bound, tokens are trained on after the weights that sampled them are gone. So before a push
@@ -225,7 +226,11 @@ class WeightPusher:
             if (wrong := mismatch(endpoint, self._proved[endpoint.tp], CHECK_TIMEOUT)) is not None:
                 raise ServerError(f"its weights were no longer those of the last push: {wrong}")
 
-        self._on_servers(under_way, prove, on_poll, [e for e in under_way.endpoints if e in self._took])
+        took, start = [e for e in under_way.endpoints if e in self._took], time.monotonic()
+        self._on_servers(under_way, prove, on_poll, took)
+        under_way.proof_seconds += time.monotonic() - start
+        if wrong := {e: under_way.failed[e.name] for e in took if e.name in under_way.failed}:
+            self._rollout.distrust(wrong)
 
     # -- what they share -----------------------------------------------------------------------------------------
     def _on_servers(
@@ -273,6 +278,7 @@ class _Push:
         self.failed: dict[str, str] = {}  # server -> why
         self.dropped: set[str] = set()  # of these, the ones this rank has no link to any more
         self.sent = 0  # bytes, by this rank
+        self.proof_seconds = 0.0  # on rank 0
 
     @property
     def healthy(self) -> list[Endpoint]:

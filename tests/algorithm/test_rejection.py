@@ -46,6 +46,12 @@ def test_what_is_not_finite_is_always_rejected(pair, bad, both):
     assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {3: "a logprob that is not finite"}
 
 
+def test_an_unknown_version_is_none_that_the_bound_allows(pair):
+    versions = np.array([1] * 20 + [-1, 0, 1, 1])
+    found = rejections(*pair, LENGTHS, versions, 1, None, 3)
+    assert found == {1: "sampled from weight version -1, not 0 to 1"}
+
+
 def test_older_weights_within_the_bound_are_no_reason_and_their_gap_is_none(pair):
     policy, engine = pair
     versions = np.array([2] * 10 + [4] * 11 + [1, 2, 4])

@@ -7,6 +7,7 @@ from stand_ins import ABORTED, Server, name_of, reply
 
 PROMPT = 2  # tokens of every prompt
 FIRST = 40  # the token that version 0 makes; version 1 makes the next one, and so on
+VERSIONS = 80  # different tokens
 
 
 class Engine(Server):
@@ -48,7 +49,9 @@ class Engine(Server):
                 await asyncio.sleep(self.seconds)
                 if self.broken and request.transport is not None:
                     request.transport.close()
-                made.append(self.end if self.end is not None and len(made) == left - 1 else FIRST + self.version)
+                made.append(
+                    self.end if self.end is not None and len(made) == left - 1 else FIRST + self.version % VERSIONS
+                )
                 if over:
                     break
         finally:
@@ -65,10 +68,18 @@ class Engine(Server):
 
 
 async def run_steps(
-    generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends: int | None = None
+    generator,
+    engines,
+    prompts,
+    counts,
+    steps: int,
+    staleness: int,
+    first: int = 1,
+    ends: int | None = None,
+    update=0.05,
 ):
     """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the
-    step in whose middle it does."""
+    step in whose middle it does. `update`: seconds."""
     results, dispatched = {}, first - 1
 
     async def pushed(version):
@@ -87,6 +98,6 @@ async def run_steps(
             await asyncio.sleep(0.1)
             return results
         results[step] = await generator.collect(step)
-        await asyncio.sleep(0.05)  # the update
+        await asyncio.sleep(update)
         await pushed(step)
     return results

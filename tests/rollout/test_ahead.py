@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from engine_stand_in import FIRST, Engine, run_steps
+from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.rollout.dispatched import Dispatched
@@ -32,7 +32,7 @@ def names(step: int) -> list[str]:
 
 
 def check_tokens(batch) -> None:
-    np.testing.assert_array_equal(batch.tokens[response_of(batch)] - FIRST, batch.weight_versions)
+    np.testing.assert_array_equal(batch.tokens[response_of(batch)] - FIRST, batch.weight_versions % VERSIONS)
 
 
 def response_of(batch) -> np.ndarray:
@@ -71,6 +71,26 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generat
     assert (mixed > 0) == (at_push == "partial")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_over_200_steps_the_trained_lengths_are_those_of_what_was_dispatched(with_generator, tmp_path, staleness):
+    """Of the result that the ranks train on, at every step. The order in which groups are complete has not."""
+    engine, steps = Engine(lambda prompt: 40 if prompt[0] == 6 else 2, 0.001), 200
+
+    async def work(generator, push):
+        return await run_steps(generator, [engine], PROMPTS, COUNTS, steps, staleness, update=0.005)
+
+    results = with_generator(work, engine, max_staleness=staleness, max_new_tokens=40, concurrency=8)
+    assert list(results) == list(range(1, steps + 1))
+    for result in results.values():
+        assert sorted(result.batch.response_lengths.tolist()) == [2] * 10 + [40] * 2
+        assert result.batch.prompt_ids == [p.prompt_id for p in PROMPTS for _ in range(2)]
+        check_tokens(result.batch)
+    written = [r.group_id for step in range(1, steps + 1) for r in read_rollouts(step_file(tmp_path, step))]
+    first = [written[step * 12 : step * 12 + 6] for step in range(steps)]  # half of each step's, as they came
+    assert not any(group.endswith("-0005") for groups in first for group in groups)
+
+
 def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(with_generator):
     engine = Engine(lambda prompt: 20, 0.002)
 
@@ -98,7 +118,10 @@ def test_a_step_waits_for_its_own_rollouts_alone(with_generator):
         assert engine.running and first.ahead.ready + first.ahead.under_way == 11
         second = await generator.collect(2)
         assert second.ahead.ready == 5 and second.ahead.under_way == 0, "those of step 3 did not wait for step 2"
-        assert 0 <= second.ahead.idle_share < 0.5
+        assert 0 <= second.ahead.idle_share(second.uses) < 0.5
+        use, seconds = second.uses["server-0"], second.ahead.seconds
+        assert use.busy <= seconds + 0.01, "busy for longer than the time since the step before"
+        assert 800 <= use.tokens <= 800 + 20 * 4  # the two long responses, and short ones of steps 2 and 3
 
     with_generator(work, engine, max_staleness=2, max_new_tokens=400)
 

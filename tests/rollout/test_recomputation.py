@@ -11,6 +11,7 @@ from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import Response, SGLangClient, open_session
 from dynamo_megatron.rollout.recomputation import TOKENS, Sampled, recomputed_gap
 from dynamo_megatron.rollout.server_api import call, rest, set_version
+from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
@@ -25,14 +26,14 @@ def test_the_tokens_of_one_version_are_chosen_over_its_whole_span():
     assert sampled.indices(5) == [140, 141] and sampled.indices(6) == []
 
 
-def steps_of(with_generator, *engines: Engine, staleness: int = 1, **rollout):
+def steps_of(with_generator, *engines: Engine, staleness: int = 1, rejects: bool = False, **rollout):
     async def work(generator, push):
         return await run_steps(generator, engines, PROMPTS, COUNTS, 5, staleness)
 
     results = with_generator(work, *engines, max_staleness=staleness, max_new_tokens=60, concurrency=6, **rollout)
     for result in results.values():
         result.check_accounts(sum(COUNTS))
-        assert len(result.batch.rollout_ids) == sum(COUNTS)
+        assert rejects or len(result.batch.rollout_ids) == sum(COUNTS)
     return results
 
 
@@ -56,10 +57,57 @@ OTHER = "its logprobs of tokens that it says weight version"
 def test_a_server_whose_logprobs_are_of_other_weights_is_restarted(with_generator, wrong, why):
     engines = [Engine(lambda prompt: 50, 0.003), Engine(lambda prompt: 50, 0.003)]
     engines[1].recomputed = wrong
-    results = steps_of(with_generator, *engines)
+    results = steps_of(with_generator, *engines, rejects=True)
     notes = [note for result in results.values() for note in result.notes]
     assert any("server-1 left the rotation: " in note and why in note for note in notes), notes
     assert not any("server-0 left" in note for note in notes)
+
+
+@pytest.mark.parametrize("at_push", ["partial", "drain"])
+@pytest.mark.parametrize("found", ["logprobs", "checksums"])
+def test_what_other_weights_have_sampled_is_rejected_or_sampled_again(with_generator, tmp_path, found, at_push):
+    """Server 1 has other weights from the first push on. At the second one some of step 3's rollouts are finished."""
+    engines = [Engine(lambda prompt: 4 if prompt[0] < 4 else 60, 0.004) for _ in range(2)]
+
+    async def work(generator, push):
+        await push(0)
+        for step in (1, 2):
+            await generator.dispatch(step, PROMPTS, COUNTS)
+        await generator.collect(1)
+        endpoints = await generator.begin_push(1)
+        for engine in engines:
+            engine.version = 1
+        await generator.end_push(1, dict.fromkeys(endpoints))
+        await generator.dispatch(3, PROMPTS, COUNTS)
+        await generator.collect(2)
+        while finished(tmp_path, 3) < 4:
+            await asyncio.sleep(0.01)
+        if found == "logprobs":
+            engines[1].recomputed = -5.0
+            endpoints = await generator.begin_push(2)
+        else:
+            endpoints = await generator.begin_push(2)
+            await generator.distrust({e: "other weights" for e in endpoints if e.name == "server-1"})
+        await generator.end_push(2, dict.fromkeys(e for e in endpoints if e.name != "server-1"))
+        return await generator.collect(3)
+
+    result = with_generator(work, *engines, max_staleness=1, at_push=at_push, max_new_tokens=60, concurrency=6)
+    result.check_accounts(sum(COUNTS))
+    rejected = {name for name, outcome in result.outcomes.items() if outcome.kind == "rejected"}
+    own = {name for name in engines[1].asked if name.startswith("000003")}
+    assert rejected and rejected <= own and (at_push == "drain" or rejected < own)
+    for name in own - rejected:  # a partial response: another server has sampled all of it
+        assert engines[0].begun[f"{name}-1"] == 0 and name in result.batch.rollout_ids
+    last = {rollout.rollout_id: rollout.status for rollout in read_rollouts(step_file(tmp_path, 3))}
+    assert {name for name, status in last.items() if status == "rejected"} == rejected
+    assert result.rejected_tokens == sum(4 if int(name[9:11]) < 3 else 60 for name in rejected)
+    note = f"{len(rejected)} of {sum(COUNTS)} rollouts rejected, of a server with other weights than it said"
+    assert any(note in line for line in result.notes)
+
+
+def finished(folder, step: int) -> int:
+    path = step_file(folder, step)
+    return sum(r.status == "ok" for r in read_lines(path)) if path.exists() else 0
 
 
 @pytest.mark.parametrize("options", [{"staleness": 0}, {"proof": {"max_mean_gap": None}}])

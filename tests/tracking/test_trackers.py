@@ -126,6 +126,26 @@ def test_a_resumed_wandb_run_goes_on_under_its_id(tmp_path, monkeypatch):
     assert seen == [(1, "0.5", None), (2, "0.5", "0.25"), (3, "0.5", None), (3, "0.75", None), (4, "0.75", "0.375")]
 
 
+def test_wandb_gets_an_evaluation_that_ends_after_a_later_step(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    setting = config(tmp_path / "ahead", "wandb")
+    (tmp_path / "ahead").mkdir()
+    trackers = open_trackers(setting, 0, fail)
+    for row in ({"step": 2}, {"step": 3}, {"step": 4}):
+        trackers[0].write({**row, "reward/mean": 0.5})
+        if row["step"] > 2:
+            trackers[0].write({"step": row["step"] - 1, "eval/pass@1": row["step"] / 10})
+    close_trackers(trackers, 60)
+    (file,) = tmp_path.glob("ahead/wandb/offline-run-*/*.wandb")
+    seen = {}
+    for history in (r.history for r in wandb_records(file) if r.HasField("history")):
+        row = {item.key or item.nested_key[0]: item.value_json for item in history.item}
+        if "eval/pass@1" in row:
+            seen[row["eval/step"]] = row["eval/pass@1"]
+    assert seen == {"2": "0.3", "3": "0.4"}
+
+
 def test_wandb_without_a_key_is_refused_before_it_asks_for_one(tmp_path):
     pytest.importorskip("wandb")
     program = (
