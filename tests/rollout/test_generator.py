@@ -324,7 +324,8 @@ def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkey
         asyncio.get_running_loop().call_later(0.5, failing.set)
         started = time.monotonic()
         for step in (1, 2):
-            with pytest.raises(RolloutError, match=r"the task that runs the rollout servers has ended: OSError.*Stale file handle"):
+            ended = r"the task that runs the rollout servers has ended: OSError.*Stale file handle"
+            with pytest.raises(RolloutError, match=ended):
                 await generator.carry_out("generate", (step, PROMPTS, [1, 1, 1], 0))
         assert time.monotonic() - started < 10
 
