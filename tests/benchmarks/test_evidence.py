@@ -244,7 +244,7 @@ def test_the_times_at_each_bound():
 def test_the_learning_at_each_bound():
     runs = result("asynchronous_learning")["runs"]
     control = [100 * score for score in runs["bound_0"]["final pass@1"]]
-    for (_, staleness, scores, mean, differences), of in zip(
+    for (_, staleness, scores, mean, differences, interval), of in zip(
         rows(page("asynchronous"), "bound | mean staleness, steps"), runs.values(), strict=True
     ):
         final = [100 * score for score in of["final pass@1"]]
@@ -252,6 +252,9 @@ def test_the_learning_at_each_bound():
         assert scores == ", ".join(f"{score:.1f}" for score in final)
         changes = ", ".join(f"{a - b:+.1f}" for a, b in zip(final, control, strict=True))
         assert differences == (changes if final != control else "")
+        paired = [a - b for a, b in zip(final, control, strict=True)]
+        middle, half = statistics.mean(paired), 4.303 * statistics.stdev(paired) / 3**0.5  # 97.5 % of t with 2 degrees
+        assert interval == (f"{middle:+.1f} ({middle - half:+.1f} to {middle + half:+.1f})" if any(paired) else "")
 
 
 def test_the_simulated_times():
