@@ -54,7 +54,7 @@ class Fleet:
     """The fleet's door: its servers are given, and it writes down what it is told."""
 
     def __init__(self, endpoints: list[Endpoint]):
-        self.endpoints, self.outcomes = endpoints, {}
+        self.endpoints, self.outcomes, self.distrusted = endpoints, {}, {}
 
     def begin_push(self, version, on_poll):
         for endpoint in self.endpoints:
@@ -64,6 +64,9 @@ class Fleet:
 
     def end_push(self, version, outcomes, on_poll):
         self.outcomes = {e.name: why for e, why in outcomes.items()}
+
+    def distrust(self, lost):
+        self.distrusted |= {e.name: why for e, why in lost.items()}
 
 
 def changed(name: str, tensor: torch.Tensor, push: int) -> torch.Tensor:
@@ -127,7 +130,7 @@ class Ranks:
             model={"path": str(self.model), "dtype": job["dtype"]},
             data={"source": "unused"},
             parallel=case["parallel"],
-            rollout={"quantization": self.quantization},
+            rollout={"quantization": self.quantization, "max_staleness": job.get("max_staleness", 0)},
             algorithm={"rollout_correction": {}},
             output_dir=str(self.out / case["name"]),
         )
@@ -252,6 +255,25 @@ def run_withheld(job: dict, case: dict) -> None:
     ranks.finish()
 
 
+def run_replaced(job: dict, case: dict) -> None:
+    """After the second push the first server loads the model's folder, under the version that it has."""
+    ranks = Ranks(job, case)
+    (transport,) = job["transports"]
+    pusher = ranks.pusher(transport)
+    ranks.push(pusher, transport)
+    ranks.push(pusher, transport)
+    if ranks.rank == 0:
+        assert ranks.fleet.distrusted == {}
+        call(ranks.fleet.endpoints[0], "/update_weights_from_disk", {"model_path": job["model"]}, 120)
+    dist.barrier()
+    ranks.push(pusher, transport)
+    if ranks.rank == 0:
+        ranks.seen[-1]["distrusted"] = ranks.fleet.distrusted
+    ranks.push(pusher, transport)
+    pusher.close()
+    ranks.finish()
+
+
 def run_folder(job: dict, case: dict) -> None:
     """What the disk transport writes for servers, of which there are none."""
     ranks = Ranks(job, case)
@@ -270,7 +292,13 @@ def run_folder(job: dict, case: dict) -> None:
     ranks.finish()
 
 
-RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld, "folder": run_folder}
+RUNS = {
+    "layout": run_layout,
+    "kill": run_kill,
+    "withheld": run_withheld,
+    "replaced": run_replaced,
+    "folder": run_folder,
+}
 
 
 def main() -> None:

@@ -129,6 +129,22 @@ def test_a_withheld_tensor_is_caught(tiny_model, start_servers, run_pushes, tmp_
 
 
 @pytest.mark.full
+def test_weights_that_were_replaced_since_the_last_push_are_noticed_before_the_next_one(
+    tiny_model, start_servers, run_pushes, tmp_path
+):
+    servers = start_servers(tiny_model, "float32", (1, 1), tmp_path)
+    job = {"model": tiny_model, "dtype": "float32", "servers": servers, "layouts": {"tp2": LAYOUTS["tp2"]}}
+    seen = run_pushes(tmp_path / "job", run="replaced", transports=("tensor",), max_staleness=1, **job)["tp2"]
+    for push in (*seen[:2], seen[3]):
+        proved(push, "server-0", "server-1")
+    assert seen[2]["outcomes"]["server-0"].startswith("its weights were no longer those of the last push: ")
+    assert seen[2]["distrusted"] == {"server-0": seen[2]["outcomes"]["server-0"]}
+    proved(seen[2], "server-1")
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.full
 def test_servers_with_fp8_weights(make_tiny_model, start_servers, run_pushes, tmp_path, monkeypatch):
     """SGLang's own loaders and checker; the products of the layers are a stand-in's (fp8_on_cpu)."""
     stand_in = Path(__file__).with_name("fp8_on_cpu")
