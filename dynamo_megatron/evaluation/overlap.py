@@ -83,7 +83,7 @@ def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training
 
 
 def _short(texts: Sequence[Sequence[str]], length: int) -> dict[int, set[int]]:
-    """Of the texts of at least SHORT and fewer than `length` words: hash of the first SHORT words -> numbers of words."""
+    """Of the texts of at least SHORT and fewer than `length` words: hash of the first SHORT words -> lengths."""
     sizes: dict[int, set[int]] = {}
     for words in texts:
         if SHORT <= len(words) < length:

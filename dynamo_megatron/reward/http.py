@@ -162,7 +162,7 @@ class HttpReward:
             asyncio.run(self._serve())
 
     async def _outcome(self, sample: bytes, characters: int) -> Outcome:
-        """The cached outcome, or that of the request under way with an equal sample if there is a cache, or a new one."""
+        """The cached outcome, else, if there is a cache, that of an equal sample under way, else a new one."""
         if (known := self._cache.get(sample)) is not None:
             return known
         if (outcome := self._under_way.get(sample)) is None:

@@ -89,8 +89,8 @@ def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict
 
 def advantages_of(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> dict[str, float]:
     """rollout_id -> advantage, from the rewards of the groups of a step alone; empty for a method whose advantages need
-    more: history, token statistics, a function of the user's, merged rounds; and where training has added process rewards.
-    `config`: the run's config.yaml."""
+    more: history, token statistics, a function of the user's, merged rounds; and where training has added process
+    rewards. `config`: the run's config.yaml."""
     algorithm = config["algorithm"]
     advantage = {"singleton": "zero", "eps": 1e-6, "positive_weight": 1.0, **algorithm.get("advantage", {})}
     kind, trained = advantage.get("kind"), [r for r in rollouts if r.status not in NOT_TRAINED]
