@@ -5,8 +5,9 @@
 SCORES is a folder that `dynamo-megatron eval` has written for one model and one set whose answers are numbers, such as
 GSM8K. pass@k is computed as the share of all draws of k different responses that contain a right one. A second rule
 decides on its own which responses are right: those whose last number is the answer. Writes
-benchmarks/results/evaluation.json with machine, versions and settings; prints the table of docs/data.md. The exit code
-is 1 if a figure of `eval` differs from the computed one.
+benchmarks/results/evaluation.json with machine, versions and settings; prints the table for docs/data.md, which belongs
+between the marks `gsm8k`. The exit code is 1 if a figure of `eval` differs from the
+computed one.
 """
 
 from __future__ import annotations

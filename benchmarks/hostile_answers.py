@@ -27,6 +27,7 @@ import psutil
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.reward.functions import load_function
+from dynamo_megatron.runtime.process_signals import adopt_orphans
 from dynamo_megatron.types import Prompt
 
 RESULTS = Path(__file__).parent / "results" / "hostile_answers.json"
@@ -96,6 +97,12 @@ def cpu_seconds() -> float:
     return sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
 
 
+def processes_left() -> int:
+    """Descendants of this process that run. After `adopt_orphans` those whose parents have ended are among them."""
+    children = psutil.Process().children(recursive=True)
+    return sum(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
 def sound_rates(pool: RewardPool, prompt: Prompt, sound: str, count: int) -> dict[str, float]:
     """`count` sound responses a second, and the CPU time of one, which other work on the machine changes less."""
     scored(pool, prompt, [sound] * 20)  # workers that have just started import first
@@ -123,7 +130,7 @@ def attacked(
         "seconds": round(took, 2),
         "sound responses before": before,
         "sound responses after": after,
-        "processes left": len(psutil.Process().children(recursive=True)),
+        "processes left": processes_left(),
     }
 
 
@@ -179,6 +186,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=400, help="sound ones, before and after")
     parser.add_argument("--rounds", type=int, default=50, help="of one test of each kind")
     asked = parser.parse_args()
+    adopt_orphans()  # else what escapes the pool is init's child
     # Not at the top: it imports torch, which the tests of what is above need not wait for.
     sys.path.insert(0, str(Path(__file__).parent))
     from measure import machine

@@ -32,6 +32,19 @@ pytest_plugins = ["shards"]  # tests/sharding
 ROOT = Path(__file__).parents[1]
 
 
+TOOLS = ("needs bubblewrap", "chromium is not installed")  # beginnings of the reasons of skips
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """With REQUIRED_TOOLS=1 a test that is skipped because such a program is missing fails."""
+    report = (yield).get_result()
+    if report.skipped and os.environ.get("REQUIRED_TOOLS") == "1" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason.startswith(TOOLS):
+            report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {reason}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     """Evaluations are kept for this session alone."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dynamo_megatron.types import Prompt
 
 LENGTH = 13  # words of an n-gram, as in arXiv 2005.14165
+SHORT = 5  # words; a problem of fewer is found only as a whole prompt, since any text may contain it
 SHARE = 0.5  # of a problem's n-grams; less is no overlap, since problems of a competition share some sentences
 COMMON = 0.03  # of the training prompts; an n-gram that more of them have belongs to an instruction
 FEW, MOST = 10, 1000  # training prompts; an n-gram in FEW of them is never common, one in more than MOST always is
@@ -28,7 +29,8 @@ def overlaps(
     """The problems, in order, of whose n-grams of `length` words one training prompt has at least the share `share`.
 
     Words are compared in lower case and without punctuation, except arithmetic signs. System messages are ignored. A
-    text of fewer than `length` words is a single n-gram. N-grams that more than COMMON of the training prompts have do
+    text of fewer than `length` words is a single n-gram; a problem of SHORT words or more is also found as a part of a
+    longer training prompt. N-grams that more than COMMON of the training prompts have do
     not count, unless a problem has no others. `training` is read once. Only the n-grams of `problems` are held in
     memory, each with the positions of at most MOST + 1 training prompts.
     """
@@ -38,6 +40,7 @@ def overlaps(
     # `problems`, so only the n-grams around them are hashed.
     block = (length + 1) // 2
     blocks = {number for words in texts for number in _ngrams(words, block, _starts(words, block))}
+    short = _short(texts, length)
     places: dict[int, list[int]] = {ngram: [] for ngrams in numbers for ngram in ngrams}
     ids: dict[int, str] = {}
     place = 0
@@ -47,7 +50,12 @@ def overlaps(
         at = range(0, len(words) - block + 1, block)
         known = (i for i, number in zip(at, _ngrams(words, block, at), strict=True) if number in blocks)
         around = {start for i in known for start in every[max(0, i + block - length) : i + 1]}
-        for ngram in set(_ngrams(words, length, every if len(words) < length else around)):
+        found_here = set(_ngrams(words, length, every if len(words) < length else around))
+        if short:
+            for start, number in enumerate(_ngrams(words, SHORT, range(len(words) - SHORT + 1))):
+                for size in short.get(number, ()):
+                    found_here.update(_ngrams(words, size, [start]))
+        for ngram in found_here:
             if ngram in places and len(places[ngram]) <= MOST:
                 places[ngram].append(place)
                 ids[place] = prompt.prompt_id
@@ -72,6 +80,15 @@ def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training
         f"of words in one prompt of {training} (the most, {worst.share:.0%}: {worst.problem.prompt_id!r} in "
         f"{worst.training_id!r}); their scores are of what was trained on"
     )
+
+
+def _short(texts: Sequence[Sequence[str]], length: int) -> dict[int, set[int]]:
+    """Of the texts of at least SHORT and fewer than `length` words: hash of the first SHORT words -> lengths."""
+    sizes: dict[int, set[int]] = {}
+    for words in texts:
+        if SHORT <= len(words) < length:
+            sizes.setdefault(hash(tuple(words[:SHORT])), set()).add(len(words))
+    return sizes
 
 
 def _words(prompt: Prompt) -> list[str]:

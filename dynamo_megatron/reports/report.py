@@ -153,8 +153,8 @@ def _prices(run: RunRecord) -> list[str]:
         numbers = [str(row["visits"]), f"{row['tokens']:.0f}", f"{row['rollouts']:.2f}", f"{row['share']:.0%}"]
         lines.append(markdown_row([row["class"], *numbers]))
     return [
-        "## Rollouts by what one was expected to cost\n\nThe allocator expected so many response tokens of a rollout,"
-        " of an agent's episode those of all its answers.\n\n" + "\n".join(lines)
+        "## Rollouts by what one was expected to cost\n\nThe response tokens that the allocator expected of a rollout;"
+        " of an agent's episode, those of all its answers.\n\n" + "\n".join(lines)
     ]
 
 

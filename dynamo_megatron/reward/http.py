@@ -142,16 +142,11 @@ class HttpReward:
             sample = self._exchange.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return Outcome(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
-        if (known := self._cache.get(sample)) is not None:
-            return known
         with self._lock:  # a sample that comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
             waiting = asyncio.run_coroutine_threadsafe(self._outcome(sample, len(response)), self._loop)
-        outcome = await asyncio.wrap_future(waiting)
-        if outcome.state == "scored":
-            self._cache.put(sample, outcome)
-        return outcome
+        return await asyncio.wrap_future(waiting)
 
     def close(self) -> None:
         """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
@@ -167,13 +162,26 @@ class HttpReward:
             asyncio.run(self._serve())
 
     async def _outcome(self, sample: bytes, characters: int) -> Outcome:
-        outcome = self._loop.create_future()
-        self._waiting.put_nowait(_Waiting(sample, characters, outcome, time.monotonic()))
-        return await outcome
+        """The cached outcome, else, if there is a cache, that of an equal sample under way, else a new one."""
+        if (known := self._cache.get(sample)) is not None:
+            return known
+        if (outcome := self._under_way.get(sample)) is None:
+            outcome = self._loop.create_future()
+            self._waiting.put_nowait(_Waiting(sample, characters, outcome, time.monotonic()))
+            if self._limits.cached:
+                self._under_way[sample] = outcome
+                outcome.add_done_callback(lambda done: self._keep(sample, done.result()))
+        return await asyncio.shield(outcome)  # one caller's cancellation does not end the request of the others
+
+    def _keep(self, sample: bytes, outcome: Outcome) -> None:
+        del self._under_way[sample]
+        if outcome.state == "scored":
+            self._cache.put(sample, outcome)
 
     async def _serve(self) -> None:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._under_way: dict[bytes, asyncio.Future[Outcome]] = {}  # by sample; empty without a cache
         self._alone = asyncio.Lock()
         free = asyncio.Semaphore(self._limits.requests)
         # Connections are not reused: one that the service closed while it was idle would look like a failure.
@@ -311,7 +319,7 @@ class HttpReward:
         try:
             while not post.done():
                 if address not in self._addresses.known:
-                    raise _Gone("the server was given up", unreached=False)
+                    raise _Gone("the server was marked failed", unreached=False)
                 await asyncio.wait({post}, timeout=POLL_EVERY)
             return post.result()
         finally:

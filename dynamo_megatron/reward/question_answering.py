@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamo_megatron.reward.extraction import final_answer
@@ -17,20 +17,21 @@ REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R
 
 
 def qa_exact(prompt: Prompt, response: str) -> float:
-    """Returns 1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0.
+    """Returns 1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0. A
+    reference of which `normalised` leaves nothing ("A", "+") is compared in lower case as it is.
 
     `extraction.final_answer` finds the final answer. `prompt.answer` is text or a number, a list of these, or a mapping
     with such a list (`references`). Raises ValueError for anything else.
     """
-    answer = normalised(final_answer(response))
-    return float(any(answer == normalised(reference) for reference in references(prompt.answer)))
+    answer = final_answer(response)
+    return float(any(ours == right for ours, right in _compared(answer, references(prompt.answer))))
 
 
 def qa_f1(prompt: Prompt, response: str) -> float:
     """The largest token F1 between the final answer and a reference; 1.0 where they are equal. Final answer, references
     and errors are as for `qa_exact`."""
-    answer = normalised(final_answer(response)).split()
-    return max(_f1(answer, normalised(reference).split()) for reference in references(prompt.answer))
+    answer = final_answer(response)
+    return max(_f1(ours.split(), right.split()) for ours, right in _compared(answer, references(prompt.answer)))
 
 
 def references(answer: Any) -> list[str]:
@@ -52,6 +53,14 @@ def references(answer: Any) -> list[str]:
 def normalised(text: str) -> str:
     """`text` in lower case, without punctuation, articles and repeated white space, removed in SQuAD's order."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def _compared(answer: str, right: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The answer and each reference as they are compared."""
+    ours = normalised(answer)
+    for reference in right:
+        left = normalised(reference)
+        yield (ours, left) if left else (answer.strip().lower(), reference.strip().lower())
 
 
 def _f1(answer: list[str], reference: list[str]) -> float:

@@ -71,3 +71,14 @@ def test_pass_at_k_counts_draws(benchmark):
 )
 def test_the_last_number_decides(benchmark, response, expected):
     assert benchmark["ends_with_answer"]({"responses": [response], "answer": "7"}) == [expected]
+
+
+def test_the_page_has_the_table_of_the_results(benchmark):
+    """The marks are there also without results."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- begin: gsm8k -->\n")[2].partition("<!-- end: gsm8k -->")[0]
+    if not benchmark["RESULTS"].exists():
+        assert "<!-- begin: gsm8k -->\n<!-- end: gsm8k -->\n" in page
+        pytest.skip("there is no benchmarks/results/evaluation.json")
+    results = json.loads(benchmark["RESULTS"].read_text(encoding="utf-8"))
+    assert benchmark["differing"](results) == [] and benchmark["markdown"](results) in table

@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from dynamo_megatron.evaluation.overlap import LENGTH, overlap_warning, overlaps
+from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlap_warning, overlaps
 from dynamo_megatron.types import Prompt
 
 WORDS = [f"w{i}" for i in range(5000)]
@@ -76,18 +76,23 @@ def test_no_ngram_is_missed(length):
         return {tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))}
 
     for problem in problems:
-        shares = [len(ngrams(problem) & ngrams(text)) / len(ngrams(problem)) for text in training]
+        if 5 <= len(problem.split()) < length:  # a single n-gram, of its own length
+            shares = [float(f" {problem} " in f" {text} ") for text in training]
+        else:
+            shares = [len(ngrams(problem) & ngrams(text)) / len(ngrams(problem)) for text in training]
         best = max(shares)
         expected = [(best, str(shares.index(best)))] if best >= 0.2 else []
         assert found(problem, *training, length=length, share=0.2) == expected
 
 
-@pytest.mark.parametrize("words", [1, LENGTH - 1, LENGTH])
-def test_a_short_problem_is_compared_as_a_whole(words):
+@pytest.mark.parametrize("words", [1, SHORT - 1, SHORT, LENGTH - 1, LENGTH])
+def test_a_short_problem_is_compared_as_a_whole_and_from_5_words_on_found_inside_a_longer_prompt(words):
     problem = some_words(0, words)
     assert found(problem, f" {problem.title()} ?") == [(1.0, "0")]
-    longer = found(problem, f"{problem} and more")
-    assert longer == ([(1.0, "0")] if words == LENGTH else [])
+    inside = f"Solve this step by step. {problem.upper()}?\n\nPut the answer into a box."
+    for longer in (f"{problem} and more", inside):
+        assert found(problem, longer) == ([(1.0, "0")] if words >= SHORT else [])
+    assert found(problem, problem.rpartition(" ")[0] + " other words follow and some more of them here") == []
 
 
 def test_an_operator_is_no_punctuation():

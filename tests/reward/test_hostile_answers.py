@@ -1,8 +1,12 @@
 """Thousands of responses of which some are made to hang, crash or fill what scores them."""
 
 import json
+import os
 import runpy
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -30,6 +34,53 @@ MEMORY = str((1 << 30) + 4096)  # in the command line of every sandbox of this f
 def test_the_page_has_the_table_of_the_results():
     results = json.loads((ROOT / "benchmarks" / "results" / "hostile_answers.json").read_text(encoding="utf-8"))
     assert f"\n\n{BENCHMARK['markdown'](results)}\n\n" in (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_a_sound_response_is_scored_as_fast_after_hostile_ones():
+    results = json.loads((ROOT / "benchmarks" / "results" / "hostile_answers.json").read_text(encoding="utf-8"))
+    for kind in (results["texts"], results["programs"]):
+        before, after = (kind[f"sound responses {when}"]["a second"] for when in ("before", "after"))
+        assert after >= 0.9 * before
+
+
+ESCAPING = """
+import os, runpy, subprocess, sys
+from pathlib import Path
+
+def score(prompt, response):
+    if response == "escape":  # another session, and the guard of this worker is ended
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+        Path("escaped").open("a").write(f"{child.pid}\\n")
+        os.kill(os.getppid(), 9)
+    return 1.0
+
+if __name__ == "__main__":
+    main = runpy.run_path(sys.argv.pop(1))["main"]
+    settings = {"functions": ["escaping:score"], "deadline": 60.0}
+    main.__globals__.update(RESULTS=Path("results.json"), TEXT=settings, CODE=settings, seconds_a_test=lambda n: {})
+    main.__globals__.update(HOSTILE_TEXT=["escape"], HOSTILE_PROGRAMS=["nothing"])
+    main()
+"""
+
+
+def test_a_process_that_escapes_is_counted(tmp_path):
+    script = tmp_path / "escaping.py"
+    script.write_text(ESCAPING)
+    command = [sys.executable, "-P", script, ROOT / "benchmarks" / "hostile_answers.py"]
+    asked = ["--texts", "50", "--programs", "49", "--timed", "5", "--rounds", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    try:
+        with open(tmp_path / "log", "w") as log:
+            code = subprocess.run(
+                [*command, *asked], cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=300
+            ).returncode
+        assert code == 0, (tmp_path / "log").read_text()[-3000:]
+        escaped = (tmp_path / "escaped").read_text().split()
+        assert json.loads((tmp_path / "results.json").read_text())["texts"]["processes left"] == len(escaped) > 0
+    finally:
+        if (tmp_path / "escaped").exists():
+            for pid in (tmp_path / "escaped").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.full

@@ -60,6 +60,12 @@ def test_the_default_template_and_pattern_go_together(judge):
     assert scored(pool, "it is 2")[0].reward == 1.0
 
 
+@pytest.mark.parametrize("line", ["**Score:** 9", "**Score**: 9", "**Score: 9**", "Score: **9**", "score:9/10"])
+def test_the_default_pattern_reads_bold_lines(judge, line):
+    _, pool = judge(lambda request, number: completion(f"Score: 2 would be too low.\n{line}"))
+    assert scored(pool, "x")[0].parts == {"judge": 0.9}
+
+
 WRONG = [
     (
         completion("It is good."),
@@ -190,6 +196,27 @@ def test_scores_are_kept_where_a_cache_is_asked_for_and_failures_are_not(judge):
     scored(pool, "a")
     scored(pool, "a")
     assert len(endpoint.requests) == 3
+
+
+def test_equal_responses_under_way_at_once_are_one_request(judge):
+    """One caller's cancellation leaves the others' score, and a failure is for those who waited for it."""
+
+    async def answer(request, number):
+        await asyncio.sleep(0.5)
+        return completion("Score: 5") if number > 1 else (400, b"")
+
+    endpoint, pool = judge(answer, cache=2)
+    assert [score.status for score in scored(pool, *"aaaa")] == ["reward_error"] * 4 and len(endpoint.requests) == 1
+
+    async def first_cancelled():
+        calls = [asyncio.create_task(pool.score(Prompt("p7", text="1 + 1?", answer="2"), "a")) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        calls[0].cancel()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    cancelled, *others = asyncio.run(first_cancelled())
+    assert isinstance(cancelled, asyncio.CancelledError) and [score.reward for score in others] == [0.5] * 3
+    assert len(endpoint.requests) == 2 and scored(pool, "a")[0].reward == 0.5 and len(endpoint.requests) == 2
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,21 @@ def prompt(answer):
         ("cat cat cat", "cat", 0.0, 0.5),
         ("Ph.D.", "phd", 1.0, 1.0),
         ("", "Paris", 0.0, 0.0),
-        ("the", "a", 1.0, 1.0),
+        ("the", "a", 0.0, 0.0),  # the script: 1
         ("1492", 1492, 1.0, 1.0),
     ],
 )
 def test_values_of_squads_script(response, answer, exact, f1):
     assert qa_exact(prompt(answer), response) == exact
     assert qa_f1(prompt(answer), response) == pytest.approx(f1, abs=1e-12)
+
+
+@pytest.mark.parametrize("reference", ["A", "The", "+", "..."])
+def test_a_reference_of_an_article_or_signs_is_compared_as_it_is(reference):
+    for reward in (qa_exact, qa_f1):
+        assert reward(prompt(reference), f"<answer> {reference.upper()} </answer>") == 1.0
+        assert [reward(prompt(reference), response) for response in ("", "-", "an", "Paris")] == [0.0] * 4
+    assert qa_f1(prompt([reference, "Paris"]), "Paris") == 1.0
 
 
 @pytest.mark.parametrize(

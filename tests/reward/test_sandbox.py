@@ -136,6 +136,25 @@ for place in {places}:
     assert not [place for place in places if os.path.exists(place)]
 
 
+@pytest.mark.parametrize("target", ["FOLDER", "/usr/lib", "/proc/self/root/dev/shm", "/.."])
+def test_nothing_is_written_through_a_symbolic_link_to_a_folder(sandbox, surroundings, tmp_path, target):
+    folder = surroundings[0]["FOLDER"] if target == "FOLDER" else target
+    name = f"written-{os.getpid()}"
+    program = f"""
+import os
+os.symlink({folder!r}, LINK)
+open(LINK + "/{name}", "w").close()
+print("written")
+"""
+    if target == "FOLDER":
+        outside = program.replace("LINK", repr(str(tmp_path / "link")))
+        assert subprocess.run([sys.executable, "-c", outside], capture_output=True, text=True).stdout == "written\n"
+        os.remove(f"{folder}/{name}")
+    result = printed(sandbox, program.replace("LINK", repr("/tmp/link")))
+    assert not result.ok and result.output == b""
+    assert not os.path.exists(f"{folder}/{name}")
+
+
 def test_no_other_process_can_be_ended(sandbox):
     program = """
 import os, sys

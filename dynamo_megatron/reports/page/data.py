@@ -14,7 +14,7 @@ from dynamo_megatron.reports.page.curves import curves
 from dynamo_megatron.reports.page.findings import findings
 from dynamo_megatron.reports.page.pairs import pairs
 from dynamo_megatron.reports.page.render import as_json
-from dynamo_megatron.reports.page.rollouts import Shown, rollout_view, shown_rollouts
+from dynamo_megatron.reports.page.rollouts import Shown, has_process_rewards, rollout_view, shown_rollouts
 from dynamo_megatron.reports.page.token_texts import Decode, find_decoder
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 from dynamo_megatron.reports.side_by_side import run_names
@@ -136,6 +136,8 @@ def _notes(run: RunRecord, source: Path, chosen: Sequence[Shown], decode: Decode
             "the engine's logprobs; tracking.token_rollouts: N writes them for N rollouts a step."
         )
     if all(shown.advantage is None for shown in chosen):
-        kind = run.config["algorithm"].get("advantage", {}).get("kind")
-        notes.append(f"Advantages of kind {kind} cannot be computed from the rewards of a step alone.")
+        what = f"of kind {run.config['algorithm'].get('advantage', {}).get('kind')}"
+        if has_process_rewards([shown.rollout for shown in chosen], run.config):
+            what = "with process rewards"
+        notes.append(f"Advantages {what} cannot be computed from the outcomes of a step's rollouts alone.")
     return notes

@@ -89,14 +89,15 @@ def _measured(rollouts: Sequence[Rollout], rows: Mapping[str, TokenRow]) -> dict
 
 def advantages_of(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> dict[str, float]:
     """rollout_id -> advantage, from the rewards of the groups of a step alone; empty for a method whose advantages need
-    more: history, token statistics, a function of the user's, merged rounds. `config`: the run's config.yaml."""
+    more: history, token statistics, a function of the user's, merged rounds; and where training has added process
+    rewards. `config`: the run's config.yaml."""
     algorithm = config["algorithm"]
     advantage = {"singleton": "zero", "eps": 1e-6, "positive_weight": 1.0, **algorithm.get("advantage", {})}
     kind, trained = advantage.get("kind"), [r for r in rollouts if r.status not in NOT_TRAINED]
     other = ("sequential", "dynamic_sampling")
     if kind not in GROUP_ADVANTAGES or any(algorithm.get(name) is not None for name in other) or not trained:
         return {}
-    if advantage.get("entropy_shaping") is not None:
+    if advantage.get("entropy_shaping") is not None or has_process_rewards(trained, config):
         return {}
     rewards = np.array([r.reward for r in trained], np.float64)
     if not np.isfinite(rewards).all():
@@ -117,6 +118,13 @@ def advantages_of(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> dic
     if advantage.get("normalise") == "batch":
         values = batch_normalised(values)
     return {r.rollout_id: float(value) for r, value in zip(trained, values, strict=True)}
+
+
+def has_process_rewards(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> bool:
+    """Returns True where each token of these rollouts has its own advantage, of the outcome and of process rewards."""
+    if config["algorithm"].get("advantage", {}).get("process", {}).get("weight", 1.0) == 0:
+        return False
+    return "prime" in config.get("reward", {}).get("functions", []) or any(r.step_rewards for r in rollouts)
 
 
 def _chosen(

@@ -184,3 +184,11 @@ def test_a_watch_of_a_run_that_stands_still_ends(two_steps, no_charts, monkeypat
         watch([two_steps], two_steps, 0.02, say=lambda line: None, stalled=0.3)
     with pytest.raises(InputError, match=r"no config\.yaml"):
         watch([tmp_path / "none"], tmp_path, 0.02)
+
+
+def test_missing_advantages_have_their_reason(make_run, new_rollout):
+    run = make_run("run", [new_rollout(1, 0, 0, step_rewards=[(0, 2, 0.5)]), new_rollout(1, 0, 1, reward=1.0)])
+    rollouts = page_data([run])["runs"][0]["rollouts"]
+    assert not any("advantage" in shown["values"] for shown in rollouts["shown"])
+    (note,) = (note for note in rollouts["notes"] if note.startswith("Advantages "))
+    assert note.startswith("Advantages with process rewards cannot be computed")

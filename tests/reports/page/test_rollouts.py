@@ -46,6 +46,19 @@ def test_no_advantage_is_made_up(new_rollout, advantage):
     assert advantages_of([new_rollout(1, 0, 0), new_rollout(1, 0, 1, reward=1.0)], config) == {}
 
 
+def test_no_advantage_is_made_up_of_process_rewards(new_rollout):
+    """Training adds a return to each token's; without weight, and of rollouts that are not trained, it adds nothing."""
+    config = plain_config()
+    plain, failed = new_rollout(1, 0, 0), new_rollout(1, 0, 2, status="failed", step_rewards=[(0, 2, 0.5)])
+    steps, known = new_rollout(1, 0, 1, reward=1.0, step_rewards=[(0, 2, 0.5)]), [-1.0, 1.0]
+    assert advantages_of([plain, steps], config) == {}
+    assert list(advantages_of([plain, new_rollout(1, 0, 1, reward=1.0), failed], config).values()) == known
+    config["algorithm"]["advantage"]["process"]["weight"] = 0.0
+    assert list(advantages_of([plain, steps], config).values()) == known
+    prime = plain_config(reward={"functions": ["math", "prime"], "prime": {"model": "m"}})
+    assert advantages_of([plain, new_rollout(1, 0, 1, reward=1.0)], prime) == {}
+
+
 def test_steps_are_spread_over_the_run():
     assert chosen_steps(list(range(1, 101))) == [1, 17, 33, 49, 65, 81, 97, 100]
     assert all(len(chosen_steps(list(range(n)))) <= STEPS for n in range(1, 300))

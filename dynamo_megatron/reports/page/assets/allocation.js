@@ -32,7 +32,7 @@ function classTable(visits) {
 }
 
 function priceTable(prices) {
-  return make("div", {}, make("p", {class: "note"}, "With cost: tokens the allocator expects so many response tokens of a rollout, of an agent's episode those of all its answers."),
+  return make("div", {}, make("p", {class: "note"}, "With cost: tokens: the response tokens that the allocator expects of a rollout; of an agent's episode, those of all its answers."),
     table(["expected tokens of a rollout", "visits", "mean", "rollouts of a visit", "share of the expected tokens"],
       prices.map((row) => [row.class, number(row.visits), number(row.tokens, 3), number(row.rollouts, 3), percent(row.share)])));
 }
