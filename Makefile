@@ -99,7 +99,7 @@ te: .venv-te/.installed
 	@test -x .venv-te/bin/python || $(PYTHON) -m venv .venv-te
 	@grep -v '^transformer-engine' requirements/gpu_trainer.txt >.venv-te/requirements.txt
 	@$(TE_PIP) -r .venv-te/requirements.txt
-	@tools/build_transformer_engine.sh .venv-te/bin/python '$(TRANSFORMER_ENGINE)'
+	@QUICK=1 tools/build_transformer_engine.sh .venv-te/bin/python '$(TRANSFORMER_ENGINE)'
 	@$(TE_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -62,7 +62,9 @@ def load_converted(policy: Policy, folder: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": policy.layout.dp_cp})
-        chunk.load_state_dict(dist_checkpointing.load(state, folder))
+        loaded = dist_checkpointing.load(state, folder)
+        del loaded["content_metadata"]  # beside the model's, as in Megatron's own checkpoints
+        chunk.load_state_dict(loaded)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ A case has `name`, `folder` (config.json), `parallel`, `ranks` (how many), perha
 """
 
 import json
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -162,7 +163,9 @@ def wrong_modules(chunks, spec, p, dtype) -> Iterator[str]:
 
 def check(name: str, module: torch.nn.Module, wanted: dict) -> Iterator[str]:
     for key, value in wanted.items():
-        if (found := getattr(module, key)) != value:
+        found = getattr(module, key)
+        same = math.isclose(found, value, rel_tol=1e-12) if isinstance(value, float) else found == value
+        if not same:
             yield f"{name}.{key} is {found}, not {value}"
 
 
