@@ -16,8 +16,8 @@
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
 # make megatron   .megatron, the other supported megatron-core, whose Python code tests put in front of .venv's
-# make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 8 GB, a
-#                 long compilation (TE=skip leaves it out of test-all)
+# make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 7 GB
+#                 (TE=skip leaves it out of test-all)
 # make pydantic-ai  .venv-pydantic-ai, an interpreter for agents of pydantic-ai, whose openai is newer than SGLang's
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
 # test-all .venv-peers, .venv-verifiers, .venv-pydantic-ai, .megatron and .venv-te; later calls set up nothing.

@@ -87,6 +87,7 @@ def parameters(chunks, spec, layout, p) -> dict[tuple[str, ...], dict]:
     """This rank's parameters and their marks, by the Hugging Face tensors that they are made of."""
     found = {}
     experts = spec.experts_of(layout.ep.rank(), p.ep).start
+    keys = checkpoint_keys(chunks, layout)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             whole = global_name(name, chunk.layer_offset, experts)
@@ -96,6 +97,7 @@ def parameters(chunks, spec, layout, p) -> dict[tuple[str, ...], dict]:
             cut = layout_of(whole) != "replicated" and not is_expert(whole)
             found[tensors] = {
                 "name": whole,
+                "key": keys[id(parameter)],
                 "shape": tuple(parameter.shape),
                 "dtype": parameter.dtype,
                 "trained": parameter.requires_grad,
@@ -103,6 +105,12 @@ def parameters(chunks, spec, layout, p) -> dict[tuple[str, ...], dict]:
                 **{mark: getattr(parameter, mark, usual) for mark, usual in MARKS.items()},
             }
     return found
+
+
+def checkpoint_keys(chunks, layout) -> dict[int, str]:
+    """{id of a parameter: the key under which a checkpoint has it}"""
+    state = [chunk.sharded_state_dict(metadata={"dp_cp_group": layout.dp_cp}) for chunk in chunks]
+    return {id(part.data): part.key for part in nested_values(state) if not isinstance(part, ShardedObject)}
 
 
 def checkpoint(chunks, layout) -> tuple[dict[tuple, tuple], set[str]]:
