@@ -16,9 +16,11 @@
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
 # make megatron   .megatron, the other supported megatron-core, whose Python code tests put in front of .venv's
+# make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 7 GB
+#                 (TE=skip leaves it out of test-all)
 # make pydantic-ai  .venv-pydantic-ai, an interpreter for agents of pydantic-ai, whose openai is newer than SGLang's
 # The first call sets up .venv from the package registries, the first test .venv-nemo, the first
-# test-all .venv-peers, .venv-verifiers, .venv-pydantic-ai and .megatron; later calls set up nothing.
+# test-all .venv-peers, .venv-verifiers, .venv-pydantic-ai, .megatron and .venv-te; later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -32,6 +34,7 @@ PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 VERIFIERS_PIP := .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
+TE_PIP := .venv-te/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 PYDANTIC_AI_PIP := .venv-pydantic-ai/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
@@ -39,7 +42,7 @@ MODEL := models/smollm2-135m
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo demo-figures agents-figures compare test test-all test-shard test-durations lint gpu-check nemo \
-	peers verifiers pydantic-ai megatron clean
+	peers verifiers pydantic-ai megatron te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -53,10 +56,10 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@$(PIP) -c .venv/lock.txt -r requirements/sglang_cpu.txt
 	@$(PIP) -c .venv/lock.txt -e '.[test]'
 	@$(PIP) -c .venv/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
-	@test -z "$(GPU)" || { $(PIP) setuptools wheel pybind11 && \
-		NVTE_FRAMEWORK=pytorch $(PIP) -c .venv/lock.txt --no-build-isolation '$(TRANSFORMER_ENGINE)'; } || echo \
+	@test -z "$(GPU)" || \
+		tools/build_transformer_engine.sh .venv/bin/python '$(TRANSFORMER_ENGINE)' -c .venv/lock.txt || echo \
 		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: a call" \
-		"of attention for each distinct sequence length, norms unfused. It needs nvcc and cuDNN's headers: docs/install.md" >&2
+		"of attention for each distinct sequence length, norms unfused. docs/install.md says what it needs" >&2
 	@touch $@
 
 nemo: .venv-nemo/.installed
@@ -88,6 +91,16 @@ megatron: .megatron/.installed
 	@rm -rf .megatron
 	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
 		--python-version 3.12 --target .megatron -r requirements/megatron.txt
+	@touch $@
+
+te: .venv-te/.installed
+.venv-te/.installed: setup.py requirements/gpu_trainer.txt tools/build_transformer_engine.sh
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-te/bin/python || $(PYTHON) -m venv .venv-te
+	@grep -v '^transformer-engine' requirements/gpu_trainer.txt >.venv-te/requirements.txt
+	@$(TE_PIP) -r .venv-te/requirements.txt
+	@QUICK=1 tools/build_transformer_engine.sh .venv-te/bin/python '$(TRANSFORMER_ENGINE)'
+	@$(TE_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 pydantic-ai: .venv-pydantic-ai/.installed
@@ -138,6 +151,8 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
 	@$(MAKE) --no-print-directory verifiers || echo "no .venv-verifiers (above): its tests are skipped" >&2
 	@$(MAKE) --no-print-directory megatron || echo "no .megatron (above): its tests are skipped" >&2
+	@test "$(TE)" = skip || $(MAKE) --no-print-directory te || echo \
+		"no .venv-te (above): the tests with TransformerEngine itself are skipped" >&2
 	@$(MAKE) --no-print-directory pydantic-ai || echo "no .venv-pydantic-ai (above): its tests are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
@@ -159,4 +174,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo .venv-peers .venv-verifiers .venv-pydantic-ai .megatron models runs
+	rm -rf .venv .venv-nemo .venv-peers .venv-te .venv-verifiers .venv-pydantic-ai .megatron models runs

@@ -67,6 +67,7 @@ def join_as(rank, world_size, p):
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,

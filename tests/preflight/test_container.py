@@ -81,8 +81,9 @@ echo "$*" >>pip.txt
 def test_make_installs_the_servers_torch_and_transformer_engine_where_there_is_a_gpu(gpu, fails, tmp_path):
     if not gpu and shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU")
-    for name in ("Makefile", "setup.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tools").mkdir()
+    for name in ("Makefile", "setup.py", "tools/build_transformer_engine.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     for name in ("python", *(["nvidia-smi"] if gpu else [])):
         (tmp_path / name).write_text(PYTHON)
