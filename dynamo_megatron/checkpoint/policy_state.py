@@ -42,6 +42,7 @@ from torch.futures import Future
 from dynamo_megatron.checkpoint.checked_loading import load_checked
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
 from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
+from dynamo_megatron.checkpoint.optimizer_parts import without_gathering
 from dynamo_megatron.checkpoint.policy_weights import verify_bytes
 from dynamo_megatron.checkpoint.torch_dist import write_common
 from dynamo_megatron.errors import InputError
@@ -60,12 +61,11 @@ class _HostCopy:
     """A copy of a plan's data in host memory. The writer uses it in place of the planner."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
-        self._data = {item.index: self._copy(item, planner.resolve_data(item)) for item in plan.items}
+        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
 
     @staticmethod
-    def _copy(item: WriteItem, data: Any) -> Any:
-        gathered = item.index.fqn.startswith("optimizer.")  # already in host memory, and only for this save
-        return data if gathered or not torch.is_tensor(data) else data.detach().to("cpu", copy=True)
+    def _copy(data: Any) -> Any:
+        return data.detach().to("cpu", copy=True) if torch.is_tensor(data) else data
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self._data[item.index]
@@ -278,21 +278,19 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
 def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        # The first of the ranks that share parameters gathers their optimizer state in host memory and writes it.
-        # Without this setting every rank does, through a float32 copy of the whole shard on its GPU.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "distrib_optim_fully_reshardable_mem_efficient": True,  # a load takes no memory of the GPU
         "chained_optim_avoid_prefix": True,
     }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
     if not optimizer:
         return model, format_of
-    if not loading:
+    if loading:
+        moments = policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+    else:
         _begin_moments(policy)
-    moments = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-    for part in (moments, *moments.values()):  # a mixture of experts has a dict for each kind of parameter
-        if isinstance(part, dict) and part.get("param_state", ()) is None:
-            del part["param_state"]  # else Megatron warns that the ranks which gathered nothing differ from rank 0
+        with without_gathering(policy.optimizer):
+            moments = policy.optimizer.sharded_state_dict(model, metadata=metadata)
     return {**model, "optimizer": moments}, format_of
 
 

@@ -328,10 +328,10 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 ROLLOUT_TOKEN = 76  # bytes a token as Python lists hold it: an int (36), a small int (8), a float (32)
 
 
-def save_staging(gathered: int, share: int) -> int:
-    """Host bytes of a rank in a save: 12 for each of the `share` parameters whose state it has, and 12 (while it
-    gathers up to 8 more) for each of those `gathered` here from the ranks that hold the same; docs/checkpoints.md."""
-    return 12 * share + 20 * gathered
+def save_staging(share: int, dtype: str) -> int:
+    """Host bytes of a rank in a save in the background: a copy of the weights and 12 bytes of the optimizer's state for
+    each of the `share` parameters that it writes; docs/checkpoints.md. Another save copies a tensor at a time."""
+    return (WIDTH[dtype] + 12) * share
 
 
 def load_staging(shard: int) -> int:

@@ -77,35 +77,6 @@ def pinned_copies(chunks: Sequence[formulas.Chunk], dtype: str, dp_cp: int, expe
     return total
 
 
-@dataclass(frozen=True)
-class SaveTraffic:
-    """The bytes that a save sends over gloo to the ranks that gather optimizer state (`gathered`), and how many of them
-    go to another node (`between_nodes`). `gatherers`: the number of ranks that receive some."""
-
-    gathered: int
-    between_nodes: int
-    gatherers: int
-
-
-def save_traffic(config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int) -> SaveTraffic:
-    """The traffic of main parameters and two moments in float32, from every rank to the first rank with the same
-    parameters; [M] optimizer/distrib_optimizer.py, get_parameter_state_dp_zero. Ranks are numbered as in
-    `host_memory`."""
-    p, per_stage = config.parallel, ranks // config.parallel.pp
-    gathered, between, to = 0, 0, set()
-    for stage in range(p.pp):
-        state = formulas.stage_state(spec, p, config.model.dtype, ranks, stage)
-        for index in range(per_stage):
-            for elements, holders in ((state.dense, p.tp), (state.experts, p.ep)):
-                rank, gatherer = (stage * per_stage + i for i in (index, index % holders))
-                if elements and rank != gatherer:
-                    sent = 12 * elements * holders // per_stage
-                    to.add(gatherer)
-                    gathered += sent
-                    between += sent if rank // ranks_per_node != gatherer // ranks_per_node else 0
-    return SaveTraffic(gathered, between, len(to))
-
-
 def host_memory(
     config: Config, spec: ModelSpec, ranks: int, ranks_per_node: int, tokens: float, *, cuda: bool = True
 ) -> Host:
@@ -130,11 +101,7 @@ def host_memory(
         for rank in here:
             stage = stages[rank // per_stage]
             static = stage.static
-            # The first of the ranks that hold the same parameters gathers their state.
-            gathered = (rank % per_stage < p.tp) * stage.dense + (rank % per_stage < p.ep) * stage.experts
-            save += formulas.save_staging(gathered, static.optimizer_elements)
-            if config.checkpoint.async_save:
-                save += formulas.WIDTH[dtype] * static.optimizer_elements  # its share of the weights, until written
+            save += formulas.save_staging(static.optimizer_elements, dtype) if config.checkpoint.async_save else 0
             load += formulas.load_staging(stage.dense + stage.experts)
             reference += references[rank // per_stage] * len(set(config.frozen_models.values()))
             offloaded += copied[rank // per_stage] if turns else 0

@@ -14,7 +14,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas, time_formulas
 from dynamo_megatron.planning.formulas import Static
 from dynamo_megatron.planning.hardware import GIB, GPU, Cluster
-from dynamo_megatron.planning.host import Host, SaveTraffic, host_memory, save_traffic, shares_memory
+from dynamo_megatron.planning.host import Host, host_memory, shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance, never
 # measured.
@@ -131,7 +131,6 @@ class Plan:
     times: Times
     host: Host
     checkpoint: int
-    save: SaveTraffic
     pushed: int  # bytes of one copy of the weights
 
     @property
@@ -251,7 +250,6 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         times=times,
         host=host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean),
         checkpoint=formulas.checkpoint_bytes(spec, dtype),
-        save=save_traffic(config, spec, cluster.gpus, cluster.gpus_per_node),
         pushed=formulas.weight_bytes(spec, dtype),
     )
 

@@ -105,7 +105,7 @@ def _rest(plan: Plan) -> list[str]:
         + f"), {_gib(host.load)} to load a checkpoint; {_host_verdict(plan)}",
         f"checkpoint: {_gib(plan.checkpoint)} GiB each, {plan.config.checkpoint.keep_last} kept; "
         f"a copy of the weights {_gib(plan.pushed)} GiB",
-        *save_said(plan),
+        _save(plan),
         _rollouts(plan),
         "",
         "floor times of a step at the hardware's stated rates, seconds (docs/plan.md: what real ones are):",
@@ -147,16 +147,13 @@ def _rest(plan: Plan) -> list[str]:
     return lines
 
 
-def save_said(plan: Plan) -> list[str]:
-    """A line on what a checkpoint sends between ranks, none where it sends nothing."""
-    every, save = plan.config.checkpoint.every, plan.save
-    if not save.gathered:
-        return []
+def _save(plan: Plan) -> str:
+    every, nodes = plan.config.checkpoint.every, plan.cluster.nodes
     when = {1: "after every step", None: "at a stop alone"}.get(every, f"every {every} steps")
-    return [
-        f"a save, {when}, sends {_gib(save.gathered)} GiB of optimizer state over TCP (gloo) to {save.gatherers} ranks "
-        f"that write it, {_gib(save.between_nodes)} GiB of it between nodes"
-    ]
+    return (
+        f"a save, {when}: each rank writes its own part and sends none of it to another one, "
+        f"{_gib(plan.checkpoint)} GiB" + (f", {_gib(plan.checkpoint / nodes)} GiB from each node" if nodes > 1 else "")
+    )
 
 
 def _proof(plan: Plan) -> list[str]:

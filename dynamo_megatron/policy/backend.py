@@ -42,6 +42,11 @@ def _is_cuda(device: object) -> bool:
 _MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.nn.functional.linear}
 
 
+def _all_bfloat16(args: tuple) -> bool:
+    """Else torch is left to refuse a product of bfloat16 with something else, as a GPU does."""
+    return all(a.dtype is torch.bfloat16 for a in args if torch.is_tensor(a))
+
+
 def _run_backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, inputs=None) -> None:
     """torch.autograd.backward without its dispatch to the mode, which would not end."""
     given = (grad_tensors,) if torch.is_tensor(grad_tensors) else grad_tensors or (None,) * len(tensors)
@@ -67,7 +72,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.autograd.backward:
             with self:  # Megatron's own backward functions run inside this call, where the mode would be off
                 return _run_backward(*args, **kwargs)
-        if self._slow_bfloat16 and func in _MATMULS and args[0].dtype is torch.bfloat16 and not kwargs:
+        if self._slow_bfloat16 and func in _MATMULS and not kwargs and _all_bfloat16(args):
             return func(*(a.float() if torch.is_tensor(a) else a for a in args)).bfloat16()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)

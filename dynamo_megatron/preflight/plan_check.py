@@ -9,7 +9,7 @@ import torch
 from dynamo_megatron.layout_checks import check_layout
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.planning.plan import make_plan, workload
-from dynamo_megatron.planning.report import cautions, save_said, verdict
+from dynamo_megatron.planning.report import cautions, verdict
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 
@@ -30,5 +30,3 @@ def plan(subject: Subject) -> Iterator[Finding]:
     yield ok(told) if made.fits and not made.timeout_too_short else failed(f"{told}; `dynamo-megatron plan` has all")
     for caution in cautions(made):
         yield note(caution)
-    if made.save.between_nodes:
-        yield note(*save_said(made))

@@ -21,7 +21,7 @@ def test_it_fits(hardware, method):
     assert plan.host.peak <= 0.95 * plan.cluster.gpu.host_memory
     assert plan.servers.gpus == plan.cluster.gpus  # a server rank on every GPU
     assert plan.servers.longest_sequences >= 4
-    assert plan.config.checkpoint.every >= 10  # a save gathers the optimizer's state over TCP
+    assert plan.config.checkpoint.every >= 10  # else writing takes a large part of a step
 
 
 def test_the_eight_models():

@@ -1,5 +1,6 @@
 """Run by test_checkpoint.py: trains under one layout, saves, and takes the next step under that and other layouts."""
 
+import contextlib
 import json
 import resource
 import signal
@@ -23,8 +24,11 @@ backend.fix_torch_adam_checkpoints()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
+from communicated import Communicated  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 
+from dynamo_megatron.checkpoint import policy_state  # noqa: E402
+from dynamo_megatron.checkpoint.checked_loading import load_checked  # noqa: E402
 from dynamo_megatron.checkpoint.folder import read_manifest  # noqa: E402
 from dynamo_megatron.checkpoint.policy_state import _Writer, begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.checkpoint.torch_dist_metadata import read_metadata  # noqa: E402
@@ -128,6 +132,21 @@ def loaded(policy: Policy, file: Path, change: Callable[[bytes], bytes]) -> str:
     return "nothing"
 
 
+def sent_by_saves(policy: Policy, out: Path, state: dict | None) -> dict[str, int]:
+    """Saves to `out`/sync, and to `out`/gathered as versions before optimizer_parts.py did. Returns the bytes of
+    floating-point numbers that this rank gave to collectives, by folder."""
+    ways = {"sync": policy_state.without_gathering, "gathered": lambda optimizer: contextlib.nullcontext()}
+    sent = {}
+    for name, way in ways.items():
+        policy_state.without_gathering = way
+        with Communicated() as counted:
+            save = begin_save(policy, out / name, 3, state, background=False)
+        save.complete(1, 60, print)
+        sent[name] = counted.floats
+    policy_state.without_gathering = ways["sync"]
+    return sent
+
+
 def run(case: dict, number: int, store: dist.Store) -> None:
     config = Config.model_validate(case["config"])
     layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
@@ -143,14 +162,17 @@ def run(case: dict, number: int, store: dist.Store) -> None:
                 (out / "refused.txt").write_text(str(error))
             assert refused
         else:
+            if case.get("plain"):
+                policy_state.load_checked = lambda sharded, folder: dist_checkpointing.load(sharded, str(folder))
             load_checkpoint(policy, Path(case["load"]))
+            policy_state.load_checked = load_checked
             train(policy, 4)
             write_huggingface(policy, out / "hf")
     else:
         for step in (1, 2, 3):
             train(policy, step)
         state = {"stream": {"of": "rank 0"}} if layout.rank == 0 else None
-        begin_save(policy, out / "sync", 3, state, background=False).complete(1, 60, print)
+        (out / f"sent-{layout.rank}.json").write_text(json.dumps(sent_by_saves(policy, out, state)))
         trained = hold_writing()
         save = begin_save(policy, out / "async", 3, state, background=True)
         train(policy, 4)

@@ -29,6 +29,8 @@ from sync_lint import HostWaits  # noqa: E402
 from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy import batch as batch_module  # noqa: E402
+from dynamo_megatron.policy import model  # noqa: E402
 from dynamo_megatron.policy import policy as policy_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
@@ -69,6 +71,23 @@ def update(policy: Policy, measured: bool) -> dict:
     }
 
 
+def sow(seed: str) -> None:
+    """Breaks the policy as somebody may who has only a CPU to try it on."""
+    if seed == "wrong device":  # the positions and bounds of sequences
+        pack = batch_module.MicroBatch.pack
+        batch_module.MicroBatch.pack = lambda *args, device, **options: pack(
+            *args, device=torch.device("cpu"), **options
+        )
+    elif seed.startswith("missing to"):
+        (policy_module if "loss" in seed else batch_module).to_device = lambda values, device: values
+    elif seed == "float32 times bfloat16":
+        model.RMSNorm.forward = lambda norm, x: torch.nn.functional.rms_norm(
+            x.float(), (x.shape[-1],), norm.weight.float(), norm.eps
+        )
+    else:
+        assert not seed, seed
+
+
 def lint(policy_of: Callable[[], Policy]) -> dict:
     """The host's waits for a GPU in a step of two updates, the second of which is counted."""
     torch.cuda.current_device = lambda: torch.device("cuda", 0)  # so that what is made on a GPU is seen
@@ -81,36 +100,51 @@ def lint(policy_of: Callable[[], Policy]) -> dict:
         waits.phase = update
 
     policy_module.get_forward_backward_func = lambda: passes
-    with waits.watching():
-        policy = policy_of()
-        waits.watch_layers(policy.chunks[0].decoder.layers)
-        source = rollouts(policy.spec.vocab_size, 7, None)
-        batch = TrainBatch.build(source, policy.config)
-        for _ in range(2):
-            waits.found.clear()
-            waits.phase = "pack"
-            (mini,) = policy.pack(source, batch.mini_batches)
-            waits.phase = "statistics"
-            stats = policy.token_stats(source, [mini])
-            waits.phase = "reference"
-            reference = policy.reference_logprobs(source, [mini])
-            waits.phase = "update"
-            policy.update(batch, mini, stats, reference, 1e-3)
-        waits.phase = "push"
-        pushed = gathered(policy)
-        waits.phase = "offload"
-        offload = Offload(policy)
-        offloaded = offload.release(PARTS)
-        offload.resume(PARTS)
-        policy.token_stats(source, [mini])
+    try:
+        with waits.watching():
+            return watched(policy_of, waits)
+    except RuntimeError as error:
+        if not JOB.get("seed"):
+            raise
+        return {"raised": str(error), **seen(waits)}
+
+
+def seen(waits: HostWaits) -> dict:
+    of_kind = {"mixed": waits.mixed, "dtypes": waits.dtypes, "found": waits.found}
+    return {kind: {" ".join(key): n for key, n in found.items()} for kind, found in of_kind.items()}
+
+
+def watched(policy_of: Callable[[], Policy], waits: HostWaits) -> dict:
+    """What `waits` found in the two updates, a push's gathering, and an offload."""
+    policy = policy_of()
+    waits.watch_layers(policy.chunks[0].decoder.layers)
+    source = rollouts(policy.spec.vocab_size, 7, None)
+    batch = TrainBatch.build(source, policy.config)
+    for _ in range(2):
+        waits.found.clear()
+        waits.phase = "pack"
+        (mini,) = policy.pack(source, batch.mini_batches)
+        waits.phase = "statistics"
+        stats = policy.token_stats(source, [mini])
+        waits.phase = "reference"
+        reference = policy.reference_logprobs(source, [mini])
+        waits.phase = "update"
+        policy.update(batch, mini, stats, reference, 1e-3)
+    waits.phase = "push"
+    pushed = gathered(policy)
+    waits.phase = "offload"
+    offload = Offload(policy)
+    offloaded = offload.release(PARTS)
+    offload.resume(PARTS)
+    policy.token_stats(source, [mini])
     return {
-        "mixed": {" ".join(key): n for key, n in waits.mixed.items()},
+        "raised": "",
+        **seen(waits),
         "pushed": pushed,
         "offloaded": offloaded,
         "layers": waits.in_layers,
         "outside": {phase: waits.outside(phase) for phase in ("pack", "statistics", "update", "micro-batches")},
         "micro-batches": 2 * len(mini.micro_batches),  # forward for the statistics, and the update's
-        "found": {" ".join(key): n for key, n in waits.found.items()},
     }
 
 
@@ -142,6 +176,7 @@ def main() -> None:
     found = {"packages": str(backend.Fusions.detect())}
     wanted = transformer_config(spec, config)
     found["config"] = {name: getattr(wanted, name) for name in JOB.get("flags", ())}
+    sow(JOB.get("seed", ""))
     if JOB.get("lint"):
         found |= lint(lambda: Policy(spec, config, layout))
     if JOB.get("update"):

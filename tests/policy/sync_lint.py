@@ -3,7 +3,12 @@
 `HostWaits` follows the tensors that a GPU would hold: what was moved or made there, and all that is computed from it.
 An operation that needs a value of theirs on the host (`item`, `nonzero`, `equal`, a shape that depends on data, a copy
 to or from memory that is not pinned) is a wait. Not seen: `tolist`, `cpu` and `to` inside torch's own backward pass.
-An operation on both kinds of tensors that CUDA refuses is a mix.
+An operation on both kinds of tensors that CUDA refuses is a mix. `dtypes` counts products of matrices that its GEMMs
+refuse: of two different dtypes, which a CPU refuses, too, and of whole numbers, which a CPU multiplies.
+
+torch's FakeTensorMode would be the other way to look for mixes. Its tensors on "cuda" have no backward pass in a build
+of torch for CPUs: the first product with a parameter ends the process ("PyTorch is not linked with support for cuda
+devices", c10/core/impl/DeviceGuardImplInterface.h).
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ NEEDS_VALUES = {
     aten.bincount,
 }
 GPU = torch.device("cuda", 0)
+GEMMS = {aten.mm, aten.bmm, aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.mv, aten.addmv, aten.dot}
 ONE_VALUE = {aten.fill_, aten.masked_fill, aten.masked_fill_}  # from the host, as in arithmetic
 COPIES = {aten.copy_, aten._to_copy}
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
@@ -45,6 +51,11 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 def _is_gpu(device: object) -> bool:
     return device is not None and str(device).startswith("cuda")
+
+
+def _no_gemm(dtypes: set[torch.dtype], func: torch._ops.OpOverload) -> bool:
+    widens = "dtype" in func._overloadname  # from bfloat16 to a float32 result, to which it may add
+    return not all(t.is_floating_point for t in dtypes) or (len(dtypes) > 1 and not widens)
 
 
 class _Held:
@@ -66,22 +77,23 @@ class _Held:
 
 
 class HostWaits:
-    """`found` counts waits by (phase, layer or "outside", place, operation), `mixed` mixes; `phase` is the caller's to
-    set."""
+    """`found` counts waits by (phase, layer or "outside", place, operation), `mixed` mixes, `dtypes` products that CUDA
+    refuses; `phase` is the caller's to set."""
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str, str, str]] = Counter()
         self.mixed: Counter[tuple[str, str, str, str]] = Counter()
+        self.dtypes: Counter[tuple[str, str, str, str]] = Counter()
         self.phase, self._layer = "", "outside"
         self.held = _Held()
 
-    def record(self, operation: str, mix: bool = False) -> None:
+    def record(self, operation: str, mix: bool = False, dtype: bool = False) -> None:
         stack = (f for f in traceback.extract_stack() if any(root in f.filename for root in ROOTS))
         frames = [f for f in stack if not f.filename.endswith("policy/backend.py")]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "torch"
         if frames and frames[-1].line == ON_A_CPU_ALONE:
             return
-        (self.mixed if mix else self.found)[self.phase, self._layer, place, operation] += 1
+        (self.dtypes if dtype else self.mixed if mix else self.found)[self.phase, self._layer, place, operation] += 1
 
     def outside(self, phase: str) -> int:
         return sum(n for (p, layer, *_), n in self.found.items() if p == phase and layer == "outside")
@@ -160,6 +172,8 @@ class _Operations(TorchDispatchMode):
         kwargs, waits = kwargs or {}, self._waits
         inputs = _tensors((args, kwargs))
         here = [t in waits.held for t in inputs]
+        if any(here) and func.overloadpacket in GEMMS and _no_gemm({t.dtype for t in inputs}, func):
+            waits.record(f"{func} of {', '.join(str(t.dtype) for t in inputs)}", dtype=True)
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         if packet is aten.copy_:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import dynamo_megatron.policy.backend  # noqa: F401  replaces torch.compile
+import dynamo_megatron.policy.backend  # replaces torch.compile
 
 ROPE = """
 import torch
@@ -64,3 +64,14 @@ def test_a_users_function_may_be_decorated_with_torch_compile():
     with_options = torch.compile(fullgraph=True)(torch.neg)
     by_name = torch.compile(model=torch.neg, dynamic=True)
     assert [f(torch.ones(1)).item() for f in (compiled, with_options, by_name)] == [-1.0] * 3
+
+
+@pytest.mark.parametrize("product", [torch.matmul, torch.nn.functional.linear])
+def test_a_cpu_without_bfloat16_refuses_its_product_with_float32_as_a_gpu_does(product):
+    mode = dynamo_megatron.policy.backend._CudaMeansCpu()
+    mode._slow_bfloat16 = True
+    a, b = torch.rand(2, 2).bfloat16(), torch.rand(2, 2)
+    with mode:
+        assert product(a, b.bfloat16()).dtype is torch.bfloat16
+        with pytest.raises(RuntimeError, match="dtype"):
+            product(a, b)

@@ -36,6 +36,8 @@ def runs(model, make_tiny_model, run_script, tmp_path_factory) -> Path:
         case("straight", {"pp": 2}),
         case("same", {"pp": 2}, load=saved["async"]),
         case("tp4", {"tp": 4}, load=saved["sync"]),
+        case("plain", {"tp": 2}, load=saved["sync"], plain=True),
+        case("from-gathered", {"tp": 2}, load=saved["sync"].replace("sync", "gathered")),
         refused,
     ]
     launch(run_script, {"ranks-4": four, "ranks-1": [case("damaged", {}, damaged=True)]}, folder / "launch")
@@ -68,6 +70,32 @@ def test_a_flipped_bit_in_any_file_is_one_line(runs):
         line = said[f"{name} flipped"]
         assert line.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in line
         assert line.endswith("; restore it from a copy: there is no earlier complete checkpoint")
+
+
+def sent(folder: Path, kind: str) -> list[int]:
+    return [json.loads((folder / f"sent-{rank}.json").read_text())[kind] for rank in range(4)]
+
+
+def test_a_save_sends_no_rank_the_optimizer_state_of_another(runs):
+    """Nor anything else that is not a few bytes of where the parts are."""
+    assert sent(runs / "straight", "sync") == [0] * 4
+    # Megatron's own gathering is seen by the same count: three states of every parameter.
+    assert sum(sent(runs / "straight", "gathered")) >= 3 * 4 * 179_520
+
+
+def test_what_ranks_write_by_themselves_is_what_megatron_would_gather(runs):
+    own, gathered = (runs / "straight" / kind / "step-000003" for kind in ("sync", "gathered"))
+    assert list(differences(inspect(own), inspect(gathered))) == []
+    sizes = [sorted(file.stat().st_size for file in folder.glob("*.distcp")) for folder in (own, gathered)]
+    assert sizes[0][-1] < 1.2 * sizes[0][0] and sizes[1][-1] > 2 * sizes[1][0], sizes  # all ranks share the writing
+
+
+def test_plain_megatron_reads_what_ranks_write_by_themselves(runs):
+    assert difference(runs / "straight", runs / "plain") <= TOLERANCE
+
+
+def test_a_checkpoint_whose_state_was_gathered_is_resumed(runs):
+    assert difference(runs / "straight", runs / "from-gathered") <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

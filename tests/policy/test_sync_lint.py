@@ -1,6 +1,8 @@
 """How often a training step lets the host wait for the GPU: a budget by layer, micro-batch and update. No tensor of the
 host meets one of the GPU, in a push's gathering and in an offload neither."""
 
+import contextlib
+
 import pytest
 import torch
 from sync_lint import HostWaits
@@ -38,7 +40,27 @@ def test_the_budget_of_a_step(gpu_branch, method, engine):
     assert outside["micro-batches"] <= PER_MICRO_BATCH * found["micro-batches"], found["found"]
     waits = {key: n for key, n in found["found"].items() if key.startswith("update") and "_local_scalar" in key}
     assert sum(waits.values()) <= PER_UPDATE, found["found"]
-    assert found["mixed"] == {} and found["pushed"] > 0 and found["offloaded"] > 0
+    assert found["mixed"] == {} and found["dtypes"] == {} and found["pushed"] > 0 and found["offloaded"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [
+        ("wrong device", "mixed"),
+        ("missing to", "mixed"),
+        ("missing to in a loss", "mixed"),
+        ("float32 times bfloat16", "dtypes"),
+    ],
+)
+def test_a_fault_in_a_step_is_found(gpu_branch, seed, kind):
+    """`seed`: what gpu_branch_job.py breaks in the policy."""
+    kernels = {"kernels": {"backend": "torch"}}
+    found = gpu_branch(changes=METHODS["dynamo"] | kernels, lint=True, transformer_engine=False, seed=seed)
+    print(seed, found[kind], found["raised"])
+    assert found[kind]
+    if kind == "dtypes":
+        assert "dtype" in found["raised"]
 
 
 class NoGpu(TorchFunctionMode):
@@ -126,6 +148,22 @@ class _Squared(torch.autograd.Function):
     def backward(ctx, upstream):
         (x,) = ctx.saved_tensors
         return upstream * 2 * x * float(x.sum())
+
+
+GEMMS_REFUSED = {
+    "whole numbers": lambda x: x.long().view(2, 2) @ x.long().view(2, 2),
+    "float32 and bfloat16": lambda x: x.view(2, 2) @ x.view(2, 2).bfloat16(),
+    "a linear layer's input": lambda x: torch.nn.functional.linear(x.view(2, 2).bfloat16(), x.view(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", GEMMS_REFUSED)
+def test_a_product_that_cuda_refuses_is_seen(name):
+    waits = HostWaits()
+    refused = contextlib.nullcontext() if name == "whole numbers" else pytest.raises(RuntimeError, match="dtype")
+    with NoGpu(), waits.watching(), refused:
+        GEMMS_REFUSED[name](on_gpu(torch.arange(1.0, 5.0)))
+    assert sum(waits.dtypes.values()) == 1, waits.dtypes
 
 
 @pytest.mark.parametrize("name", WAITS)

@@ -47,9 +47,3 @@ def test_idle_gpus_and_a_timeout_are_noted(check, h100s):
 def test_a_layout_that_does_not_fit(failure, h100s):
     h100s(2)
     assert "GiB too much on the fullest rank" in failure("plan", "trainer.micro_batch_tokens=400000000", ranks=2)
-
-
-def test_a_save_between_nodes_is_noted(check, h100s):
-    h100s(1)
-    notes = [text for level, text in check("plan", ranks=2) if level == "note"]
-    assert any("over TCP (gloo)" in text for text in notes), notes
