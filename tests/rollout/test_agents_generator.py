@@ -145,6 +145,18 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
 
 
+def test_an_agent_that_raises_at_a_limit_fails_where_no_function_can_score_it(episodes, tmp_path):
+    """As the agents of verifiers environments, whose rows have no answers."""
+    unanswered = dataclasses.replace(prompt("endless"), answer=None)
+
+    async def work(generator, push):
+        return await generator.generate(1, [unanswered, prompt("endless")], [1, 1], 0)
+
+    result = episodes(work, Server(says(3)), agent_turns=3)
+    assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "truncated"]
+    assert any("limit of turns; then the agent raised" in note and "ChatError" in note for note in result.notes)
+
+
 def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, tmp_path):
     async def work(generator, push):
         return await generator.generate(1, [dataclasses.replace(prompt("scored"), text="2+2" * 1000)], [1], 0)

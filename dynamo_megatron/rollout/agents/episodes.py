@@ -219,8 +219,7 @@ class _Attempt:
         try:
             reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until)
         except AgentFailed as failed:
-            if not (session.reached and session.episode.turns):  # else it met a limit: what it has is scored
-                error = f"{name}: the agent failed: {failed}"
+            error = self._error_of(failed)
         except TimeoutError:
             error, finish = self._too_late(), "abort"
         finally:
@@ -234,6 +233,18 @@ class _Attempt:
         elif not session.episode.turns and not error:
             error = f"{name}: the agent asked for no answer"
         return (self.failed(finish, error) if error else self._finished(reward)), self.server
+
+    def _error_of(self, failed: AgentFailed) -> str:
+        """Why the episode of an agent that raised is not scored; "" where it is. An agent that reached a limit gave no
+        reward, so the functions of reward.functions score the episode; without an answer of the row they have nothing
+        to compare with, and would end the run."""
+        reached = sorted(self._session.reached)
+        if not (reached and self._session.episode.turns):
+            return f"{self._request.name}: the agent failed: {failed}"
+        if self._prompt.answer is None:
+            limit = f"{self._request.name}: reached the limit of {' and '.join(reached)}"
+            return f"{limit}; then the agent raised, and the row has no answer to score with: {failed}"
+        return ""
 
     def failed(self, finish: str, error: str) -> Finished:
         tokens = list(self._prompt.tokens)
