@@ -15,7 +15,7 @@ from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
-from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
+from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response, SGLangClient
@@ -168,15 +168,14 @@ class Episodes:
     async def _episode(self, request: Request) -> tuple[Finished, str]:
         """The outcome, and the server that gave the last answer."""
         async with self._free:
-            now = time.monotonic()
-            limit = now + self.agents.config.rollout.timeout_of(request.max_new_tokens)
-            until = min(limit, self.deadline or limit)
             for attempt in range(ATTEMPTS):
-                last = _Attempt(self, request, attempt, until)
-                try:
-                    return await last.run()
-                except AgentLost as lost:
-                    why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
+                async with self.agents.pool.own_process() if attempt else contextlib.nullcontext() as worker:
+                    limit = time.monotonic() + self.agents.config.rollout.timeout_of(request.max_new_tokens)
+                    last = _Attempt(self, request, attempt, min(limit, self.deadline or limit))
+                    try:
+                        return await last.run(worker)
+                    except AgentLost as lost:
+                        why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
             return last.failed("error", why), last.server
 
     async def ask(self, turn: Request) -> tuple[Response, str]:
@@ -210,14 +209,14 @@ class _Attempt:
         limits = self._agents.limits(request.max_new_tokens)
         self._session = Session(Episode(self._agents.chat), limits, self._sample, self._agents.parse_tools)
 
-    async def run(self) -> tuple[Finished, str]:
-        """Raises AgentLost."""
+    async def run(self, worker: Worker | None) -> tuple[Finished, str]:
+        """`worker`: as AgentPool.run's. Raises AgentLost."""
         session, service, name = self._session, self._agents.service, self._request.name
         self._agents.starts[name] += 1
         key, url = service.open(session)
         error, finish, reward = "", "error", None
         try:
-            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until)
+            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until, worker)
         except AgentFailed as failed:
             error = self._error_of(failed)
         except TimeoutError:

@@ -3,7 +3,8 @@
 It may run under another interpreter than the trainer's, so it imports only the standard library. From the socket FD it
 receives a line of JSON with the function's name and answers {"ready": true} or {"failed": why}. Then each
 {"run": id, "url": ..., "prompt": {...}} is answered, in any order, with {"ended": id, "reward": number or null} or
-{"ended": id, "error": why}; {"cancel": id} cancels one. The process ends when the socket is closed.
+{"ended": id, "error": why}; {"cancel": id} cancels one. Every second {"alive": true} says that no agent blocks the
+process. The process ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 
 LINE_LIMIT = 1 << 28  # bytes
 SHOWN = 500  # characters of an error
+HEARTBEAT = 1.0  # seconds
 
 
 class ChatError(RuntimeError):
@@ -110,6 +112,13 @@ async def serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     answer(ready=True)
+
+    async def beat() -> None:
+        while True:
+            answer(alive=True)
+            await asyncio.sleep(HEARTBEAT)
+
+    beating = asyncio.create_task(beat())  # the variable keeps it alive; the end of the process ends it
     running: dict[str, asyncio.Task] = {}
 
     async def episode(name: str, prompt: Prompt, session: Session) -> None:
@@ -127,6 +136,7 @@ async def serve(connection: socket.socket) -> None:
         elif "run" in asked:
             work = episode(asked["run"], Prompt(**asked["prompt"]), Session(asked["url"]))
             running[asked["run"]] = asyncio.create_task(work)
+    beating.cancel()
 
 
 def main(descriptor: int) -> None:
