@@ -55,7 +55,8 @@ class Agents:
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_push == "drain"
         self._length = length
-        self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, stops)
+        trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
+        self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, trained, stops)
         self._told: set[str] = set()  # fields of requests that a note has named
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -69,7 +70,7 @@ class Agents:
         """So that no server refuses a segment for its length."""
 
         async def longest(client: SGLangClient) -> int:
-            with contextlib.suppress(RolloutError):  # who gives no answer is looked after by others
+            with contextlib.suppress(RolloutError):  # the fleet removes a server that does not answer
                 return await client.longest() or self._length
             return self._length
 
@@ -87,11 +88,11 @@ class Agents:
                 f"the agent's requests set {', '.join(new)}, which is ignored: every answer is sampled as rollouts are"
             )
 
-    async def parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
-        """No calls where the parser fails on this text alone: it is a sample. Raises BadRequest where no server parses
-        any."""
+    async def parse_tools(self, text: str, tools: list[Message], first: str = "") -> tuple[str, list[Message]]:
+        """`first`: the server to ask first. No calls where the parser fails on this text alone: it is a sample. Raises
+        BadRequest where no server parses any."""
         error = "no rollout server is up to parse tool calls"
-        for client in self.fleet.clients():
+        for client in self.fleet.clients(first):
             try:
                 return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
             except RolloutError as failed:
@@ -207,7 +208,7 @@ class _Attempt:
         self._agents, self._prompt = episodes.agents, episodes.prompt_of(request)
         self.server = ""
         limits = self._agents.limits(request.max_new_tokens)
-        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._agents.parse_tools)
+        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
 
     async def run(self, worker: Worker | None) -> tuple[Finished, str]:
         """`worker`: as AgentPool.run's. Raises AgentLost."""
@@ -247,7 +248,7 @@ class _Attempt:
 
     def failed(self, finish: str, error: str) -> Finished:
         tokens = list(self._prompt.tokens)
-        record = EpisodeRecord([0], self._counts, *self._said)
+        record = EpisodeRecord([0], self._counts, *self._said, reason=plain_data(error))
         return Finished(finish_reason=finish, error=error, sequence=tokens, mask=[0] * len(tokens), record=record)
 
     def _finished(self, reward: float | None) -> Finished:
@@ -335,3 +336,6 @@ class _Attempt:
         )
         response, self.server = await self._episodes.ask(turn)
         return response
+
+    async def _parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
+        return await self._agents.parse_tools(text, tools, self.server)

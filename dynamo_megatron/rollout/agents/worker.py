@@ -32,6 +32,10 @@ class ChatError(RuntimeError):
     """The session refused a request; the message says why."""
 
 
+class LimitReached(ChatError):
+    """A limit of the episode refuses the request."""
+
+
 @dataclass
 class Prompt:
     """One problem of the data, with the fields of the trainer's Prompt that an agent needs. `messages` are ready to be
@@ -46,18 +50,22 @@ class Prompt:
 
 
 class Session:
-    """One episode. `base_url`: the URL of an OpenAI-compatible endpoint for clients, which accepts any key or none."""
+    """One episode. `base_url`: the URL of an OpenAI-compatible endpoint for clients, which accepts any key or none.
+    `LimitReached`: the class of the exception, for agents that cannot import this module."""
+
+    LimitReached = LimitReached
 
     def __init__(self, base_url: str):
         self.base_url = base_url
 
     async def chat(self, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> dict[str, Any]:
         """Returns the assistant's message, which can be appended to `messages`. `options`: other fields of a request,
-        such as stop and max_tokens. Raises ChatError."""
+        such as stop and max_tokens. Raises ChatError, at a limit of the episode LimitReached."""
         request = {"messages": messages, **({"tools": tools} if tools else {}), **options}
         status, reply = await _post(f"{self.base_url}/chat/completions", request)
         if status != 200:
-            raise ChatError(reply["error"]["message"])
+            error = reply["error"]
+            raise (LimitReached if error.get("code") == "episode_limit" else ChatError)(error["message"])
         return reply["choices"][0]["message"]
 
 
@@ -71,7 +79,11 @@ async def _post(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
         status = int((await reader.readline()).split()[1])
         while (await reader.readline()).strip():
             pass
-        return status, json.loads(await reader.read())
+        text = (await reader.read()).decode(errors="replace")
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            raise ChatError(f"status {status}, and no JSON: {text[:SHOWN]}") from None
     finally:
         writer.close()
 
@@ -122,7 +134,7 @@ async def serve(connection: socket.socket) -> None:
     running: dict[str, asyncio.Task] = {}
 
     async def episode(name: str, prompt: Prompt, session: Session) -> None:
-        found: dict[str, Any] = {"error": "it was told to end"}
+        found: dict[str, Any] = {"error": "it was cancelled"}
         try:
             found = await run(agent, prompt, session)
         finally:
