@@ -148,6 +148,8 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
     (note,) = [n for n in result.notes if "rollouts failed" in n]
     assert "3 of 7 rollouts failed" in note
     stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert "no way out" in stored["raises"].episode.reason and "rollout.timeout" in stored["hangs"].episode.reason
+    assert "asked for no answer" in stored["silent"].episode.reason and stored["rewarded"].episode.reason == ""
     assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent", "hangs"}
     assert stored["ends"].episode.counts["restarts"] == 1
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"

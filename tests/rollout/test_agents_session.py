@@ -256,7 +256,7 @@ def test_nobody_else_reaches_a_session():
 def test_all_segments_together_are_a_limit_of_the_episode():
     async def work(client, own, scripted):
         await own.chat(QUESTION)
-        with pytest.raises(own.LimitReached, match="rollout.agent_tokens"):
+        with pytest.raises(own.LimitReached, match=r"rollout\.agent_tokens"):
             while True:
                 await own.chat([{"role": "user", "content": f"{len(scripted.asked)} is another conversation"}])
         return scripted.session

@@ -31,8 +31,8 @@ ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]
 @dataclass(frozen=True)
 class Limits:
     """Of an episode: turns, and sampled tokens. `length`: tokens of a segment. `vocab_size`: rows of its
-    embedding. `trained`: tokens of all segments together, their contexts included; `stops`: whether requests may have stop
-    texts."""
+    embedding. `trained`: tokens of all segments together, their contexts included. `stops`: whether requests may have
+    stop texts."""
 
     turns: int
     tokens: int
