@@ -164,7 +164,7 @@ def test_an_agent_that_raises_at_a_limit_fails_where_no_function_can_score_it(ep
 
     result = episodes(work, Server(says(3)), agent_turns=3)
     assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "truncated"]
-    assert any("limit of turns; then the agent raised" in note and "ChatError" in note for note in result.notes)
+    assert any("limit of turns; then the agent raised" in note and "LimitReached" in note for note in result.notes)
 
 
 def test_an_agent_that_ends_its_process_twice_takes_no_other_with_it(episodes):
