@@ -80,7 +80,8 @@ class EpisodeRecord:
     `starts`: where its segments begin in the rollout's `tokens`; a segment is one sequence in training. `counts`:
     turns, segments, why segments began, limits that were reached. `messages`: the conversation with the last answer,
     in OpenAI's format, for people; None where the agent sent no messages. `tools`: those that it was offered there.
-    `turns`: in the order in which the answers came.
+    `turns`: in the order in which the answers came. `reason`: why the episode failed; "" where it did not, and in files
+    of earlier versions.
     """
 
     starts: list[int]
@@ -88,6 +89,7 @@ class EpisodeRecord:
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     turns: list[TurnRecord] = field(default_factory=list)
+    reason: str = ""
 
 
 @dataclass

@@ -50,7 +50,7 @@ async def _play(
     while not ended:
         try:
             answer = await session.chat(messages, **request)
-        except RuntimeError:  # a limit is reached; where it is something else, the episode fails
+        except session.LimitReached:
             if len(messages) == len(opening):
                 raise
             break

@@ -28,7 +28,7 @@ except Exception as error:
 
 
 def python_tool(**limits: Any) -> Callable[[str], Awaitable[str]]:
-    """A function that runs a call of PYTHON, given its arguments as JSON, and gives what the model is to be told.
+    """A function that runs a call of PYTHON, given its arguments as JSON, and returns the text for the model.
 
     `limits`: keys of `reward.code`, such as seconds and memory. Raises InputError where no sandbox can be made.
     """

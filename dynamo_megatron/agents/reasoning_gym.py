@@ -10,14 +10,14 @@ from dynamo_megatron.reward.procedural import reasoning_gym_answer
 
 def reasoning_gym_agent(attempts: int = 3) -> Callable[[Any, Any], Awaitable[float]]:
     """The agent for `rollout.agent` on rows of a `reasoning_gym:` source. After an answer that is not right the policy
-    is told its score. The reward is the score of the last answer, in [0, 1]."""
+    gets its score. The reward is the score of the last answer, in [0, 1]."""
 
     async def agent(prompt: Any, session: Any) -> float:
         messages, score = list(prompt.messages), 0.0
         for attempt in range(attempts):
             try:
                 answer = await session.chat(messages)
-            except RuntimeError:  # a limit is reached; where it is something else, the episode fails
+            except session.LimitReached:
                 if attempt == 0:
                     raise
                 break

@@ -97,7 +97,7 @@ def agent_faults(config: Config) -> Iterator[str]:
             yield "rollout.agent_python: is the interpreter of rollout.agent; set that too"
         return
     if config.data.template != "chat":
-        yield "rollout.agent: talks in messages, so that a problem has to be a chat; set data.template to chat"
+        yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
 
 
 def shape_faults(config: Config) -> Iterator[str]:

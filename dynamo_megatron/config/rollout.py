@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     agent_python: str | None = None  # the interpreter of its processes; None: this one
     agent_workers: Positive = 2  # processes, each of which runs many episodes at once
     agent_turns: Positive = 32  # of an episode
+    # of all segments of an episode together, their contexts included: they are one micro-batch; None:
+    # trainer.micro_batch_tokens, or model.max_length if that is more
+    agent_tokens: Positive | None = None
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache

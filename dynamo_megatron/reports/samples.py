@@ -154,8 +154,21 @@ def _as_json(rollout: Rollout) -> str:
     fields |= {"length": sum(rollout.response_mask), "prompt": rollout.prompt}
     if rollout.episode is not None:
         episode = rollout.episode
-        fields |= {"messages": episode.messages, "tools": episode.tools, "counts": episode.counts}
+        messages = None if episode.messages is None else [_with_texts(message) for message in episode.messages]
+        fields |= {"messages": messages, "tools": episode.tools, "counts": episode.counts, "reason": episode.reason}
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as JSON, as OpenAI's format has them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def _said(rollout: Rollout) -> Iterator[str]:
@@ -182,6 +195,7 @@ def _as_text(rollout: Rollout) -> str:
         f"reward {rollout.reward:g} ({'success' if rollout.success else 'no success'}{status})"
         + (f" from {parts}" if parts else ""),
         f"finish: {rollout.finish_reason}, {sum(rollout.response_mask)} tokens",
+        *([f"failed: {escaped_line(rollout.episode.reason)}"] if rollout.episode and rollout.episode.reason else []),
         *_said(rollout),
     ]
     if rollout.answer is not None:

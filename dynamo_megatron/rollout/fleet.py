@@ -156,9 +156,10 @@ class Fleet:
         version = 0 if self.version is None else self.version
         return {name: m for name, m in sorted(self._members.items()) if m.version == version}
 
-    def clients(self) -> list[SGLangClient]:
-        """Returns the clients of the servers that are up, whatever their weights."""
-        return [member.client for _, member in sorted(self._members.items())]
+    def clients(self, first: str = "") -> list[SGLangClient]:
+        """Returns the clients of the servers that are up, whatever their weights. `first`: the name of the first one,
+        where that server is up."""
+        return [self._members[name].client for name in sorted(self._members, key=lambda name: (name != first, name))]
 
     async def wait_started(self) -> None:
         """Waits until one server is up and every other one is up or has failed to start, for at most

@@ -15,7 +15,7 @@ An option brings its own: `policy/selected_share`, `reward/overlong_penalty`, `r
 
 `agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
 `branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached a
-limit (`limit_turns`, `limit_tokens`, `limit_context`); requests whose answer it did not get
+limit (`limit_turns`, `limit_tokens`, `limit_context`, `limit_size`); requests whose answer it did not get
 (`abandoned`); how often it started again (`restarts`).
 
 With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
@@ -66,7 +66,7 @@ SHARES = {
 
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
-    *("limit_turns", "limit_tokens", "limit_context", "abandoned", "restarts"),
+    *("limit_turns", "limit_tokens", "limit_context", "limit_size", "abandoned", "restarts"),
 )
 
 

@@ -31,11 +31,14 @@ class Session:
     def __init__(self, *texts):
         self._texts, self.asked = list(texts), []
 
+    class LimitReached(RuntimeError):
+        pass
+
     async def chat(self, messages, **options):
         self.asked.append([dict(message) for message in messages])
         self.options = options
         if not self._texts:
-            raise RuntimeError("the episode has had its turns")
+            raise self.LimitReached("the episode has had its turns")
         return {"role": "assistant", "content": self._texts.pop(0)}
 
 
@@ -106,3 +109,16 @@ def test_observations_are_shown_and_actions_read_as_the_user_says():
         ("user", "<1>"),
     ]
     assert session.options == {"max_tokens": 4}
+
+
+def test_a_refusal_that_is_no_limit_is_not_the_end_of_the_game():
+    class Refusing(Session):
+        LimitReached = type("LimitReached", (ValueError,), {})
+
+        async def chat(self, messages, **options):
+            if len(self.asked) == 1:
+                raise RuntimeError("messages: the chat template fails on them")
+            return await super().chat(messages, **options)
+
+    with pytest.raises(RuntimeError, match="template"):
+        play(Refusing("1", "2"))

@@ -7,7 +7,7 @@ import pytest
 from dynamo_megatron.agents.reasoning_gym import reasoning_gym_agent
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
-from dynamo_megatron.rollout.agents.worker import ChatError, Prompt
+from dynamo_megatron.rollout.agents.worker import LimitReached, Prompt
 
 
 class Session:
@@ -16,10 +16,12 @@ class Session:
     def __init__(self, *texts):
         self._texts, self.asked = list(texts), []
 
+    LimitReached = LimitReached
+
     async def chat(self, messages):
         self.asked.append(list(messages))
         if not self._texts:
-            raise ChatError("the episode has had its turns")
+            raise LimitReached("the episode has had its turns")
         return {"role": "assistant", "content": self._texts.pop(0)}
 
 
@@ -45,5 +47,5 @@ def test_the_last_answer_counts():
 
 def test_a_limit_ends_it_with_the_last_score():
     assert play(Session("<answer>4 × 3</answer>")) == 0.5
-    with pytest.raises(ChatError):  # the reason is the failed episode's
+    with pytest.raises(LimitReached):  # the reason is the failed episode's
         play(Session())

@@ -225,4 +225,20 @@ def test_an_episode_is_shown_as_a_conversation(make_run):
         assert part in text, part
     assert "\x1b" not in text and "response:" not in text
     (line,) = read_samples(folder, Choice(), as_json=True)
-    assert json.loads(line)["messages"] == messages and json.loads(line)["counts"]["turns"] == 2
+    shown, call["function"]["arguments"] = json.loads(line), '{"a": 1}'
+    assert shown["messages"] == messages and shown["counts"]["turns"] == 2 and shown["reason"] == ""
+
+
+def test_a_failed_episode_is_shown_with_its_reason(make_run):
+    episode = EpisodeRecord([0], {"turns": 0}, reason="the agent failed: KeyError" + ATTACK)
+    folder = make_run(rollout(1, 0, 0, 0.0, status="failed", episode=episode))
+    text = "\n".join(read_samples(folder, Choice()))
+    assert "failed: the agent failed: KeyError" in text and "\x1b" not in text
+    (line,) = read_samples(folder, Choice(), as_json=True)
+    assert json.loads(line)["reason"] == episode.reason
+
+
+def test_an_episode_from_before_reasons_were_stored_is_read():
+    old = json.loads(rollout(1, 0, 0, 1.0, episode=EpisodeRecord([0], {"turns": 1})).to_json())
+    del old["episode"]["reason"]
+    assert Rollout.from_json(json.dumps(old)).episode.reason == ""

@@ -13,7 +13,7 @@ from dynamo_megatron.rollout.client import Response
 
 TOKENIZER = make_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-LIMITS = {"turns": 8, "tokens": 400, "length": 2000, "vocab_size": len(TOKENIZER)}
+LIMITS = {"turns": 8, "tokens": 400, "length": 2000, "vocab_size": len(TOKENIZER), "trained": 9000}
 QUESTION = [{"role": "user", "content": "how much is 3 + 4?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'

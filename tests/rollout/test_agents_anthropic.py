@@ -146,7 +146,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]}, "of type 'image'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "type 'thinking'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "add"}]}]}, "of type 'tool_use'"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "begun by the agent"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "from its beginning"),
         ({"system": [IMAGE]}, "system: a block of type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "which the agent carries out"),
         ({"tools": [{"input_schema": {}}]}, "without a name"),

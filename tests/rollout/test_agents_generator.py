@@ -38,6 +38,14 @@ async def agent(prompt, session):
     if kind == "ends" and not os.path.exists(prompt.meta["file"]):
         open(prompt.meta["file"], "w").close()
         os._exit(1)
+    if kind == "deadly":
+        os._exit(1)
+    if kind == "blocks" and not os.path.exists(prompt.meta["file"]):
+        open(prompt.meta["file"], "w").close()
+        time.sleep(3600)
+    if kind == "slow":
+        await session.chat(messages)
+        await asyncio.sleep(3)
     if kind == "huge":
         await session.chat(messages)
         return 1e300
@@ -140,9 +148,43 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
     (note,) = [n for n in result.notes if "rollouts failed" in n]
     assert "3 of 7 rollouts failed" in note
     stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
+    assert "no way out" in stored["raises"].episode.reason and "rollout.timeout" in stored["hangs"].episode.reason
+    assert "asked for no answer" in stored["silent"].episode.reason and stored["rewarded"].episode.reason == ""
     assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent", "hangs"}
     assert stored["ends"].episode.counts["restarts"] == 1
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
+
+
+def test_an_agent_that_raises_at_a_limit_fails_where_no_function_can_score_it(episodes, tmp_path):
+    """As the agents of verifiers environments, whose rows have no answers."""
+    unanswered = dataclasses.replace(prompt("endless"), answer=None)
+
+    async def work(generator, push):
+        return await generator.generate(1, [unanswered, prompt("endless")], [1, 1], 0)
+
+    result = episodes(work, Server(says(3)), agent_turns=3)
+    assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "truncated"]
+    assert any("limit of turns; then the agent raised" in note and "LimitReached" in note for note in result.notes)
+
+
+def test_an_agent_that_ends_its_process_twice_takes_no_other_with_it(episodes):
+    async def work(generator, push):
+        return await generator.generate(1, [prompt("deadly"), prompt("slow")], [1, 6], 0)
+
+    result = episodes(work, Server(says(3)))
+    assert result.counts["completed"] == 6 and result.counts["failed"] == 1
+    assert any("lost with its process 2 times" in note for note in result.notes)
+
+
+def test_an_episode_that_starts_again_has_all_of_its_time(episodes, tmp_path, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.SILENT_WITHIN", 3)
+    prompts = [prompt("blocks", file=str(tmp_path / "blocked")), prompt("slow")]
+
+    async def work(generator, push):
+        return await generator.generate(1, prompts, [1, 1], 0)
+
+    result = episodes(work, Server(says(3)), timeout=5.0)
+    assert result.counts["completed"] == 2 and result.episodes["restarts"] == 2
 
 
 def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, tmp_path):

@@ -48,7 +48,7 @@ class Failing:
 
 def test_a_text_that_the_parser_fails_on_is_an_answer_without_calls():
     def parse(*servers):
-        fleet, config = SimpleNamespace(clients=lambda: servers), SimpleNamespace(rollout=RolloutConfig())
+        fleet, config = SimpleNamespace(clients=lambda first: servers), SimpleNamespace(rollout=RolloutConfig())
         agents = SimpleNamespace(fleet=fleet, config=config)
         return asyncio.run(Agents.parse_tools(agents, text, TOOLS))
 

@@ -9,6 +9,7 @@ import pytest
 from agents_scripted import CALL, END, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.messages import BadRequest
 from dynamo_megatron.rollout.agents.worker import ChatError
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
 
@@ -114,8 +115,9 @@ def test_completions_take_and_give_token_ids():
         ({"logprobs": True}, "not supported"),
         ({"response_format": {"type": "json_object"}}, "not supported"),
         ({"tool_choice": "required"}, "auto or none"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "begun by the agent"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "from its beginning"),
         ({"max_tokens": 0.5}, "at least 1"),
+        ({"max_tokens": 0}, "at least 1"),
         ({"stop": [3]}, "stop"),
         ({"tools": [{"type": "web"}]}, "only functions"),
     ],
@@ -247,5 +249,73 @@ def test_nobody_else_reaches_a_session():
                 async with http.post(base + path, json={"messages": QUESTION}) as reply:
                     assert reply.status == 404
         assert base.startswith("http://127.0.0.1:") and len(own.base_url.split("/")[3]) >= 20
+
+    run(work)
+
+
+def test_all_segments_together_are_a_limit_of_the_episode():
+    async def work(client, own, scripted):
+        await own.chat(QUESTION)
+        with pytest.raises(own.LimitReached, match=r"rollout\.agent_tokens"):
+            while True:
+                await own.chat([{"role": "user", "content": f"{len(scripted.asked)} is another conversation"}])
+        return scripted.session
+
+    session = run(work, *["a long answer"] * 8, trained=150)
+    assert 100 < len(session.episode.trained.tokens) <= 150 and session.counts["limit_size"] == 1
+
+
+def test_the_count_of_trained_tokens_is_that_of_the_segments():
+    async def work(client, own, scripted):
+        answer = await own.chat(QUESTION)
+        scripted.delay = 0.05
+        await asyncio.gather(*(own.chat([*QUESTION, answer, *QUESTION], max_tokens=9) for _ in range(3)))
+        await own.chat([{"role": "user", "content": "else"}])
+        return scripted.session
+
+    session = run(work, "seven", "nine", "it is", "so", "else")
+    assert session._trained == len(session.episode.trained.tokens) and len(session.episode.segments) == 4
+
+
+def test_an_answer_whose_tool_calls_no_server_parses_fails_the_episode():
+    async def work(client, own, scripted):
+        async def no_server(text, tools):
+            raise BadRequest("no rollout server is up")
+
+        scripted.session.parse_tools = no_server
+        with pytest.raises(ChatError, match="no rollout server is up"):
+            await own.chat(QUESTION, tools=TOOLS)
+        return scripted.session
+
+    assert run(work, "seven").failure == "no rollout server is up"
+
+
+def test_half_of_a_surrogate_pair_is_replaced_and_a_pair_is_not():
+    async def work(client, own, scripted):
+        await own.chat([{"role": "user", "content": "x\udc80 😀"}])
+        return scripted
+
+    (asked,) = run(work, "seven").asked
+    assert "x? 😀" in TOKENIZER.decode(asked[0])
+
+
+def test_what_goes_wrong_within_a_request_is_an_error_in_json_and_fails_the_episode():
+    async def work(client, own, scripted):
+        async def broken(*_):
+            raise KeyError("within")
+
+        scripted.session.sample = broken
+        with pytest.raises(ChatError, match="KeyError: 'within'"):
+            await own.chat(QUESTION)
+        return scripted.session
+
+    assert "within" in run(work).failure
+
+
+def test_a_reply_that_is_no_json_is_a_chat_error():
+    async def work(client, own, scripted):
+        own.base_url += "/elsewhere"
+        with pytest.raises(ChatError, match="status 404, and no JSON"):
+            await own.chat(QUESTION)
 
     run(work)

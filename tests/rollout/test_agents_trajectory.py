@@ -51,7 +51,7 @@ def test_a_trajectory_is_read_back_token_by_token(tmp_path):
     roles = ["system", "user", "assistant", "tool", "assistant"]
     assert [m["role"] for m in row["messages"]] == roles and row["messages"][0] == SYSTEM
     (call,) = row["messages"][2]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}} and row["tools"] == TOOLS
+    assert call["function"] == {"name": "add", "arguments": '{"a": 3, "b": 4}'} and row["tools"] == TOOLS
     assert row["messages"][3]["tool_call_id"] == call["id"]
     (tmp_path / "good.jsonl").write_text(json.dumps(row) + "\n")
     data = DataConfig(source=str(tmp_path / "good.jsonl"), prompt_key="messages")

@@ -15,7 +15,7 @@ from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
-from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
+from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response, SGLangClient
@@ -55,7 +55,8 @@ class Agents:
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_push == "drain"
         self._length = length
-        self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, stops)
+        trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
+        self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, trained, stops)
         self._told: set[str] = set()  # fields of requests that a note has named
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -69,7 +70,7 @@ class Agents:
         """So that no server refuses a segment for its length."""
 
         async def longest(client: SGLangClient) -> int:
-            with contextlib.suppress(RolloutError):  # who gives no answer is looked after by others
+            with contextlib.suppress(RolloutError):  # the fleet removes a server that does not answer
                 return await client.longest() or self._length
             return self._length
 
@@ -87,11 +88,11 @@ class Agents:
                 f"the agent's requests set {', '.join(new)}, which is ignored: every answer is sampled as rollouts are"
             )
 
-    async def parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
-        """No calls where the parser fails on this text alone: it is a sample. Raises BadRequest where no server parses
-        any."""
+    async def parse_tools(self, text: str, tools: list[Message], first: str = "") -> tuple[str, list[Message]]:
+        """`first`: the server to ask first. No calls where the parser fails on this text alone: it is a sample. Raises
+        BadRequest where no server parses any."""
         error = "no rollout server is up to parse tool calls"
-        for client in self.fleet.clients():
+        for client in self.fleet.clients(first):
             try:
                 return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
             except RolloutError as failed:
@@ -172,15 +173,14 @@ class Episodes:
     async def _episode(self, request: Request) -> tuple[Finished, str]:
         """The outcome, and the server that gave the last answer."""
         async with self._free:
-            now = time.monotonic()
-            limit = now + self.agents.config.rollout.timeout_of(request.max_new_tokens)
-            until = min(limit, self.deadline or limit)
             for attempt in range(ATTEMPTS):
-                last = _Attempt(self, request, attempt, until)
-                try:
-                    return await last.run()
-                except AgentLost as lost:
-                    why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
+                async with self.agents.pool.own_process() if attempt else contextlib.nullcontext() as worker:
+                    limit = time.monotonic() + self.agents.config.rollout.timeout_of(request.max_new_tokens)
+                    last = _Attempt(self, request, attempt, min(limit, self.deadline or limit))
+                    try:
+                        return await last.run(worker)
+                    except AgentLost as lost:
+                        why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
             return last.failed("error", why), last.server
 
     async def ask(self, turn: Request) -> tuple[Response, str]:
@@ -212,19 +212,18 @@ class _Attempt:
         self._agents, self._prompt = episodes.agents, episodes.prompt_of(request)
         self.server = ""
         limits = self._agents.limits(request.max_new_tokens)
-        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._agents.parse_tools)
+        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
 
-    async def run(self) -> tuple[Finished, str]:
-        """Raises AgentLost."""
+    async def run(self, worker: Worker | None) -> tuple[Finished, str]:
+        """`worker`: as AgentPool.run's. Raises AgentLost."""
         session, service, name = self._session, self._agents.service, self._request.name
         self._agents.starts[name] += 1
         key, url = service.open(session)
         error, finish, reward = "", "error", None
         try:
-            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until)
+            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until, worker)
         except AgentFailed as failed:
-            if not (session.reached and session.episode.turns):  # else it met a limit: what it has is scored
-                error = f"{name}: the agent failed: {failed}"
+            error = self._error_of(failed)
         except TimeoutError:
             error, finish = self._too_late(), "abort"
         finally:
@@ -239,9 +238,21 @@ class _Attempt:
             error = f"{name}: the agent asked for no answer"
         return (self.failed(finish, error) if error else self._finished(reward)), self.server
 
+    def _error_of(self, failed: AgentFailed) -> str:
+        """Why the episode of an agent that raised is not scored; "" where it is. An agent that reached a limit gave no
+        reward, so the functions of reward.functions score the episode; without an answer of the row they have nothing
+        to compare with, and would end the run."""
+        reached = sorted(self._session.reached)
+        if not (reached and self._session.episode.turns):
+            return f"{self._request.name}: the agent failed: {failed}"
+        if self._prompt.answer is None:
+            limit = f"{self._request.name}: reached the limit of {' and '.join(reached)}"
+            return f"{limit}; then the agent raised, and the row has no answer to score with: {failed}"
+        return ""
+
     def failed(self, finish: str, error: str) -> Finished:
         tokens = list(self._prompt.tokens)
-        record = EpisodeRecord([0], self._counts, *self._said)
+        record = EpisodeRecord([0], self._counts, *self._said, reason=plain_data(error))
         return Finished(finish_reason=finish, error=error, sequence=tokens, mask=[0] * len(tokens), record=record)
 
     def _finished(self, reward: float | None) -> Finished:
@@ -329,3 +340,6 @@ class _Attempt:
         )
         response, self.server = await self._episodes.ask(turn)
         return response
+
+    async def _parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
+        return await self._agents.parse_tools(text, tools, self.server)

@@ -14,6 +14,10 @@ class BadRequest(ValueError):
     """What an agent asked for cannot be answered. One line, which the agent gets."""
 
 
+class LimitReached(BadRequest):
+    """A limit of the episode refuses the request."""
+
+
 def normalised(messages: Any) -> list[Message]:
     """The messages of a request: role, content (a text), and what there is of tool calls, tool_call_id and name.
 

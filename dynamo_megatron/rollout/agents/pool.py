@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from dynamo_megatron.types import LARGEST_REWARD
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 REACT_WITHIN = 5.0  # seconds for an agent to stop once it is cancelled
+SILENT_WITHIN = 30  # seconds without a sign of life (worker.HEARTBEAT) until a process counts as blocked by an agent
+ALONE_AT_ONCE = 8  # processes of one episode each; a process that ends may leave many episodes to start again
 LINE_LIMIT = 1 << 28  # bytes
 
 
@@ -29,13 +32,13 @@ class AgentFailed(Exception):
 
 
 class AgentLost(Exception):
-    """The process of the agent ended, or was killed because another agent did not stop. The message is one line."""
+    """The process of the agent ended, or was killed because an agent blocked it or did not stop. One line."""
 
 
 class AgentPool:
     """`workers` processes of the interpreter `python` (None: this one), each of which runs many episodes of the agent
-    `function` ("module:function") at a time. A process whose agent does not stop when it is cancelled is killed and
-    replaced."""
+    `function` ("module:function") at a time. A process is killed and replaced if an agent does not stop when it is
+    cancelled, or blocks it for SILENT_WITHIN seconds."""
 
     def __init__(self, function: str, python: str | None, workers: int):
         if not SPEC.fullmatch(function):
@@ -43,21 +46,38 @@ class AgentPool:
         self._function, self._python, self._count = function, shutil.which(python or sys.executable), workers
         if self._python is None:
             raise InputError(f"rollout.agent_python: there is no program {python!r}; name an interpreter")
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
+        self._alone: set[Worker] = set()
+        self._free_alone = asyncio.Semaphore(ALONE_AT_ONCE)
 
     async def start(self) -> None:
         """Waits until all processes are ready. Raises InputError where the function cannot be loaded or the interpreter
         does not start."""
-        self._workers = [_Worker(self._function, self._python) for _ in range(self._count)]
+        self._workers = [Worker(self._function, self._python) for _ in range(self._count)]
         await asyncio.gather(*(worker.ready for worker in self._workers))
 
-    async def run(self, name: str, prompt: dict[str, Any], url: str, until: float) -> float | None:
+    @contextlib.asynccontextmanager
+    async def own_process(self) -> AsyncIterator[Worker]:
+        """A process for one episode, which ends with the context. An episode whose process ended may be the one that
+        ends it: among others it would take these with it again. Waits while ALONE_AT_ONCE of them are in use."""
+        async with self._free_alone:
+            worker = Worker(self._function, self._python)
+            self._alone.add(worker)
+            try:
+                yield worker
+            finally:
+                self._alone.discard(worker)
+                await worker.close("its episode ended")
+
+    async def run(
+        self, name: str, prompt: dict[str, Any], url: str, until: float, worker: Worker | None = None
+    ) -> float | None:
         """Runs an episode; returns the reward that the agent returned. `name`: unique among the episodes under way.
-        `until`: monotonic seconds.
+        `until`: monotonic seconds. `worker`: of `own_process`; None: the one with the fewest episodes.
 
         Raises AgentFailed, AgentLost, and TimeoutError at `until`. If this call is cancelled, it stops the agent first.
         """
-        worker = self._least()
+        worker = worker or self._least()
         ended = worker.begin(name, prompt, url)
         try:
             async with asyncio.timeout(until - time.monotonic()):
@@ -75,28 +95,31 @@ class AgentPool:
 
     async def close(self) -> None:
         """Ends all processes now."""
-        workers, self._workers = self._workers, []
+        workers, self._workers = [*self._workers, *self._alone], []
         await asyncio.gather(*(worker.close("the pool was closed") for worker in workers))
 
-    def _least(self) -> _Worker:
+    def _least(self) -> Worker:
         """Returns the worker with the fewest agents. If its process has ended, the worker is replaced first."""
         worker = min(self._workers, key=lambda w: len(w.running))
         return self._replace(worker, "") if worker.has_ended else worker
 
-    def _replace(self, worker: _Worker, why: str) -> _Worker:
-        another = _Worker(self._function, self._python)
+    def _replace(self, worker: Worker, why: str) -> Worker:
+        another = Worker(self._function, self._python)
         self._workers[self._workers.index(worker)] = another
         worker.closing = asyncio.create_task(worker.close(why))
         return another
 
 
-class _Worker:
+class Worker:
+    """One of the processes."""
+
     def __init__(self, function: str, python: str):
         self._function = function
         self.running: dict[str, asyncio.Future] = {}  # by the episode's name
         self.has_ended = False
         self.closing: asyncio.Task | None = None
         self._why = ""
+        self._silent = 0  # seconds
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
@@ -110,6 +133,7 @@ class _Worker:
         self._socket, self._writer = ours, None
         self.ready = asyncio.create_task(self._open())
         self._listening: asyncio.Task | None = None
+        self._watching: asyncio.Task | None = None
 
     async def _open(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LINE_LIMIT)
@@ -125,14 +149,25 @@ class _Worker:
             why = "its process ended" if answer is None else on_one_line(str(answer["failed"]), 1000)
             raise InputError(f"rollout.agent: cannot load {self._function}: {why}")
         self._listening = asyncio.create_task(self._listen(reader))
+        self._watching = asyncio.create_task(self._watch())
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                answer = json.loads(line)
+                answer, self._silent = json.loads(line), 0
+                if "ended" not in answer:  # a sign of life
+                    continue
                 if (ended := self.running.pop(answer["ended"], None)) is not None and not ended.done():
                     ended.set_result(answer)
         self._lose(self._why or "its process ended")
+
+    async def _watch(self) -> None:
+        """Counts seconds that this process has waited, so that a time in which it was blocked itself is no silence."""
+        while self._silent < SILENT_WITHIN:
+            await asyncio.sleep(1)
+            self._silent += 1
+        self._lose(f"an agent blocked its process for {SILENT_WITHIN} s")
+        self._process.stdin.close()  # which kills it
 
     def _lose(self, why: str) -> None:
         self.has_ended = True
@@ -175,7 +210,7 @@ class _Worker:
             await asyncio.to_thread(self._process.wait, 5)
         self._process.kill()  # where that took too long; at least the worker dies with it
         self._lose(why)
-        for task in (self.ready, self._listening):
+        for task in (self.ready, self._listening, self._watching):
             if task is not None:
                 task.cancel()
         if self._writer is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 from aiohttp import web
 
 from dynamo_megatron.rollout.agents.anthropic_messages import chat_request, events_of, message_of
-from dynamo_megatron.rollout.agents.messages import BadRequest
+from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached
 from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
+from dynamo_megatron.runtime.plain_text import error_line
+from dynamo_megatron.types import plain_data
 
 LARGEST = 1 << 28  # bytes of a request
 STATUS = 400  # of what is refused: clients do not send it again
+LIMIT_CODE = "episode_limit"  # of the error, where a limit of the episode refuses the request
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON of a surrogate, which may have no other half
 
 
 class SessionService:
@@ -78,12 +84,18 @@ class SessionService:
         if session is None:
             return _error("the episode has ended", 404)
         try:
-            asked = await request.json()
+            text = await request.text()
+            asked = json.loads(text)
+            if HALF_PAIR.search(text):
+                asked = plain_data(asked)  # tokenizers take no half of a pair
             if not isinstance(asked, dict):
                 raise BadRequest("the request is no object")
             answer = await ask(session, asked)
         except ValueError as error:  # JSON's, and BadRequest
-            return _error(str(error), STATUS)
+            return _error(str(error), STATUS, LIMIT_CODE if isinstance(error, LimitReached) else None)
+        except Exception as error:
+            session.failure = session.failure or f"a request of the agent failed: {error_line(error)}"
+            return _error(session.failure, 500)
         if events is None or not asked.get("stream"):
             return web.json_response(answer)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -107,6 +119,6 @@ def _named_events(message: dict[str, Any], asked: dict[str, Any]) -> Iterator[by
         yield f"event: {event['type']}\n".encode() + as_event(event)
 
 
-def _error(message: str, status: int) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+def _error(message: str, status: int, code: str | None = None) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return web.json_response({"type": "error", "error": error}, status=status)  # "type" is Anthropic's

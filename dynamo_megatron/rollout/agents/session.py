@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.rollout.agents.episode import Episode, Place
-from dynamo_megatron.rollout.agents.messages import BadRequest, Message, checked_tools, normalised
+from dynamo_megatron.rollout.agents.episode import Episode, Place, Turn
+from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, Message, checked_tools, normalised
 from dynamo_megatron.rollout.client import Response
 
 # What an answer is made of; other fields of a request are ignored, and named in a note of the step.
@@ -31,12 +31,14 @@ ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]
 @dataclass(frozen=True)
 class Limits:
     """Of an episode: turns, and sampled tokens. `length`: tokens of a segment. `vocab_size`: rows of its
-    embedding. `stops`: whether requests may have stop texts."""
+    embedding. `trained`: tokens of all segments together, their contexts included. `stops`: whether requests may have
+    stop texts."""
 
     turns: int
     tokens: int
     length: int
     vocab_size: int
+    trained: int
     stops: bool = True
 
 
@@ -51,12 +53,14 @@ class Session:
     parse_tools: ParseTools
     started: float = field(default_factory=time.monotonic)
     failure: str = ""  # why a turn got no answer: the episode cannot go on
-    reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context
+    reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context, size
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
     texts: list[str] = field(default_factory=list)  # of the answers
     _reserved: int = 0  # tokens that requests under way may still be given
     ended: bool = False  # requests that come, or that have waited for tokens, are refused
     _sampled: int = 0  # tokens, those of answers that are not recorded yet included
+    _trained: int = 0  # tokens of all segments, those that requests under way may still be given included
+    _gone_on: set[Turn] = field(default_factory=set)  # turns whose segment another turn goes on with
     _begun: int = 0  # turns
     _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set, and made anew, as a turn ends
 
@@ -65,7 +69,7 @@ class Session:
         self._check(request)
         messages, tools = normalised(request.get("messages")), checked_tools(request.get("tools"))
         if messages[-1]["role"] == "assistant":
-            raise BadRequest("messages: the last one is the assistant's; an answer cannot be begun by the agent")
+            raise BadRequest("messages: the last one is the assistant's; the policy answers from its beginning")
         if request.get("tool_choice") not in (None, "auto", "none"):
             raise BadRequest("tool_choice: auto or none; what is forced on the policy is no sample of it")
         stop = _stop_texts(request)
@@ -73,7 +77,11 @@ class Session:
         text, stopped_by = self._shown(response, stop, tools is not None)
         message: Message = {"role": "assistant", "content": text}
         if tools and request.get("tool_choice") != "none":
-            text, calls = await self.parse_tools(text, tools)
+            try:
+                text, calls = await self.parse_tools(text, tools)
+            except BadRequest as error:  # the answer was sampled, and the agent does not get it
+                self.failure = self.failure or str(error)
+                raise
             if calls:
                 message = {"role": "assistant", "content": text or None, "tool_calls": calls}
         self.episode.record(place, response, [*messages, *normalised([message])], times)
@@ -133,40 +141,76 @@ class Session:
         """With its times, as Turn's."""
         if stop and not self.limits.stops:
             raise BadRequest("stop: with rollout.at_push partial a server does not detect it; set it to drain")
-        asked = request.get("max_completion_tokens") or request.get("max_tokens")
+        asked = request.get("max_completion_tokens")
+        asked = request.get("max_tokens") if asked is None else asked
         if asked is not None and (type(asked) is not int or asked < 1):
             raise BadRequest("max_tokens: a number of tokens, at least 1")
-        while self._left <= 0 < self._reserved:  # what requests under way leave of the limit is known when they end
-            await self._ended.wait()
-        if self.ended:
-            raise BadRequest("the episode has ended")
-        if self.failure:
-            raise BadRequest(self.failure)
-        if self._begun >= self.limits.turns:
-            self._limit("turns", f"rollout.agent_turns: the episode has had its {self.limits.turns} turns")
-        if self._left <= 0:
-            self._limit("tokens", f"rollout.max_new_tokens: the episode has its {self.limits.tokens} tokens")
-        place = placed()
-        room = self.limits.length - len(place.ids)
-        if room <= 0:
-            self._limit("context", f"the conversation has {len(place.ids)} tokens, of at most {self.limits.length}")
-        most = min(room, self._left, asked or room)
+        place, rooms = await self._room(placed)
+        room = min(rooms, key=lambda name: rooms[name])
+        most = min(rooms[room], asked or rooms[room])
         number, self._begun = self._begun, self._begun + 1
         asked_at = time.monotonic() - self.started
-        self._reserved += most
-        try:
-            response = await self.sample(place.ids, most, stop, number)
-            self._sampled += len(response.tokens)
-        finally:
-            self._reserved -= most
-            self._ended.set()
-            self._ended = asyncio.Event()
+        response = await self._sample(place, most, stop, number)
         if response.error:
             self.failure = self.failure or response.error
             raise BadRequest(response.error)
         if response.finish_reason == "length" and len(response.tokens) == most != asked:
-            self.reached.add("context" if most == room else "tokens")
+            self.reached.add(room)
         return place, response, (asked_at, time.monotonic() - self.started)
+
+    async def _room(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]]:
+        """Where the answer goes, and the tokens that each limit leaves it. Raises BadRequest."""
+        limits = self.limits
+        while True:
+            while self._left <= 0 < self._reserved:  # what requests under way leave of the limit is known as they end
+                await self._ended.wait()
+            if self.ended:
+                raise BadRequest("the episode has ended")
+            if self.failure:
+                raise BadRequest(self.failure)
+            if self._begun >= limits.turns:
+                self._limit("turns", f"rollout.agent_turns: the episode has had its {limits.turns} turns")
+            if self._left <= 0:
+                self._limit("tokens", f"rollout.max_new_tokens: the episode has its {limits.tokens} tokens")
+            place = placed()
+            context = len(place.ids)
+            if context >= limits.length:
+                self._limit("context", f"the conversation has {context} tokens, of at most {limits.length}")
+            size = self._trained + self._new(place)
+            if size < limits.trained:
+                return place, {"context": limits.length - context, "tokens": self._left, "size": limits.trained - size}
+            if self._reserved <= 0:
+                self._limit(
+                    "size", f"rollout.agent_tokens: the episode's segments have {size} of {limits.trained} tokens"
+                )
+            await self._ended.wait()
+
+    def _new(self, place: Place) -> int:
+        """Tokens before an answer that no segment has yet."""
+        goes_on = place.parent is not None and place.parent not in self._gone_on
+        return len(place.context if goes_on else place.ids)
+
+    async def _sample(self, place: Place, most: int, stop: tuple[str, ...], number: int) -> Response:
+        new, goes_on = self._new(place), place.parent is not None and place.parent not in self._gone_on
+        if goes_on:
+            self._gone_on.add(place.parent)
+        self._reserved += most
+        self._trained += new + most
+        sampled = None
+        try:
+            response = await self.sample(place.ids, most, stop, number)
+            sampled = len(response.tokens)
+            self._sampled += sampled
+            self._trained += sampled - most
+            return response
+        finally:
+            if sampled is None:  # the agent does not wait any more
+                self._trained -= new + most
+                if goes_on:
+                    self._gone_on.discard(place.parent)
+            self._reserved -= most
+            self._ended.set()
+            self._ended = asyncio.Event()
 
     @property
     def _left(self) -> int:
@@ -175,7 +219,7 @@ class Session:
 
     def _limit(self, name: str, why: str) -> None:
         self.reached.add(name)
-        raise BadRequest(why)
+        raise LimitReached(why)
 
     def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> tuple[str, str | None]:
         """The text before the stop text that ended it, and that one."""

@@ -3,7 +3,8 @@
 It may run under another interpreter than the trainer's, so it imports only the standard library. From the socket FD it
 receives a line of JSON with the function's name and answers {"ready": true} or {"failed": why}. Then each
 {"run": id, "url": ..., "prompt": {...}} is answered, in any order, with {"ended": id, "reward": number or null} or
-{"ended": id, "error": why}; {"cancel": id} cancels one. The process ends when the socket is closed.
+{"ended": id, "error": why}; {"cancel": id} cancels one. Every second {"alive": true} says that no agent blocks the
+process. The process ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from urllib.parse import urlsplit
 
 LINE_LIMIT = 1 << 28  # bytes
 SHOWN = 500  # characters of an error
+HEARTBEAT = 1.0  # seconds
 
 
 class ChatError(RuntimeError):
     """The session refused a request; the message says why."""
+
+
+class LimitReached(ChatError):
+    """A limit of the episode refuses the request."""
 
 
 @dataclass
@@ -44,18 +50,22 @@ class Prompt:
 
 
 class Session:
-    """One episode. `base_url`: the URL of an OpenAI-compatible endpoint for clients, which accepts any key or none."""
+    """One episode. `base_url`: the URL of an OpenAI-compatible endpoint for clients, which accepts any key or none.
+    `LimitReached`: the class of the exception, for agents that cannot import this module."""
+
+    LimitReached = LimitReached
 
     def __init__(self, base_url: str):
         self.base_url = base_url
 
     async def chat(self, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> dict[str, Any]:
         """Returns the assistant's message, which can be appended to `messages`. `options`: other fields of a request,
-        such as stop and max_tokens. Raises ChatError."""
+        such as stop and max_tokens. Raises ChatError, at a limit of the episode LimitReached."""
         request = {"messages": messages, **({"tools": tools} if tools else {}), **options}
         status, reply = await _post(f"{self.base_url}/chat/completions", request)
         if status != 200:
-            raise ChatError(reply["error"]["message"])
+            error = reply["error"]
+            raise (LimitReached if error.get("code") == "episode_limit" else ChatError)(error["message"])
         return reply["choices"][0]["message"]
 
 
@@ -69,7 +79,11 @@ async def _post(url: str, payload: dict[str, Any]) -> tuple[int, Any]:
         status = int((await reader.readline()).split()[1])
         while (await reader.readline()).strip():
             pass
-        return status, json.loads(await reader.read())
+        text = (await reader.read()).decode(errors="replace")
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            raise ChatError(f"status {status}, and no JSON: {text[:SHOWN]}") from None
     finally:
         writer.close()
 
@@ -110,10 +124,17 @@ async def serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     answer(ready=True)
+
+    async def beat() -> None:
+        while True:
+            answer(alive=True)
+            await asyncio.sleep(HEARTBEAT)
+
+    beating = asyncio.create_task(beat())  # the variable keeps it alive; the end of the process ends it
     running: dict[str, asyncio.Task] = {}
 
     async def episode(name: str, prompt: Prompt, session: Session) -> None:
-        found: dict[str, Any] = {"error": "it was told to end"}
+        found: dict[str, Any] = {"error": "it was cancelled"}
         try:
             found = await run(agent, prompt, session)
         finally:
@@ -127,6 +148,7 @@ async def serve(connection: socket.socket) -> None:
         elif "run" in asked:
             work = episode(asked["run"], Prompt(**asked["prompt"]), Session(asked["url"]))
             running[asked["run"]] = asyncio.create_task(work)
+    beating.cancel()
 
 
 def main(descriptor: int) -> None:
