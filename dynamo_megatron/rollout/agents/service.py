@@ -93,7 +93,7 @@ class SessionService:
             answer = await ask(session, asked)
         except ValueError as error:  # JSON's, and BadRequest
             return _error(str(error), STATUS, LIMIT_CODE if isinstance(error, LimitReached) else None)
-        except Exception as error:
+        except (TypeError, LookupError, AttributeError, RuntimeError) as error:  # of a template or a tokenizer
             session.failure = session.failure or f"a request of the agent failed: {error_line(error)}"
             return _error(session.failure, 500)
         if events is None or not asked.get("stream"):
