@@ -241,6 +241,12 @@ def test_the_times_at_each_bound():
         assert cells == expected, bound
 
 
+def test_the_cost_of_the_checks_at_each_weight_sync():
+    found = result("asynchrony_checks")
+    seconds = [f"{found[of]['runs'][0]['time/reshard']:.2f}" for of in ("with the checks", "without")]
+    assert f"took {seconds[0]} s with them and {seconds[1]} s without" in page("asynchronous").replace("\n", " ")
+
+
 def test_the_learning_at_each_bound():
     runs = result("asynchronous_learning")["runs"]
     control = [100 * score for score in runs["bound_0"]["final pass@1"]]
