@@ -11,7 +11,8 @@
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, and mypy over the pure packages
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
-#                 SGLang, steps with a server; RESUME=1 leaves out what has passed; no network, sets nothing up
+#                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
+#                 no network, sets nothing up
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too

@@ -1,4 +1,4 @@
-"""What a machine with one GPU makes of this tree, without network: `make gpu-check`.
+"""What a machine with GPUs makes of this tree, without network: `make gpu-check`.
 
     python -P benchmarks/gpu_check.py [--part NAME] [--resume] [--server-python PYTHON] [--out benchmarks/results]
     python -P benchmarks/gpu_check.py --tiny     # without a GPU: that the command works, no figures about speed
@@ -7,7 +7,8 @@ tests: the kernels' tests with the compiled kernels; head: benchmarks/head.py on
 `dynamo-megatron train` with a random model of Qwen2.5-1.5B's shape through the Triton head, from recorded rollouts;
 the peak of its tensors is held to what `dynamo-megatron plan` says of it; live-disk, live-memory, live-turns: five
 steps of that shape with an SGLang server on the same GPU (live_steps.py), where `--server-python` names an interpreter
-that has SGLang.
+that has SGLang. With several GPUs also layouts: the training on all of them, data parallel and with tensor parallelism
+of two, whose gradient norms must agree; live-ranks: live-turns on all of them, with servers on each.
 Writes gpu_check.json after each part; `--part` runs one and leaves what the file says of the others, `--resume` leaves
 out the parts that have passed. A part is ended after ten minutes. Exits 1 where a part fails, 2 where something that it
 needs is missing.
@@ -45,12 +46,17 @@ NEEDED = {
     "live-disk": TRAINING,
     "live-memory": TRAINING,
     "live-turns": TRAINING,
+    "layouts": TRAINING,
+    "live-ranks": TRAINING,
 }
+OF_SEVERAL_GPUS = ("layouts", "live-ranks")
 DISTRIBUTIONS = {"dynamo_megatron.kernels": "dynamo-megatron", "megatron.core": "megatron-core", "yaml": "pyyaml"}
 HEAD_CASES = "14B/8192/tp[18]"
 GPU_TESTS = "test_gpu"  # these must run: they show what nothing else does
 KERNEL_TESTS = tuple(f"tests/kernels/test_{name}.py" for name in ("gpu", "triton", "head"))
 TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
+TINY_RANKS = 2  # in place of the machine's GPUs
+NORM_BAR = 1e-2  # how far the gradient norm of step 1 of one layout may be from another's, of itself
 PLAN_BAR = 0.1  # how far the peak of a step's tensors may be from what `plan` says
 TIMEOUT = 570.0  # seconds a part, so that each fits a machine that is lent for ten minutes a command
 VERSIONS = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "transformers", "numpy")
@@ -118,13 +124,47 @@ def training(tiny: bool, scratch: Path) -> dict[str, Any]:
     return {**result, "passed": len(result.get("steps", [])) == work.steps and as_planned}
 
 
+def ranks_here(tiny: bool) -> int:
+    import torch
+
+    return TINY_RANKS if tiny else torch.cuda.device_count()
+
+
+def layouts(tiny: bool, scratch: Path) -> dict[str, Any]:
+    """Three steps' figures on all GPUs, data parallel and with tensor parallelism of two."""
+    import torch
+    import training_steps
+
+    backend = "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
+    work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
+    found = {}
+    for name, parallel in (("dp", {}), ("tp2", {"tp": 2})):
+        ran = training_steps.run(work, scratch / name, backend, TIMEOUT / 2, ranks_here(tiny), parallel)
+        found[name] = ran
+        if ran["exit code"] != 0:
+            break
+    wrong = wrong_layouts(found)
+    return {"layouts": found, "exit code": ran["exit code"], "wrong": wrong, "passed": not wrong}
+
+
+def wrong_layouts(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What the layouts' figures must not be, a line each."""
+    wrong = [f"{name}: exit code {ran['exit code']}" for name, ran in found.items() if ran["exit code"] != 0]
+    if not wrong:
+        dp, tp2 = (found[name]["steps"][0]["gradient norm"] for name in ("dp", "tp2"))
+        if not abs(tp2 / dp - 1) <= NORM_BAR:
+            wrong.append(f"step 1: gradient norm {dp:.6g} data parallel, {tp2:.6g} with tensor parallelism of two")
+    return wrong
+
+
 def live(way: str, tiny: bool, scratch: Path, server_python: str | None) -> dict[str, Any]:
     """Figures of steps with a server."""
     import live_steps
     import training_steps
 
     work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
-    result = live_steps.run(way, work, scratch / way, server_python, TIMEOUT)
+    ranks = ranks_here(tiny) if way in OF_SEVERAL_GPUS else 1
+    result = live_steps.run(way, work, scratch / way, server_python, TIMEOUT, ranks)
     return {**result, "passed": result["exit code"] == 0 and not result["wrong"]}
 
 
@@ -139,6 +179,8 @@ def run_part(part: str, tiny: bool, scratch: Path, server_python: str | None) ->
         result = head_benchmark(["--tiny", "--only", "tiny"] if tiny else ["--only", HEAD_CASES], scratch)
     elif part == "training":
         result = training(tiny, scratch)
+    elif part == "layouts":
+        result = layouts(tiny, scratch)
     else:
         result = live(part, tiny, scratch, server_python)
     return {"tiny": tiny, "machine": before, "seconds": time.time() - start, **result}
@@ -160,12 +202,19 @@ def said(part: str, result: dict[str, Any]) -> str:
             )
             floor = f", {figures['of floor']:.2f} of the GEMMs" if "of floor" in figures else ""
             lines.append(f"head {case['case']}, {name}: {took}{floor}")
+    for name, ran in result.get("layouts", {}).items():
+        if last := ran.get("headline"):
+            mfu = "unknown" if last["update MFU"] is None else f"{last['update MFU']:.3f}"
+            lines.append(
+                f"{name} on {ran['ranks']} ranks, step {last['step']}: {last['seconds']:.2f} s (update "
+                f"{last['update seconds']:.2f} s, MFU {mfu}), gradient norm {last['gradient norm']:.4g}"
+            )
     lines += result.get("wrong", [])
     if "headline" in result and "way" in result:
         last = result["headline"]
         lines.append(
             f"{part}, step {last['step']}: {last['seconds']:.2f} s (generate {last['generate seconds']:.2f} s, push "
-            f"{last['push seconds']:.2f} s), {last['tokens a second and GPU']:.0f} tokens a second, gap "
+            f"{last['push seconds']:.2f} s), {last['tokens a second and GPU']:.0f} tokens a second and GPU, gap "
             f"{last['gap']:.1e}"
         )
     elif "headline" in result:
@@ -191,6 +240,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     parts = [options.part] if options.part else list(NEEDED)
+    if options.part is None and not options.tiny and "torch" not in missing(["tests"]) and ranks_here(False) < 2:
+        parts = [part for part in parts if part not in OF_SEVERAL_GPUS]
     serverless = [part for part in parts if part.startswith("live-") and not (options.tiny or options.server_python)]
     if serverless and options.part:
         return _refused(f"{options.part} needs --server-python, which names an interpreter with SGLang")

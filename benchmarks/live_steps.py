@@ -25,6 +25,7 @@ WAYS = {  # transport on a GPU, on a CPU; whether server and rank take turns wit
     "live-disk": ("disk", "disk", False),
     "live-memory": ("ipc", "tensor", False),
     "live-turns": ("ipc", "tensor", True),
+    "live-ranks": ("ipc", "tensor", True),  # on all GPUs of the machine, with servers on each
 }
 
 
@@ -37,7 +38,7 @@ def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Pa
         "model": {"path": str(model), "dtype": work.dtype},
         "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
         "rollout": {
-            "servers": 1,
+            **({} if way == "live-ranks" else {"servers": 1}),  # else as many as fill the ranks' GPUs
             "python": server_python,
             "max_new_tokens": max(work.response_tokens),
             "memory_fraction": MEMORY_FRACTION,
@@ -55,15 +56,15 @@ def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Pa
     return folder / "config.yaml"
 
 
-def step_figures(line: dict[str, Any]) -> dict[str, Any]:
-    """Of one line of metrics.jsonl."""
+def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+    """Of one line of metrics.jsonl of a run on `ranks` GPUs."""
     return {
         "step": line["step"],
         "seconds": line["time/step"],
         "generate seconds": line["time/generate"],
         "push seconds": line["time/reshard"],
         "memory seconds": line.get("time/memory"),
-        "tokens a second and GPU": line["throughput/tokens_per_second"],
+        "tokens a second and GPU": line["throughput/tokens_per_second"] / ranks,
         "gap": line["rollout/logprob_gap_mean"],
         "rejected": line["rollout/rejected"],
         "released bytes": line.get("memory/released_bytes"),
@@ -87,20 +88,22 @@ def wrong_with(way: str, steps: list[dict[str, Any]], cuda: bool) -> list[str]:
     return found
 
 
-def run(way: str, work: Work, folder: Path, server_python: str | None, timeout: float) -> dict[str, Any]:
-    """Runs the steps in `folder`, which is emptied first and left with the logs, and returns the figures. "headline" is
-    the last step: the first ones compile and fill caches."""
+def run(
+    way: str, work: Work, folder: Path, server_python: str | None, timeout: float, ranks: int = 1
+) -> dict[str, Any]:
+    """Runs the steps on `ranks` ranks in `folder`, which is emptied first and left with the logs, and returns the
+    figures. "headline" is the last step: the first ones compile and fill caches."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(way, work, folder, server_python)
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", str(ranks)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     ended = run_logged(command, folder / "train.log", timeout, cwd=folder, env=environment)
     metrics = folder / "run" / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    steps = [step_figures(json.loads(line)) for line in lines]
+    steps = [step_figures(json.loads(line), ranks) for line in lines]
     wrong = wrong_with(way, steps, torch.cuda.is_available())
     shutil.rmtree(folder / "model")
     shutil.rmtree(folder / "run" / "push", ignore_errors=True)
     of_last = {"headline": steps[-1]} if steps else {}
-    return {**ended, "way": way, "steps": steps, **of_last, "wrong": wrong}
+    return {**ended, "way": way, "ranks": ranks, "steps": steps, **of_last, "wrong": wrong}

@@ -172,7 +172,7 @@ def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
     return model, problems
 
 
-def prepare(work: Work, folder: Path, backend: str) -> Path:
+def prepare(work: Work, folder: Path, backend: str, parallel: dict[str, int] | None = None) -> Path:
     """Model, problems, rollouts and config of a run, in an empty folder; returns the config's path."""
     model, problems = write_model(work, folder)
     write_rollouts(work, folder / "recorded", problems, model)
@@ -195,6 +195,7 @@ def prepare(work: Work, folder: Path, backend: str) -> Path:
         "optimizer": {"warmup_steps": 0},
         "trainer": {"steps": work.steps, "micro_batch_tokens": work.micro_batch_tokens},
         "kernels": {"backend": backend},
+        "parallel": parallel or {},
         "checkpoint": {"every": None, "export_hf": "never"},
         "output_dir": str(folder / "run"),
     }
@@ -208,16 +209,17 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * value for name, value in PEAK_TFLOPS.items() if name in device_name), None)
 
 
-def planned_bytes(config_file: Path) -> float:
+def planned_bytes(config_file: Path, ranks: int = 1) -> float:
     """What `dynamo-megatron plan` says that one rank has at the peak of an update; no GPU's size is in it."""
     config, _ = compose([str(config_file)], [])
     spec = load_model_config(config.model.path)
-    plan = make_plan(config, spec, Cluster(GPUS["h100-80"], 1, 1), workload(config, spec, None))
+    plan = make_plan(config, spec, Cluster(GPUS["h100-80"], ranks, ranks), workload(config, spec, None))
     return sum(plan.stages[0].training.values())
 
 
 def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[str, Any]:
-    """One line of metrics.jsonl: seconds, and the share of the device's peak that model FLOPs took (null: unknown).
+    """One line of metrics.jsonl: seconds, and the share that model FLOPs took of the `peak` FLOP/s of all
+    devices (null: unknown).
 
     Update: three forward passes' FLOPs (forward, and twice that backward), log-probabilities: one. The head is counted
     for every token, though prompts never reach it.
@@ -238,30 +240,36 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
     }
 
 
-def run(work: Work, folder: Path, backend: str, timeout: float) -> dict[str, Any]:
-    """Runs the steps in `folder`, which is emptied first and left with the log, and returns the figures.
+def run(
+    work: Work, folder: Path, backend: str, timeout: float, ranks: int = 1, parallel: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Runs the steps on `ranks` ranks of this machine in the layout `parallel`, in `folder`, which is emptied first and
+    left with the log, and returns the figures.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = prepare(work, folder, backend)
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", "1"]
+    config = prepare(work, folder, backend, parallel)
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", str(ranks)]
     ended = run_logged(command, folder / "train.log", timeout, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
+        "ranks": ranks,
+        "layout": parallel or {},
         **ended,
     }
     if ended["exit code"] != 0:
         return result
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [step_figures(work, json.loads(line), peak_flops(name)) for line in lines]
-    planned = planned_bytes(config)
+    peak = peak_flops(name)
+    steps = [step_figures(work, json.loads(line), peak and peak * ranks) for line in lines]
+    planned = planned_bytes(config, ranks)
     for heavy in ("model", "run", "recorded"):
         shutil.rmtree(folder / heavy)
     measured = steps[-1]["peak GPU bytes"]

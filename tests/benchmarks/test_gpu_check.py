@@ -76,6 +76,10 @@ def test_the_whole_command_at_tiny_size(tmp_path):
         assert len(result[way]["steps"]) == live_steps.STEPS and result[way]["wrong"] == []
         assert all(0 < s["push seconds"] < s["seconds"] and s["gap"] < 1e-4 for s in result[way]["steps"])
     assert result["live-turns"]["headline"]["released bytes"] > 0
+    assert result["live-ranks"]["ranks"] == gpu_check.TINY_RANKS == 2
+    dp, tp2 = (result["layouts"]["layouts"][name] for name in ("dp", "tp2"))
+    assert dp["ranks"] == tp2["ranks"] == 2 and (dp["layout"], tp2["layout"]) == ({}, {"tp": 2})
+    assert dp["headline"]["gradient norm"] == pytest.approx(tp2["headline"]["gradient norm"], rel=1e-3)
 
 
 def test_parts_run_one_by_one_go_into_one_file(tmp_path, monkeypatch, capsys):
@@ -107,6 +111,30 @@ def test_what_has_passed_is_left_out_on_resume(tmp_path, monkeypatch):
     assert codes == [1, 0, 0, 0] and ran == [*parts, "-", "head", "-", "-", *parts, "-"]
 
 
+def test_layouts_that_train_differently_fail():
+    def ran(norm, code=0):
+        return {"exit code": code, "steps": [{"gradient norm": norm}]}
+
+    assert gpu_check.wrong_layouts({"dp": ran(2.0), "tp2": ran(2.01)}) == []
+    for norm in (2.1, 1.9, float("nan")):
+        (said,) = gpu_check.wrong_layouts({"dp": ran(2.0), "tp2": ran(norm)})
+        assert "gradient norm 2 data parallel" in said
+    assert gpu_check.wrong_layouts({"dp": ran(2.0, code=1)}) == ["dp: exit code 1"]
+
+
+@pytest.mark.parametrize(("gpus", "runs"), [(1, False), (8, True)])
+def test_parts_of_several_gpus_run_where_there_are_some(tmp_path, monkeypatch, gpus, runs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(gpu_check, "DISK_BYTES", 0)
+    monkeypatch.setattr(gpu_check, "run_part", lambda part, *_: {"passed": True, "exit code": 0, "tiny": False})
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path), "--server-python", sys.executable])
+    assert gpu_check.main() == 0
+    ran = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert {"layouts", "live-ranks"} <= ran.keys() if runs else not {"layouts", "live-ranks"} & ran.keys()
+
+
 def test_without_a_servers_interpreter_the_live_parts_are_left_out_and_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
@@ -121,7 +149,8 @@ def test_without_a_servers_interpreter_the_live_parts_are_left_out_and_told(tmp_
     assert "live-disk needs --server-python" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--server-python", "python", "--out", str(tmp_path)])
     assert gpu_check.main() == 0
-    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == list(gpu_check.NEEDED)
+    of_one = [part for part in gpu_check.NEEDED if part not in gpu_check.OF_SEVERAL_GPUS]
+    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == of_one
 
 
 LIVE_STEP = {"gap": 0.01, "rejected": 0, "released bytes": 1, "server released bytes": 1}
