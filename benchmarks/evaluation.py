@@ -63,7 +63,7 @@ def examined(folder: Path) -> dict[str, Any]:
     }
     pairs = list(zip(itertools.chain(*verdicts), itertools.chain(*others), strict=True))
     return {
-        "settings": {"model": config["model"]["path"], **config["eval"]},
+        "settings": {"model": config["model"]["path"], **config["eval"], "data": Path(config["eval"]["data"]).name},
         "eval": said,
         "computed": computed,
         "responses": {
