@@ -63,7 +63,7 @@ def examined(folder: Path) -> dict[str, Any]:
     }
     pairs = list(zip(itertools.chain(*verdicts), itertools.chain(*others), strict=True))
     return {
-        "settings": {"model": config["model"]["path"], **config["eval"], "data": Path(config["eval"]["data"]).name},
+        "settings": {"model": config["model"]["path"], **config["eval"]},
         "eval": said,
         "computed": computed,
         "responses": {
@@ -104,6 +104,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("scores", type=Path)
     results = {"machine": machine(["sglang", "torch", "transformers"]), **examined(arguments.parse_args().scores)}
+    results["settings"]["data"] = Path(results["settings"]["data"]).name  # not where this machine has it
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(markdown(results))
     if found := differing(results):
