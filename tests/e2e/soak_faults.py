@@ -35,7 +35,6 @@ LOST = r"step \d+: \d+ of \d+ rollouts (failed|rejected)"
 ALL_OUT = f"step \\d+: server-[01] (left the rotation|did not come up): |no server (has|took) the weights|{LOST}"
 UNSCORED = r"step \d+: \d+ of \d+ rollouts have reward 0 for a reward_(error|timeout)"
 SPACE = "(disk is full|No space left on device)"
-TRIMMED = "removing the oldest rollouts from now on"  # where a run works ahead, which goes on for some steps
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ FAULTS = (
     Fault("reward service down", service_down, UNSCORED, silent=True, most=3),
     Fault("reward service's answers altered", altered_answers, UNSCORED, most=4),
     Fault("/dev/shm full", full_shared_memory, SPACE, silent=True, codes=(None, 1)),
-    Fault("disk full", full_disk, f"{SPACE}|{TRIMMED}", silent=True, most=2, codes=(None, 1)),
+    Fault("disk full", full_disk, SPACE, silent=True, codes=(None, 1)),
     Fault("rank killed", kill_rank, r"rank [01] was ended by SIGKILL", codes=(1,)),
     Fault(
         "rollout process killed",

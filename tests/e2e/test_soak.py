@@ -25,7 +25,11 @@ from dynamo_megatron.types import Rollout
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 LIMIT = 1200  # seconds
-AHEAD = ["rollout.max_staleness=2", "algorithm.rollout_correction={kind: truncate, level: sequence}"]
+AHEAD = [
+    "rollout.max_staleness=2",
+    "algorithm.rollout_correction={kind: truncate, level: sequence}",
+    "rollout.keep_last=1000",  # else a full disk also has old rollouts removed, with a line of its own
+]
 CHILD = """
 import os, socket, sys, threading, time
 kept = [bytearray(32 << 20)]

@@ -145,9 +145,9 @@ class Session:
         asked = request.get("max_tokens") if asked is None else asked
         if asked is not None and (type(asked) is not int or asked < 1):
             raise BadRequest("max_tokens: a number of tokens, at least 1")
-        place, rooms = await self._room(placed)
-        room = min(rooms, key=lambda name: rooms[name])
-        most = min(rooms[room], asked or rooms[room])
+        place, left = await self._place(placed)
+        limit = min(left, key=lambda name: left[name])
+        most = min(left[limit], asked or left[limit])
         number, self._begun = self._begun, self._begun + 1
         asked_at = time.monotonic() - self.started
         response = await self._sample(place, most, stop, number)
@@ -155,10 +155,10 @@ class Session:
             self.failure = self.failure or response.error
             raise BadRequest(response.error)
         if response.finish_reason == "length" and len(response.tokens) == most != asked:
-            self.reached.add(room)
+            self.reached.add(limit)
         return place, response, (asked_at, time.monotonic() - self.started)
 
-    async def _room(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]]:
+    async def _place(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]]:
         """Where the answer goes, and the tokens that each limit leaves it. Raises BadRequest."""
         limits = self.limits
         while True:
