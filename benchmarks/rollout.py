@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,31 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
 
     rollout = config.rollout
     await server.wait_ready()
+    set_sglang_options(serving)
+    rng = np.random.default_rng(0)
+    samples: dict[str, list[float]] = {"ours": [], "sglang": []}
+    async with open_session() as session:
+        fleet = Fleet(config, session, [], ANY_TOKEN)
+        running = asyncio.create_task(fleet.run())
+        await fleet.wait_started()
+        calls = {
+            "ours": functools.partial(ask_ours, fleet, rollout),
+            "sglang": functools.partial(ask_sglang, serving, server.endpoint.url, rollout),
+        }
+        for number in range(rounds + 1):
+            prompts = rng.integers(5, 100, (requests, PROMPT_TOKENS)).tolist()
+            for name in sorted(calls, reverse=number % 2 == 1):
+                start = time.perf_counter()
+                tokens = await calls[name](prompts, number)
+                assert tokens == requests * rollout.max_new_tokens, "the rounds are not of equal work"
+                if number:
+                    samples[name].append(tokens / (time.perf_counter() - start))
+        running.cancel()
+        await asyncio.wait([running])
+    return samples
+
+
+def set_sglang_options(serving: ModuleType) -> None:
     serving.set_global_args(
         argparse.Namespace(
             temperature=1.0,
@@ -82,63 +109,50 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
             token_ids_logprob=None,
         )
     )
-    rng = np.random.default_rng(0)
-    samples: dict[str, list[float]] = {"ours": [], "sglang": []}
-    async with open_session() as session:
-        fleet = Fleet(config, session, [], ANY_TOKEN)
-        running = asyncio.create_task(fleet.run())
-        await fleet.wait_started()
 
-        async def ours(prompts: list[list[int]], number: int) -> int:
-            tokens = 0
 
-            async def take(request: Request, response: Response, server: str) -> None:
-                nonlocal tokens
-                assert not response.error, response.error
-                tokens += len(response.tokens)
+async def ask_ours(fleet: Fleet, rollout: RolloutConfig, prompts: list[list[int]], number: int) -> int:
+    """Returns the number of tokens of the responses."""
+    tokens = 0
 
-            asked = [
-                Request(f"{number}-{i}", f"{number}-{i}", "p", prompt, float(rollout.max_new_tokens))
-                for i, prompt in enumerate(prompts)
-            ]
-            await Sampling(fleet, rollout, asked, take).run()
-            return tokens
+    async def take(request: Request, response: Response, server: str) -> None:
+        nonlocal tokens
+        assert not response.error, response.error
+        tokens += len(response.tokens)
 
-        async def theirs(prompts: list[list[int]], number: int) -> int:
-            slots = asyncio.Semaphore(rollout.concurrency)
-            # its own say what to do at an end token, too, which is the server's to say here
-            same = {"sampling_params": {"temperature": 1.0, "max_new_tokens": rollout.max_new_tokens}}
+    asked = [
+        Request(f"{number}-{i}", f"{number}-{i}", "p", prompt, float(rollout.max_new_tokens))
+        for i, prompt in enumerate(prompts)
+    ]
+    await Sampling(fleet, rollout, asked, take).run()
+    return tokens
 
-            async def one(prompt: list[int]) -> int:
-                request = serving.RequestFuncInput(
-                    prompt=prompt,
-                    api_url=f"{server.endpoint.url}/generate",
-                    prompt_len=len(prompt),
-                    output_len=rollout.max_new_tokens,
-                    model="",
-                    lora_name="",
-                    image_data=None,
-                    extra_request_body=same,
-                )
-                async with slots:
-                    output = await serving.async_request_sglang_generate(request)
-                assert output.success, output.error
-                return output.output_len
 
-            return sum(await asyncio.gather(*map(one, prompts)))
+async def ask_sglang(
+    serving: ModuleType, url: str, rollout: RolloutConfig, prompts: list[list[int]], number: int
+) -> int:
+    """The same through SGLang's own client."""
+    slots = asyncio.Semaphore(rollout.concurrency)
+    # its own say what to do at an end token, too, which is the server's to say here
+    same = {"sampling_params": {"temperature": 1.0, "max_new_tokens": rollout.max_new_tokens}}
 
-        for number in range(rounds + 1):
-            prompts = rng.integers(5, 100, (requests, PROMPT_TOKENS)).tolist()
-            calls = {"ours": ours, "sglang": theirs}
-            for name in sorted(calls, reverse=number % 2 == 1):
-                start = time.perf_counter()
-                tokens = await calls[name](prompts, number)
-                assert tokens == requests * rollout.max_new_tokens, "the rounds are not of equal work"
-                if number:
-                    samples[name].append(tokens / (time.perf_counter() - start))
-        running.cancel()
-        await asyncio.wait([running])
-    return samples
+    async def one(prompt: list[int]) -> int:
+        request = serving.RequestFuncInput(
+            prompt=prompt,
+            api_url=f"{url}/generate",
+            prompt_len=len(prompt),
+            output_len=rollout.max_new_tokens,
+            model="",
+            lora_name="",
+            image_data=None,
+            extra_request_body=same,
+        )
+        async with slots:
+            output = await serving.async_request_sglang_generate(request)
+        assert output.success, output.error
+        return output.output_len
+
+    return sum(await asyncio.gather(*map(one, prompts)))
 
 
 def interval(ours: list[float], theirs: list[float]) -> list[float]:

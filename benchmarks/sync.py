@@ -37,7 +37,8 @@ from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server import SGLangServer
 
 if TYPE_CHECKING:
-    from dynamo_megatron.weight_sync.push import PushReport
+    from dynamo_megatron.policy.layout import Layout
+    from dynamo_megatron.weight_sync.push import PushReport, WeightPusher
 
 LAYOUTS = {
     "1 rank": (1, {}),
@@ -80,7 +81,7 @@ def run_rank(job_file: Path) -> None:
     coordinator = Coordinator(store, rank, StopFlag(), b"")
     layout = join_ranks(config, dist.PrefixStore("groups", store))
     policy = Policy(load_model_config(job["model"]), config, layout)
-    found, version = [], 0
+    found, version = [], 1
     for case in job["cases"]:
         endpoint = Endpoint(**case["endpoint"])
         fleet = _Fleet([endpoint]) if rank == 0 else None
@@ -89,20 +90,8 @@ def run_rank(job_file: Path) -> None:
         rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
         policy.config = config.model_copy(update={"rollout": rollout})
         pusher = WeightPusher(policy, fleet, coordinator)
-        source = torch.zeros(pusher.schedule.nbytes, dtype=torch.uint8, device=layout.device)
-        target = torch.empty_like(source)
-        reports, copies = [], []
-        for push in range(-1, job["pushes"]):  # the first makes the links and is not counted
-            version += 1
-            report = pusher.push(version)
-            start = time.perf_counter()
-            target.copy_(source)
-            if layout.device.type == "cuda":
-                torch.cuda.synchronize()
-            if push >= 0:
-                reports.append(report)
-                copies.append(time.perf_counter() - start)
-            dist.barrier(group=layout.host)
+        reports, copies = _pushes(pusher, range(version, version + job["pushes"] + 1), layout)
+        version += job["pushes"] + 1
         pusher.close()
         if rank == 0:
             assert fleet.outcomes == {endpoint.name: None}, fleet.outcomes
@@ -115,6 +104,23 @@ def run_rank(job_file: Path) -> None:
     store.set(f"done{rank}", "")
     if rank == 0:  # it serves the store
         store.wait([f"done{r}" for r in range(layout.world_size)])
+
+
+def _pushes(pusher: WeightPusher, versions: range, layout: Layout) -> tuple[list[PushReport], list[float]]:
+    """Returns each push's report and the seconds of the plain copy after it. The first push makes the links and is not
+    counted."""
+    source = torch.zeros(pusher.schedule.nbytes, dtype=torch.uint8, device=layout.device)
+    target = torch.empty_like(source)
+    reports, copies = [], []
+    for version in versions:
+        reports.append(pusher.push(version))
+        start = time.perf_counter()
+        target.copy_(source)
+        if layout.device.type == "cuda":
+            torch.cuda.synchronize()
+        copies.append(time.perf_counter() - start)
+        torch.distributed.barrier(group=layout.host)
+    return reports[1:], copies[1:]
 
 
 def _figures(reports: list[PushReport], copies: list[float]) -> dict[str, float]:

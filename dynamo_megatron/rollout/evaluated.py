@@ -1,4 +1,4 @@
-"""The scored responses of an evaluation, and the result of each problem."""
+"""The requests of an evaluation, their scored responses, and the result of each problem."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dynamo_megatron.config import Config
 from dynamo_megatron.reward import RewardError, Score
 from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.sampling import Request
+from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.types import ProblemResult, Prompt, plain_data
 
 if TYPE_CHECKING:
@@ -19,6 +23,24 @@ class Evaluated(NamedTuple):
     response: Response
     score: Score
     text: str
+
+
+def evaluation_requests(config: Config, lengths: ExpectedLengths, by_group: Mapping[str, Prompt]) -> list[Request]:
+    """Returns the requests for `eval.samples` responses to each prompt; request k of a group is named GROUP-k."""
+    return [
+        Request(
+            f"{group}-{k}",
+            group,
+            prompt.prompt_id,
+            prompt.tokens,
+            lengths(prompt.prompt_id),
+            derived_seed(config.seed, "eval", prompt.prompt_id, str(k)),
+            config.eval.temperature,
+            config.eval.max_new_tokens,
+        )
+        for group, prompt in by_group.items()
+        for k in range(config.eval.samples)
+    ]
 
 
 def check_evaluation(outcomes: Mapping[str, Evaluated]) -> None:

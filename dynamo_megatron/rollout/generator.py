@@ -28,25 +28,23 @@ from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.dispatched import Dispatched
 from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.evaluated import Evaluated, check_evaluation, problem_result, rescored
-from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.result import (
-    Ahead,
-    PushNeeded,
-    RolloutError,
-    RolloutResult,
-    group_id,
-    rollout_id,
+from dynamo_megatron.rollout.evaluated import (
+    Evaluated,
+    check_evaluation,
+    evaluation_requests,
+    problem_result,
+    rescored,
 )
+from dynamo_megatron.rollout.fleet import Fleet
+from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.reward_servers import RewardServers
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.scoring import Scoring
-from dynamo_megatron.rollout.step_session import StepSession
+from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.heap import give_back_freed_memory
-from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -289,11 +287,7 @@ class Generator:
         if self._begun[0] != step:
             self._begun = step, time.monotonic()
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
-        wanted = {
-            rollout_id(group_id(step, position), k): prompt
-            for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
-            for k in range(n)
-        }
+        wanted = wanted_rollouts(step, prompts, counts, first)
         version, uses = self._fleet.version, {}
         if self._interrupted is not None:
             session, self._interrupted = self._interrupted, None
@@ -355,8 +349,7 @@ class Generator:
     async def evaluate(self, prompts: Sequence[Prompt], beside: bool = False) -> list[ProblemResult]:
         """`beside`: other commands are carried out meanwhile, and `done` counts their responses only; a push waits for
         the evaluation."""
-        config, samples = self._config.eval, self._config.eval.samples
-        call = uuid.uuid4().hex[:8]
+        samples, call = self._config.eval.samples, uuid.uuid4().hex[:8]
         outcomes: dict[str, Evaluated] = {}
         by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
 
@@ -366,20 +359,7 @@ class Generator:
             if not beside:
                 self._finished(response)
 
-        requests = [
-            Request(
-                f"{group}-{k}",
-                group,
-                prompt.prompt_id,
-                prompt.tokens,
-                self._lengths(prompt.prompt_id),
-                derived_seed(self._config.seed, "eval", prompt.prompt_id, str(k)),
-                config.temperature,
-                config.max_new_tokens,
-            )
-            for group, prompt in by_group.items()
-            for k in range(samples)
-        ]
+        requests = evaluation_requests(self._config, self._lengths, by_group)
         await self._sampling(requests, lambda request: by_group[request.group], take, urgent=beside).run()
         check_evaluation(outcomes)
         by_prompt = ((p, [outcomes[f"{group}-{k}"] for k in range(samples)]) for group, p in by_group.items())

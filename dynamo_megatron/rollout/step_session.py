@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, ServerUse
+from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, ServerUse, group_id, rollout_id
 from dynamo_megatron.rollout.reuse import UNSCORED
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.runtime.arena import Arena
@@ -17,6 +17,15 @@ from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 LISTED = 3  # prompts named in a note
+
+
+def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> dict[str, Prompt]:
+    """Returns each rollout's prompt by rollout_id, in batch order. `first`: the position of the first prompt."""
+    return {
+        rollout_id(group_id(step, position), k): prompt
+        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
+        for k in range(n)
+    }
 
 
 @dataclass
