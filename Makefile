@@ -6,7 +6,7 @@
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
-# make test-shard one of SHARDS (8) parts of test-all, another one for every count of commits, in a shallow clone for
+# make test-shard one of SHARDS (12) parts of test-all, another one for every count of commits, in a shallow clone for
 #                 every commit's hash
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, and mypy over the pure packages
@@ -159,7 +159,7 @@ test-all test-durations: $(INSTALLED) $(MODEL)/config.json
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
 	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
 
-SHARDS ?= 8
+SHARDS ?= 12
 test-shard: # a shallow clone has too few commits to count; there the commit's hash picks the part
 	@if [ "$$(git rev-parse --is-shallow-repository)" = true ]; then number=0x$$(git rev-parse HEAD | cut -c1-7); \
 		else number=$$(git rev-list --count HEAD); fi && \

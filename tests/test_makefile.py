@@ -53,7 +53,7 @@ def test_every_commit_runs_a_part_of_its_own_in_a_shallow_clone_too(checkout, tm
     git(checkout, "add", "Makefile")
     for number in range(1, 5):
         git(checkout, "commit", "-q", "--allow-empty", "-m", f"commit {number}")
-        assert part(checkout) == f"SHARD={number % 8 + 1}/8"
+        assert part(checkout) == f"SHARD={number % 12 + 1}/12"
         shallow = tmp_path / f"shallow {number}"
         git(tmp_path, "clone", "-q", "--depth", "1", checkout.as_uri(), str(shallow))
-        assert part(shallow) == f"SHARD={int(git(shallow, 'rev-parse', 'HEAD')[:7], 16) % 8 + 1}/8"
+        assert part(shallow) == f"SHARD={int(git(shallow, 'rev-parse', 'HEAD')[:7], 16) % 12 + 1}/12"
