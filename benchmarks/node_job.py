@@ -61,7 +61,7 @@ def job_of(nodes: str, environment: Mapping[str, str]) -> Job:
     if nodes != "2":
         raise NodesError(f"NODES: it is {nodes!r}; two nodes are checked at a time, NODES=2")
     from_slurm = {}
-    if "NODE_RANK" not in environment and "SLURM_JOB_ID" in environment:
+    if not environment.get("NODE_RANK") and "SLURM_JOB_ID" in environment:
         from_slurm = _of_slurm(environment)
     found = {**from_slurm, **{name: value for name, value in environment.items() if value}}
     if found.get("NODE_RANK") not in ("0", "1"):
@@ -192,7 +192,9 @@ class Meeting:
         except NodesError as error:
             self.lost = str(error)
             other = {"exit code": None, "said": {}, "log": [str(error)], "at": time.time()}
-        failed = sorted((one for one in (own, other) if one["exit code"] != 0), key=lambda one: one["at"])
+        failed = sorted(
+            (one for one in (own, other) if one["exit code"] != 0), key=lambda one: (not one["exit code"], one["at"])
+        )
         result = {"exit code": 0, "said": {**own["said"], **other["said"]}}
         if failed:
             result |= {"exit code": failed[0]["exit code"], "log": [line for one in failed for line in one["log"]]}

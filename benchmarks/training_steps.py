@@ -179,7 +179,7 @@ def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
 
 
 def _fill_vocabulary(file: Path, rows: int) -> None:
-    """Gives each of the embedding's `rows` a token: `preflight` takes a tokenizer with far fewer for another model's."""
+    """Gives each of the embedding's `rows` a token: a tokenizer with far fewer is another model's to `preflight`."""
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {f"<{number}>": number for number in range(len(vocabulary), rows)}
