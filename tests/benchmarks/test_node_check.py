@@ -128,7 +128,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import node_job
-node_job.SEES_FOLDER, node_job.GRACE = 2.0, 4.0
+node_job.SEES_FOLDER, node_job.GRACE = float(sys.argv[5]), 4.0
 try:
     meeting = node_job.Meeting(node_job.Job(1, "127.0.0.1", int(sys.argv[2])), int(sys.argv[3]), Path(sys.argv[4]))
     sys.exit(meeting.follow())
@@ -138,15 +138,15 @@ except node_job.NodesError as error:
 """
 
 
-def other_node(port: int, ranks: int, folder: Path, log: Path) -> subprocess.Popen:
-    words = [sys.executable, "-P", "-c", OTHER, str(BENCHMARKS), str(port), str(ranks), str(folder)]
+def other_node(port: int, ranks: int, folder: Path, log: Path, sees: float = 60.0) -> subprocess.Popen:
+    words = [sys.executable, "-P", "-c", OTHER, str(BENCHMARKS), str(port), str(ranks), str(folder), str(sees)]
     with open(log, "w") as file:
         return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in (("MEETING", 200.0), ("SEES_FOLDER", 5.0), ("GRACE", 4.0)):
+    for name, seconds in (("MEETING", 200.0), ("SEES_FOLDER", 60.0), ("GRACE", 4.0)):
         monkeypatch.setattr(node_job, name, seconds)
 
 
@@ -168,7 +168,7 @@ def test_both_nodes_run_what_node_0_asks_for(tmp_path, quick):
     assert "disk on fire" in ran["log"] and any("rank 3 on" in line for line in ran["log"])
     assert any("after another rank had failed" in line for line in ran["log"])
     meeting.end(1)
-    assert other.wait(30) == 1, log.read_text()
+    assert other.wait(60) == 1, log.read_text()
 
 
 def test_a_node_that_goes_is_named(tmp_path, quick):
@@ -187,15 +187,16 @@ def test_nodes_that_do_not_match_are_told(tmp_path, quick):
     other = other_node(port, 8, tmp_path, log)
     with pytest.raises(NodesError, match=r"has 1 GPUs, .* has 8 GPUs; hide some with CUDA_VISIBLE_DEVICES"):
         Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
-    assert other.wait(30) == 9 and "the same number of GPUs" in log.read_text()
+    assert other.wait(60) == 9 and "the same number of GPUs" in log.read_text()
 
 
-def test_a_folder_that_node_1_does_not_see_is_told(tmp_path, quick):
+def test_a_folder_that_node_1_does_not_see_is_told(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(node_job, "SEES_FOLDER", 5.0)
     port, log = node_job.free_port(), tmp_path / "log"
-    other = other_node(port, 1, tmp_path / "elsewhere", log)
+    other = other_node(port, 1, tmp_path / "elsewhere", log, sees=2.0)
     with pytest.raises(NodesError, match="node 0 waited 5 s for node 1 to see"):
         Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
-    assert other.wait(30) == 9
+    assert other.wait(60) == 9
     assert f"node 1 waited 2 s for what node 0 writes to {tmp_path / 'elsewhere'}" in log.read_text()
 
 
