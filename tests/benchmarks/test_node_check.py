@@ -210,8 +210,9 @@ def test_layouts_over_nodes_that_train_differently_fail():
         return {"exit code": code, "steps": [{"gradient norm": norm}]}
 
     assert node_parts.wrong_norms({"one": ran(2.0), "dp": ran(2.01), "pp2": ran(1.99)}) == []
-    (said,) = node_parts.wrong_norms({"one": ran(2.0), "dp": ran(2.01), "pp2": ran(float("nan"))})
-    assert said == "step 1: gradient norm 2 on one rank, nan in layout pp2 over both nodes"
+    for norm in (2.1, 1.9, float("nan")):
+        (said,) = node_parts.wrong_norms({"one": ran(2.0), "dp": ran(2.01), "pp2": ran(norm)})
+        assert said == f"step 1: gradient norm 2 on one rank, {norm:g} in layout pp2 over both nodes"
     assert node_parts.wrong_norms({"one": ran(2.0), "dp": ran(0, code=1)}) == ["dp: exit code 1"]
 
 
