@@ -12,7 +12,8 @@
 # make lint       ruff, and mypy over the pure packages
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
 #                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
-#                 no network, sets nothing up
+#                 no network, sets nothing up. On two nodes (docs/gpu-bringup.md): NODES=2 NODE_RANK=0 MASTER_ADDR=...
+#                 PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
 # make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
@@ -171,7 +172,8 @@ lint: $(INSTALLED)
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \
 		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py \
-		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume); done; \
+		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume) $(NODES:%=--nodes %) $(PART:%=--part %) \
+		$(if $(TINY),--tiny) $(OUT:%=--out %); done; \
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:

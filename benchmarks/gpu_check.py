@@ -8,10 +8,11 @@ tests: the kernels' tests with the compiled kernels; head: benchmarks/head.py on
 the peak of its tensors is held to what `dynamo-megatron plan` says of it; live-disk, live-memory, live-turns: five
 steps of that shape with an SGLang server on the same GPU (live_steps.py), where `--server-python` names an interpreter
 that has SGLang. With several GPUs also layouts: the training on all of them, data parallel and with tensor parallelism
-of two, whose gradient norms must agree; live-ranks: live-turns on all of them, with servers on each.
-Writes gpu_check.json after each part; `--part` runs one and leaves what the file says of the others, `--resume` leaves
-out the parts that have passed. A part is ended after ten minutes. Exits 1 where a part fails, 2 where something that it
-needs is missing.
+of two, whose gradient norms must agree; live-ranks: live-turns on all of them, with servers on each. With --nodes 2,
+the command on both nodes, the parts of node_parts.py alone: nodes-network, nodes-layouts, nodes-live.
+Writes gpu_check.json after each part, with what the planner expects beside what was measured; `--part` runs one and
+leaves what the file says of the others, `--resume` leaves out the parts that have passed. A part is ended after ten
+minutes, of those on two nodes each run. Exits 1 where a part fails, 2 where something that it needs is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node_job import Job
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 
@@ -49,6 +53,7 @@ NEEDED = {
     "layouts": TRAINING,
     "live-ranks": TRAINING,
 }
+OF_NODES = ("nodes-network", "nodes-layouts", "nodes-live")  # node_parts.py, whose imports may be missing here
 OF_SEVERAL_GPUS = ("layouts", "live-ranks")
 DISTRIBUTIONS = {"dynamo_megatron.kernels": "dynamo-megatron", "megatron.core": "megatron-core", "yaml": "pyyaml"}
 HEAD_CASES = "14B/8192/tp[18]"
@@ -59,7 +64,6 @@ TINY_RANKS = 2  # in place of the machine's GPUs
 NORM_BAR = 1e-2  # how far the gradient norm of step 1 of one layout may be from another's, of itself
 PLAN_BAR = 0.1  # how far the peak of a step's tensors may be from what `plan` says
 TIMEOUT = 570.0  # seconds a part, so that each fits a machine that is lent for ten minutes a command
-VERSIONS = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "transformers", "numpy")
 
 
 def missing(parts: list[str]) -> list[str]:
@@ -69,7 +73,7 @@ def missing(parts: list[str]) -> list[str]:
         package = module.partition(".")[0]
         return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
-    modules = dict.fromkeys(module for part in parts for module in NEEDED[part])
+    modules = dict.fromkeys(module for part in parts for module in NEEDED.get(part, TRAINING))
     return [DISTRIBUTIONS.get(m, m.replace("_", "-")) for m in modules if not there(m)]
 
 
@@ -113,10 +117,9 @@ def head_benchmark(arguments: list[str], scratch: Path) -> dict[str, Any]:
 
 def training(tiny: bool, scratch: Path) -> dict[str, Any]:
     """Three steps' figures."""
-    import torch
     import training_steps
 
-    backend = "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
+    backend = training_steps.backend_here()
     work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
     result = training_steps.run(work, scratch / "training", backend, TIMEOUT)
     ratio = result.get("peak over plan")
@@ -132,10 +135,9 @@ def ranks_here(tiny: bool) -> int:
 
 def layouts(tiny: bool, scratch: Path) -> dict[str, Any]:
     """Three steps' figures on all GPUs, data parallel and with tensor parallelism of two."""
-    import torch
     import training_steps
 
-    backend = "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
+    backend = training_steps.backend_here()
     work = training_steps.TINY if tiny else training_steps.QWEN_1_5B
     found = {}
     for name, parallel in (("dp", {}), ("tp2", {"tp": 2})):
@@ -169,7 +171,7 @@ def live(way: str, tiny: bool, scratch: Path, server_python: str | None) -> dict
 
 
 def run_part(part: str, tiny: bool, scratch: Path, server_python: str | None) -> dict[str, Any]:
-    from measure import machine
+    from measure import VERSIONS, machine
 
     start, before = time.time(), machine(VERSIONS)
     if part == "tests":
@@ -186,98 +188,133 @@ def run_part(part: str, tiny: bool, scratch: Path, server_python: str | None) ->
     return {"tiny": tiny, "machine": before, "seconds": time.time() - start, **result}
 
 
-def said(part: str, result: dict[str, Any]) -> str:
-    """A part's outcome in a few lines for the terminal."""
-    lines = [f"{part}: {'passed' if result['passed'] else 'FAILED'}, exit code {result['exit code']}"]
-    if "tests" in result:
-        lines[0] += (
-            f", on {result['device']} {result['tests']} tests, {result['failures']} failed, "
-            f"{result['errors']} in error, {result['skipped']} skipped"
-        )
-    lines += [f"skipped: {reason}" for reason in result.get("skipped because", [])]
-    for case in result.get("cases", []):
-        for name, figures in case["contenders"].items():
-            took = figures.get("skipped") or (
-                f"{1000 * figures['seconds']['median']:.2f} ms, {figures['peak bytes'] / 1e9:.2f} GB"
-            )
-            floor = f", {figures['of floor']:.2f} of the GEMMs" if "of floor" in figures else ""
-            lines.append(f"head {case['case']}, {name}: {took}{floor}")
-    for name, ran in result.get("layouts", {}).items():
-        if last := ran.get("headline"):
-            mfu = "unknown" if last["update MFU"] is None else f"{last['update MFU']:.3f}"
-            lines.append(
-                f"{name} on {ran['ranks']} ranks, step {last['step']}: {last['seconds']:.2f} s (update "
-                f"{last['update seconds']:.2f} s, MFU {mfu}), gradient norm {last['gradient norm']:.4g}"
-            )
-    lines += result.get("wrong", [])
-    if "headline" in result and "way" in result:
-        last = result["headline"]
-        lines.append(
-            f"{part}, step {last['step']}: {last['seconds']:.2f} s (generate {last['generate seconds']:.2f} s, push "
-            f"{last['push seconds']:.2f} s), {last['tokens a second and GPU']:.0f} tokens a second and GPU, gap "
-            f"{last['gap']:.1e}"
-        )
-    elif "headline" in result:
-        last = result["headline"]
-        mfu, memory = last["update MFU"], last["peak GPU bytes"]
-        lines.append(
-            f"training, step {last['step']}: {last['seconds']:.2f} s (update {last['update seconds']:.2f} s, "
-            f"MFU {'unknown' if mfu is None else format(mfu, '.3f')}), peak memory "
-            f"{'unknown' if memory is None else format(memory / 1e9, '.1f') + ' GB'}, "
-            f"planned {result['planned peak GPU bytes'] / 1e9:.1f} GB"
-        )
-    return "\n".join([*lines, *result.get("log", [])])
-
-
-def main() -> int:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes; runs on a CPU")
-    parser.add_argument("--part", choices=tuple(NEEDED), help="default: all, one after another")
+    parser.add_argument("--part", choices=(*NEEDED, *OF_NODES), help="default: all, one after another")
     parser.add_argument("--resume", action="store_true", help="leaves out the parts that the file says have passed")
     parser.add_argument("--server-python", metavar="PYTHON", help="an interpreter with SGLang, for the live parts")
+    parser.add_argument(
+        "--nodes", metavar="2", help="the parts on two nodes; NODE_RANK, MASTER_ADDR, MASTER_PORT say which (or SLURM)"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; with --tiny runs/gpu-check"
     )
     options = parser.parse_args()
-    parts = [options.part] if options.part else list(NEEDED)
-    if options.part is None and not options.tiny and "torch" not in missing(["tests"]) and ranks_here(False) < 2:
-        parts = [part for part in parts if part not in OF_SEVERAL_GPUS]
-    serverless = [part for part in parts if part.startswith("live-") and not (options.tiny or options.server_python)]
+    if options.out is not None:
+        options.out = options.out.absolute()  # runs have working folders of their own
+    return options
+
+
+def parts_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """(the parts to run, those that are left out because no interpreter for servers is given). Raises ValueError."""
+    own, others = (OF_NODES, tuple(NEEDED)) if options.nodes else (tuple(NEEDED), OF_NODES)
+    if options.part in others:
+        how = "runs on one node: leave NODES out" if options.nodes else "runs on two nodes: NODES=2 (--nodes 2)"
+        raise ValueError(f"{options.part} {how}")
+    parts = [options.part] if options.part else list(own)
+    if not options.nodes and options.part is None and not options.tiny and "torch" not in missing(["tests"]):
+        parts = [part for part in parts if ranks_here(False) > 1 or part not in OF_SEVERAL_GPUS]
+    serverless = [part for part in parts if "live" in part and not (options.tiny or options.server_python)]
     if serverless and options.part:
-        return _refused(f"{options.part} needs --server-python, which names an interpreter with SGLang")
-    parts = [part for part in parts if part not in serverless]
+        raise ValueError(f"{options.part} needs --server-python, which names an interpreter with SGLang")
+    return [part for part in parts if part not in serverless], serverless
+
+
+def place_of(options: argparse.Namespace, parts: list[str]) -> tuple[Path, Path]:
+    """(the folder of the JSON, that of the runs), which exist. Raises ValueError where something that the parts need is
+    missing."""
     if lacking := missing(parts):
-        return _refused(f"{sys.executable} has no {', '.join(lacking)}, which {', '.join(parts)} need")
+        raise ValueError(f"{sys.executable} has no {', '.join(lacking)}, which {', '.join(parts)} need")
     import torch
 
     if not options.tiny:
         if not torch.cuda.is_available():
-            return _refused("needs a GPU; benchmarks/gpu_check.py --tiny shows on a CPU that it works")
+            raise ValueError("needs a GPU; benchmarks/gpu_check.py --tiny shows on a CPU that it works")
         os.environ.pop("TRITON_INTERPRET", None)  # the compiled kernels are what is asked about
     out = options.out or (SCRATCH if options.tiny else ROOT / "benchmarks" / "results")
     scratch = out / "scratch" if options.tiny else SCRATCH
     for folder in (out, scratch):
         folder.mkdir(parents=True, exist_ok=True)
-    if not options.tiny and "training" in parts and shutil.disk_usage(scratch).free < DISK_BYTES:
-        return _refused(f"needs {DISK_BYTES / 1e9:.0f} GB of disk in {scratch}; link runs/ elsewhere")
+    trains = "training" in parts or "nodes-layouts" in parts
+    if not options.tiny and trains and shutil.disk_usage(scratch).free < DISK_BYTES:
+        raise ValueError(f"needs {DISK_BYTES / 1e9:.0f} GB of disk in {scratch}; link runs/ elsewhere")
+    return out, scratch
+
+
+class Figures:
+    """gpu_check.json: what is known of each part; a new file unless `keeps`."""
+
+    def __init__(self, file: Path, *, tiny: bool, keeps: bool):
+        self._file = file
+        before = json.loads(file.read_text(encoding="utf-8")) if keeps and file.exists() else {}
+        self._of = {part: found for part, found in before.items() if found["tiny"] == tiny}
+
+    def passed(self, part: str) -> bool:
+        return part in self._of and self._of[part]["passed"]
+
+    def keep(self, part: str, result: dict[str, Any]) -> None:
+        from gpu_check_lines import said
+
+        self._of[part] = result
+        self._file.write_text(json.dumps(self._of, indent=1) + "\n", encoding="utf-8")
+        print(said(part, result), flush=True)
+
+
+def job_here(nodes: str) -> Job:
+    """This node's place among them. Raises ValueError."""
+    from node_job import NodesError, job_of
+
+    try:
+        return job_of(nodes, os.environ)
+    except NodesError as error:
+        raise ValueError(str(error)) from None
+
+
+def on_nodes(job: Job, options: argparse.Namespace, due: list[str], figures: Figures, scratch: Path) -> int | None:
+    """Meets the other node, and on node 0 runs the parts that are due. Returns node 0's exit code on node 1; on node 0
+    None, or 1 where the nodes could not go on."""
+    import torch
+    from node_job import Meeting, NodesError
+    from node_parts import run_of_nodes
+
+    try:
+        meeting = Meeting(job, 1 if options.tiny else torch.cuda.device_count(), scratch / "nodes")
+        if not job.leads:
+            code = meeting.follow()
+            print(f"node {job.node}: node 0 has ended with exit code {code}; it has written the figures")
+            return code
+        try:
+            run_of_nodes(meeting, due, (options.tiny, options.server_python, TIMEOUT), scratch, figures.keep)
+        finally:
+            meeting.end(0 if all(figures.passed(part) for part in due) else 1)
+    except NodesError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 1
+    return None
+
+
+def main() -> int:
+    options = options_of()
+    try:
+        parts, serverless = parts_of(options)
+        out, scratch = place_of(options, parts)
+        job = job_here(options.nodes) if options.nodes else None
+    except ValueError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
     written = out / "gpu_check.json"
-    keeps = options.part or options.resume
-    before = json.loads(written.read_text(encoding="utf-8")) if keeps and written.exists() else {}
-    result = {part: found for part, found in before.items() if found["tiny"] == options.tiny}
-    due = [part for part in parts if not (options.resume and part in result and result[part]["passed"])]
-    for part in due:
-        result[part] = run_part(part, options.tiny, scratch, options.server_python)
-        written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(said(part, result[part]), flush=True)
+    figures = Figures(written, tiny=options.tiny, keeps=options.part or options.resume or options.nodes)
+    due = [part for part in parts if not (options.resume and figures.passed(part))]
+    if job is None:
+        for part in due:
+            figures.keep(part, run_part(part, options.tiny, scratch, options.server_python))
+    elif (code := on_nodes(job, options, due, figures, scratch)) is not None:
+        return code
     if serverless:
         print(f"left out: {', '.join(serverless)}, which need --server-python")
     print(f"written: {written}")
-    return 0 if all(result[part]["passed"] for part in parts) else 1
-
-
-def _refused(message: str) -> int:
-    print(f"gpu-check: {message}", file=sys.stderr)
-    return 2
+    return 0 if all(figures.passed(part) for part in parts) else 1
 
 
 if __name__ == "__main__":

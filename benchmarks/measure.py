@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_UP = 10
 ROUNDS = (5, 30)  # timed: at least, at most
+VERSIONS = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "transformers", "numpy")
 SECONDS = 6.0  # for one call's rounds, warm-up included, where the least number of timed rounds allows it
 
 

@@ -13,6 +13,7 @@ import os
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,12 @@ import numpy as np
 import torch
 import yaml
 from measure import run_logged
+from planned import Tokens, compared, plan_of, training_peak
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.config.files import compose
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.models import load_model_config
-from dynamo_megatron.planning.hardware import GPUS, Cluster
-from dynamo_megatron.planning.plan import make_plan, workload
+from dynamo_megatron.planning.hardware import GPUS
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Prompt, Rollout
@@ -80,6 +79,12 @@ class Work:
         head_dim = self.hidden // self.heads
         attention = self.hidden * head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+
+    @property
+    def tokens(self) -> Tokens:
+        """Of a step whose responses have `response_tokens` in turns."""
+        longest = self.prompt_tokens + max(self.response_tokens)
+        return Tokens(self.prompt_tokens, float(np.mean(self.response_tokens)), longest)
 
     @property
     def forward_flops(self) -> int:
@@ -166,10 +171,19 @@ def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
         vocab=work.vocab,
         tied=work.tied,
     )
+    _fill_vocabulary(model / "tokenizer.json", work.vocab)
     # The tokenizer makes a token of every character; the template adds the newline.
     rows = [{"id": f"p{i}", "problem": f"{i:0{work.prompt_tokens - 1}d}", "answer": "0"} for i in range(work.prompts)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return model, problems
+
+
+def _fill_vocabulary(file: Path, rows: int) -> None:
+    """Gives each of the embedding's `rows` a token: a tokenizer with far fewer is another model's to `preflight`."""
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"<{number}>": number for number in range(len(vocabulary), rows)}
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def prepare(work: Work, folder: Path, backend: str, parallel: dict[str, int] | None = None) -> Path:
@@ -204,17 +218,14 @@ def prepare(work: Work, folder: Path, backend: str, parallel: dict[str, int] | N
     return folder / "config.yaml"
 
 
+def backend_here() -> str:
+    """`kernels.backend` of the runs: Triton's on a GPU, or in its interpreter where that is asked for."""
+    return "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
+
+
 def peak_flops(device_name: str) -> float | None:
     """bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
     return next((1e12 * value for name, value in PEAK_TFLOPS.items() if name in device_name), None)
-
-
-def planned_bytes(config_file: Path, ranks: int = 1) -> float:
-    """What `dynamo-megatron plan` says that one rank has at the peak of an update; no GPU's size is in it."""
-    config, _ = compose([str(config_file)], [])
-    spec = load_model_config(config.model.path)
-    plan = make_plan(config, spec, Cluster(GPUS["h100-80"], ranks, ranks), workload(config, spec, None))
-    return sum(plan.stages[0].training.values())
 
 
 def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[str, Any]:
@@ -240,11 +251,27 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
     }
 
 
+Start = Callable[[list[str], Path, float, int], dict[str, Any]]
+
+
+def start_here(words: list[str], folder: Path, timeout: float, ranks: int) -> dict[str, Any]:
+    """`dynamo-megatron WORDS` on ranks of this machine, its output in `folder`/train.log; returns as `run_logged`."""
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words, "--ranks", str(ranks)]
+    return run_logged(command, folder / "train.log", timeout, cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
 def run(
-    work: Work, folder: Path, backend: str, timeout: float, ranks: int = 1, parallel: dict[str, int] | None = None
+    work: Work,
+    folder: Path,
+    backend: str,
+    timeout: float,
+    ranks: int = 1,
+    parallel: dict[str, int] | None = None,
+    nodes: int = 1,
+    start: Start = start_here,
 ) -> dict[str, Any]:
-    """Runs the steps on `ranks` ranks of this machine in the layout `parallel`, in `folder`, which is emptied first and
-    left with the log, and returns the figures.
+    """Runs the steps on `ranks` ranks in the layout `parallel`, in `folder`, which is emptied first and left with the
+    log, and returns the figures. `start`: how the ranks, on `nodes` nodes, are started.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does.
@@ -252,31 +279,36 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend, parallel)
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(config), "--ranks", str(ranks)]
-    ended = run_logged(command, folder / "train.log", timeout, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    ended = start(["train", str(config)], folder, timeout, ranks)
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
         "ranks": ranks,
+        "nodes": nodes,
         "layout": parallel or {},
         **ended,
     }
-    if ended["exit code"] != 0:
-        return result
+    if ended["exit code"] == 0:
+        result |= _figures(work, folder, config, ranks, nodes)
+        for heavy in ("model", "run", "recorded"):
+            shutil.rmtree(folder / heavy)
+    return result
+
+
+def _figures(work: Work, folder: Path, config: Path, ranks: int, nodes: int) -> dict[str, Any]:
+    """Of a run that has ended well: its steps, and the last one beside the plan."""
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     peak = peak_flops(name)
     steps = [step_figures(work, json.loads(line), peak and peak * ranks) for line in lines]
-    planned = planned_bytes(config, ranks)
-    for heavy in ("model", "run", "recorded"):
-        shutil.rmtree(folder / heavy)
+    planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks, nodes))
     measured = steps[-1]["peak GPU bytes"]
     return {
-        **result,
         "planned peak GPU bytes": planned,
         "steps": steps,
         "headline": steps[-1],
         "peak over plan": measured / planned if measured else None,
+        "plan": compared(config, work.tokens, 3 * work.forward_flops, steps[-1], ranks, nodes),
     }
