@@ -12,7 +12,8 @@ from safetensors import numpy as arrays_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.rollout.store import RolloutStore, read_lines, step_file
+from dynamo_megatron.checkpoint.folder import read_state
+from dynamo_megatron.rollout.store import RolloutStore
 
 pytestmark = pytest.mark.full
 
@@ -189,15 +190,15 @@ def test_a_pass_of_implicit_rewards_is_repeated(
 
 
 def mean_logprob(folder: Path, output: Path) -> float:
-    """Of a response token of the run's first step, by transformers."""
+    """Of the response tokens of the failed step's sequences, by transformers."""
     model, logprobs = AutoModelForCausalLM.from_pretrained(folder), []
-    for rollout in read_lines(step_file(output, 1)):
+    found = read_state(output / "nonfinite" / "step-000001")["sequences"]
+    for start, end, prompt in zip(found["offsets"], found["offsets"][1:], found["prompt_lengths"], strict=False):
+        tokens = torch.from_numpy(found["tokens"][start:end])
         with torch.no_grad():
-            rows = model(torch.tensor([rollout.tokens])).logits[0].log_softmax(-1)
-        for i, sampled in enumerate(rollout.response_mask):
-            if sampled:
-                logprobs.append(rows[i - 1, rollout.tokens[i]].item())
-    return sum(logprobs) / len(logprobs)
+            rows = model(tokens[None]).logits[0].log_softmax(-1)
+        logprobs.append(rows[prompt - 1 : -1].gather(1, tokens[prompt:, None]))
+    return torch.cat(logprobs).mean().item()
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):

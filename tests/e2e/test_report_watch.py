@@ -11,7 +11,7 @@ import time
 import pytest
 
 pytestmark = pytest.mark.full
-STEPS = 30
+STEPS = 45
 
 
 def watch(workspace, output, out, log):
