@@ -1,4 +1,4 @@
-"""A NaN in a weight, an advantage, an engine logprob or another model's pass: the run stops with its name, and `replay --step` repeats it."""
+"""A NaN in a weight, an advantage, a logprob: the run stops with its name, and `replay --step` repeats it."""
 
 import json
 import os
