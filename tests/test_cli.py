@@ -193,11 +193,13 @@ def test_what_the_parser_refuses_is_one_line(capsys, words):
     assert refused.value.code == 2 and said.count("\n") == 1 and "--help" in said
 
 
-@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
-def test_ranks_is_a_positive_number(base, ranks):
+@pytest.mark.parametrize("number", ["0", "-1", "two", "0.5"])
+@pytest.mark.parametrize("words", [["train", "my.yaml", "--ranks"], ["report", "run", "--watch"]])
+def test_counts_and_seconds_are_whole_numbers(words, number, capsys):
     with pytest.raises(SystemExit) as refused:
-        main(["train", str(base / "config.yaml"), f"--ranks={ranks}"])
+        main([*words[:-1], f"{words[-1]}={number}"])
     assert refused.value.code == 2
+    assert f"argument {words[-1]}: '{number}' is not a whole number of at least 1; see" in capsys.readouterr().err
 
 
 def test_keys_may_follow_an_option(base, capsys):

@@ -1,14 +1,18 @@
-"""A NaN in a weight, an advantage or an engine logprob: the run stops with its name, and `replay --step` repeats it."""
+"""A NaN in a weight, an advantage, a logprob: the run stops with its name, and `replay --step` repeats it."""
 
 import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors import numpy as arrays_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from dynamo_megatron.checkpoint.folder import read_state
 from dynamo_megatron.rollout.store import RolloutStore
 
 pytestmark = pytest.mark.full
@@ -137,12 +141,17 @@ def test_a_disk_that_is_full_then_does_not_hide_the_nan(
     assert [path.name for path in (small_disk / "run" / "nonfinite").iterdir()] == ["step-000009"]
 
 
+def overflowing(model: Path, folder: Path) -> Path:
+    """A copy of the model whose weights are finite, but whose logits are not."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, stages):
-    huge = tmp_path / "huge"
-    shutil.copytree(tiny_model, huge)
-    tensors = load_file(huge / "model.safetensors")
-    tensors["model.norm.weight"].fill_(3e38)  # finite, but what it is multiplied with is not
-    save_file(tensors, huge / "model.safetensors", {"format": "pt"})
+    huge = overflowing(tiny_model, tmp_path / "huge")
     keys = (f"parallel.pp={stages}", f"algorithm.kl={{coef: 0.1, reference: {huge}}}")
     code, text, output = replay(f"reference-{stages}", lambda rollout: rollout, *keys)
     last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
@@ -150,6 +159,46 @@ def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_l
     code, text = command_line(workspace, "replay", "--step", output, 1)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
     assert "step-000001: reference, " in text
+
+
+@pytest.mark.parametrize("broken", ["model", "reference"])
+def test_a_pass_of_implicit_rewards_is_repeated(
+    tiny_model, make_tiny_model, replay, command_line, workspace, tmp_path, stages, broken
+):
+    """One of PRIME's two models overflows. With a sound one in its place, the reward is what transformers computes."""
+    models = {"model": make_tiny_model(tmp_path / "other", dtype="float32", seed=1), "reference": tiny_model}
+    sound, huge = models[broken], overflowing(models[broken], tmp_path / "huge")
+    name = {key: huge if key == broken else folder for key, folder in models.items()}
+    keys = (
+        f"parallel.pp={stages}",
+        "algorithm.allocation.kind=uniform",
+        "reward.functions=[own_reward:contains,prime]",
+        f"reward.prime={{model: {name['model']}, reference: {name['reference']}, beta: 0.5}}",
+    )
+    code, text, output = replay(f"implicit-{broken}-{stages}", lambda rollout: rollout, *keys)
+    last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
+    assert code == 1 and f"step 1: {error}reward.prime.{broken} {huge}" in last, text[-3000:]
+    code, text = command_line(workspace, "replay", "--step", output, 1)
+    assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
+    assert "step-000001: implicit, " in text and f"entropy of the reward.prime.{broken} {huge}" in text
+    code, text = command_line(workspace, "replay", "--step", output, 1, f"reward.prime.{broken}={sound}")
+    assert code == 1, text[-3000:]
+    found = re.search(r"^NOT reproduced: everything is finite now: mean reward of a token (\S+)$", text, re.MULTILINE)
+    assert found, text[-3000:]
+    expected = 0.5 * (mean_logprob(models["model"], output) - mean_logprob(models["reference"], output))
+    assert abs(expected) > 1e-3 and float(found[1]) == pytest.approx(expected, abs=1e-5)
+
+
+def mean_logprob(folder: Path, output: Path) -> float:
+    """Of the response tokens of the failed step's sequences, by transformers."""
+    model, logprobs = AutoModelForCausalLM.from_pretrained(folder), []
+    found = read_state(output / "nonfinite" / "step-000001")["sequences"]
+    for start, end, prompt in zip(found["offsets"], found["offsets"][1:], found["prompt_lengths"], strict=False):
+        tokens = torch.from_numpy(found["tokens"][start:end])
+        with torch.no_grad():
+            rows = model(tokens[None]).logits[0].log_softmax(-1)
+        logprobs.append(rows[prompt - 1 : -1].gather(1, tokens[prompt:, None]))
+    return torch.cat(logprobs).mean().item()
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):
