@@ -72,7 +72,7 @@ def test_the_whole_command_on_two_nodes(tmp_path):
         ("2", {**GIVEN, "MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR: 'no-such-host.invalid': "),
         ("2", {**GIVEN, "MASTER_PORT": "70000"}, "MASTER_PORT: '70000' is no port"),
         ("2", {**GIVEN, "MASTER_PORT": "http"}, "MASTER_PORT: 'http' is no port"),
-        ("2", {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "srun --nodes=2 --ntasks-per-node=1 make gpu-check NODES=2"),
+        ("2", {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "is on one node alone; start it on both: srun --nodes=2"),
         (
             "2",
             {**IN_SLURM, "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"},
