@@ -85,7 +85,7 @@ def _check_comparable(configs: Mapping[str, Config]) -> None:
     settings = {name: _settings(config) for name, config in configs.items()}
     for name in others:
         for key, value in settings[first].items():
-            if settings[name][key] != value:
+            if settings[name].get(key, value) != value:  # a key that one of them lacks: eval's differs
                 raise ConfigError(
                     f"{key}: {value!r} for {first}, {settings[name][key]!r} for {name}; give one for all: {key}=VALUE"
                 )
@@ -101,6 +101,9 @@ def _settings(config: Config) -> dict[str, Any]:
         "reward": [name for name in plain["reward"] if name != "workers"],
     }
     found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
+    for name in ("temperature", "max_new_tokens"):
+        if found[f"eval.{name}"] is not None:  # an evaluation uses this one and not the rollouts'
+            del found[f"rollout.{name}"]
     return {**found, "seed": plain["seed"]}
 
 

@@ -205,6 +205,20 @@ def test_settings_that_differ_between_models_are_refused(models, capsys, monkeyp
     assert main([*SUITE, "--model", "base", "--model", "run", "rollout.temperature=0.7"]) == 0
 
 
+def test_what_an_evaluation_does_not_use_may_differ(models, capsys, monkeypatch):
+    a_run(models, monkeypatch, "rollout.temperature=0.7", "rollout.max_new_tokens=2048")
+    words = [*SUITE, "--model", "base", "--model", "run"]
+    assert main(words) == 2 and "rollout.temperature: 1.0 for base, 0.7 for run" in capsys.readouterr().err
+    assert main([*words, "eval.temperature=1"]) == 0
+
+
+def test_an_evaluation_key_of_one_model_alone_is_refused(models, capsys, monkeypatch):
+    a_run(models, monkeypatch, "eval.temperature=0.5")
+    assert main([*SUITE, "--model", "base", "--model", "run"]) == 2
+    said = capsys.readouterr().err
+    assert said == "eval.temperature: None for base, 0.5 for run; give one for all: eval.temperature=VALUE\n"
+
+
 def test_problems_of_the_training_data_are_warned_about(models, capsys, caplog):
     (models / "train.jsonl").write_text(json.dumps({"id": "t", "problem": "HARD 3; why, why, why", "answer": "2"}))
     assert main([*SUITE, "--model", "base", "data.source=train.jsonl"]) == 0
