@@ -284,10 +284,12 @@ def on_nodes(job: Job, options: argparse.Namespace, due: list[str], figures: Fig
             code = meeting.follow()
             print(f"node {job.node}: node 0 has ended with exit code {code}; it has written the figures")
             return code
+        code = 1  # the figures of an earlier run may have passed
         try:
             run_of_nodes(meeting, due, (options.tiny, options.server_python, TIMEOUT), scratch, figures.keep)
+            code = 0 if all(figures.passed(part) for part in due) else 1
         finally:
-            meeting.end(0 if all(figures.passed(part) for part in due) else 1)
+            meeting.end(code)
     except NodesError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.command import free_port
 from dynamo_megatron.rollout.server import listening_address
 from dynamo_megatron.runtime.coordination import connect_store
@@ -76,8 +77,9 @@ def job_of(nodes: str, environment: Mapping[str, str]) -> Job:
         raise NodesError(f"MASTER_PORT: {port!r} is no port; give a free one of node 0, the same on both nodes")
     try:
         address_of(found["MASTER_ADDR"])
-    except OSError as error:
-        raise NodesError(f"MASTER_ADDR: {found['MASTER_ADDR']!r}: {error.strerror}; give node 0's address") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is longer than DNS allows
+        why = error.strerror if isinstance(error, OSError) else "is no name of a host"
+        raise NodesError(f"MASTER_ADDR: {found['MASTER_ADDR']!r}: {why}; give node 0's address") from None
     return Job(int(found["NODE_RANK"]), found["MASTER_ADDR"], int(port))
 
 
@@ -90,13 +92,18 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = environment.get("SLURM_STEP_NUM_TASKS"), environment.get("SLURM_STEP_NUM_NODES")
     if tasks != ("2", "2"):
         raise NodesError(f"SLURM: the srun step has {tasks[0]} tasks on {tasks[1]} nodes; start it with {srun}")
-    first = _scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[:1]
+    address = environment.get("MASTER_ADDR") or _address_of_first(environment["SLURM_STEP_NODELIST"])
+    port = 12000 + int(environment["SLURM_JOB_ID"]) * 8 % 20000
+    return {"NODE_RANK": environment["SLURM_PROCID"], "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def _address_of_first(nodes: str) -> str:
+    first = _scontrol("show", "hostnames", nodes).split()[:1]
     told = _scontrol("show", "node", *first)
     addresses = [word.partition("=")[2] for word in told.split() if word.startswith("NodeAddr=")]
     if not addresses:
         raise NodesError(f"MASTER_ADDR: scontrol does not tell the address of node {' '.join(first)}; set it")
-    port = 12000 + int(environment["SLURM_JOB_ID"]) * 8 % 20000
-    return {"NODE_RANK": environment["SLURM_PROCID"], "MASTER_ADDR": addresses[0], "MASTER_PORT": str(port)}
+    return addresses[0]
 
 
 def _scontrol(*words: str) -> str:
@@ -130,7 +137,7 @@ class Meeting:
     def __init__(self, job: Job, ranks: int, folder: Path):
         self.job, self.ranks, self._runs = job, ranks, 0
         self.lost: str | None = None  # on node 0: why node 1 does not answer any more
-        with _as_rank(job):
+        with _as_rank(job), self._in_one_line():
             self._store = SignedStore(*self._join(folder))
             self.address = ranks_address() or _own_address()
             self.about = {
@@ -223,7 +230,7 @@ class Meeting:
 
     # -- both ------------------------------------------------------------------------------------------------------
     def _run_here(self, order: dict[str, Any]) -> dict[str, Any]:
-        failed = f"failed-{self._runs}"
+        failed, folder = f"failed-{self._runs}", Path(order["folder"])
         words = [word.replace(ADDRESS, self.address) for word in order["words"]]
         first = self.job.node * self.ranks
         job = {
@@ -232,22 +239,29 @@ class Meeting:
             "MASTER_ADDR": self.job.address,
             "MASTER_PORT": str(order["port"]),
         }
-        return run_ranks(
-            words,
-            Path(order["folder"]),
-            order["name"],
-            [{**job, "RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(self.ranks)],
-            order["timeout"],
-            other_failed=lambda: self._get(failed) is not None,
-            tell=lambda: self._set(failed, ""),
-        )
+        deadline = time.monotonic() + SEES_FOLDER
+        while not folder.is_dir() and time.monotonic() < deadline:
+            time.sleep(POLL_EVERY)
+        try:
+            return run_ranks(
+                words,
+                folder,
+                order["name"],
+                [{**job, "RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(self.ranks)],
+                order["timeout"],
+                other_failed=lambda: self._get(failed) is not None,
+                tell=lambda: self._set(failed, ""),
+            )
+        except OSError as error:
+            self._set(failed, "")
+            return {"exit code": 1, "said": {}, "log": [f"node {self.job.node}: {error}"], "at": time.time()}
 
     def _set(self, key: str, value: str) -> None:
-        with self._store_answers():
+        with self._in_one_line():
             self._store.set(key, value)
 
     def _get(self, key: str) -> str | None:
-        with self._store_answers():
+        with self._in_one_line():
             return self._store.get(key)
 
     def _wait(self, key: str, what: str, timeout: float) -> str:
@@ -259,12 +273,16 @@ class Meeting:
         return value
 
     @contextlib.contextmanager
-    def _store_answers(self) -> Iterator[None]:
+    def _in_one_line(self) -> Iterator[None]:
+        """Raises NodesError for a store that does not answer, a folder that cannot be written, and a host without an
+        address for the other one."""
         try:
             yield
         except RuntimeError:
             where = f"{self.job.address}:{self.job.port}"
             raise NodesError(f"node 0 is gone: its store at {where} does not answer") from None
+        except (InputError, OSError) as error:
+            raise NodesError(f"node {self.job.node}: {error}") from None
 
 
 def _own_address() -> str:
@@ -287,8 +305,10 @@ def run_ranks(
     threads = max(1, (os.cpu_count() or 1) // len(environments))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     started: list[tuple[subprocess.Popen, Path]] = []
-    for own in environments:
-        log = folder / f"{name}-rank-{own['RANK']}.log"
+    logs = [folder / f"{name}-rank-{own['RANK']}.log" for own in environments]
+    for log in logs:
+        log.touch()  # before a rank has started: one of them may not be possible
+    for own, log in zip(environments, logs, strict=True):
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 [sys.executable, "-P", *words],

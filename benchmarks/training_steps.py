@@ -293,7 +293,7 @@ def run(
     if ended["exit code"] == 0:
         result |= _figures(work, folder, config, ranks, nodes)
         for heavy in ("model", "run", "recorded"):
-            shutil.rmtree(folder / heavy)
+            shutil.rmtree(folder / heavy, ignore_errors=True)
     return result
 
 

@@ -1,5 +1,7 @@
 """gpu-check on two nodes, which are two network namespaces, and what it refuses."""
 
+import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -70,6 +72,7 @@ def test_the_whole_command_on_two_nodes(tmp_path):
         ("2", {"NODE_RANK": "1"}, "MASTER_ADDR: it is not set"),
         ("2", {**GIVEN, "MASTER_ADDR": ""}, "MASTER_ADDR: it is not set"),
         ("2", {**GIVEN, "MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR: 'no-such-host.invalid': "),
+        ("2", {**GIVEN, "MASTER_ADDR": "a" * 64}, "is no name of a host; give node 0's address"),
         ("2", {**GIVEN, "MASTER_PORT": "70000"}, "MASTER_PORT: '70000' is no port"),
         ("2", {**GIVEN, "MASTER_PORT": "http"}, "MASTER_PORT: 'http' is no port"),
         ("2", {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, "is on one node alone; start it on both: srun --nodes=2"),
@@ -95,6 +98,14 @@ def test_the_variables_of_the_user_come_before_slurms():
     given = {**GIVEN, "NODE_RANK": "1", "MASTER_PORT": "1234"}
     assert job_of("2", {**IN_SLURM, **given}) == Job(1, "127.0.0.1", 1234)
     assert job_of("2", {**GIVEN, "MASTER_PORT": ""}) == Job(0, "127.0.0.1", node_job.DEFAULT_PORT)
+
+
+def test_an_address_that_is_given_needs_no_scontrol(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    step = {**IN_SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(NodesError, match="MASTER_ADDR: scontrol show hostnames"):
+        job_of("2", step)
+    assert job_of("2", {**step, "MASTER_ADDR": "127.0.0.1"}) == Job(0, "127.0.0.1", 12056)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +182,54 @@ def test_both_nodes_run_what_node_0_asks_for(tmp_path, quick):
     assert other.wait(60) == 1, log.read_text()
 
 
+def test_a_node_that_cannot_write_the_folder_says_so(tmp_path, quick):
+    port, log = node_job.free_port(), tmp_path / "log"
+    other = other_node(port, 1, tmp_path, log)
+    meeting = Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
+    blocked = tmp_path / "sleeps-rank-1.log"
+    blocked.mkdir()
+    ran = meeting.run(["-c", "import time; time.sleep(60)"], tmp_path, 60, "sleeps")
+    assert ran["exit code"] == 1 and ran["log"][0] == f"node 1: [Errno 21] Is a directory: '{blocked}'"
+    meeting.end(1)
+    assert other.wait(60) == 1, log.read_text()
+
+
+def test_a_folder_that_node_0_cannot_make_is_told(tmp_path, quick):
+    (tmp_path / "file").touch()
+    port, log = node_job.free_port(), tmp_path / "log"
+    other = other_node(port, 1, tmp_path / "file", log, sees=2.0)
+    with pytest.raises(NodesError, match=r"node 0: .*File exists"):
+        Meeting(Job(0, "127.0.0.1", port), 1, tmp_path / "file")
+    assert other.wait(60) == 9, log.read_text()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_that_ends_early_is_no_success_of_an_earlier_one(tmp_path, monkeypatch, fails):
+    """Node 1 is told 1, although the file has the figures of a run that passed."""
+    told, parts = [], list(gpu_check.OF_NODES)
+    passed = {part: {"passed": True, "exit code": 0, "tiny": True} for part in parts}
+    (tmp_path / "gpu_check.json").write_text(json.dumps(passed))
+    figures = gpu_check.Figures(tmp_path / "gpu_check.json", tiny=True, keeps=True)
+
+    class Met:
+        def __init__(self, job, ranks, folder):
+            self.job = job
+
+        def end(self, code):
+            told.append(code)
+
+    def run(*_):
+        if fails:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(node_job, "Meeting", Met)
+    monkeypatch.setattr(node_parts, "run_of_nodes", run)
+    options = argparse.Namespace(tiny=True, server_python=None)
+    with pytest.raises(OSError, match="no space") if fails else contextlib.nullcontext():
+        gpu_check.on_nodes(Job(0, "127.0.0.1", 1), options, parts, figures, tmp_path)
+    assert told == [1 if fails else 0]
+
+
 def test_a_node_that_goes_is_named(tmp_path, quick):
     port, log = node_job.free_port(), tmp_path / "log"
     other = other_node(port, 1, tmp_path, log)
@@ -214,6 +273,15 @@ def test_layouts_over_nodes_that_train_differently_fail():
         (said,) = node_parts.wrong_norms({"one": ran(2.0), "dp": ran(2.01), "pp2": ran(norm)})
         assert said == f"step 1: gradient norm 2 on one rank, {norm:g} in layout pp2 over both nodes"
     assert node_parts.wrong_norms({"one": ran(2.0), "dp": ran(0, code=1)}) == ["dp: exit code 1"]
+
+
+def test_all_reduces_without_a_report_of_rank_0_are_wrong(tmp_path):
+    class Met:
+        def run(self, *_):
+            return {"exit code": 0, "said": {"0": None, "1": {"host": "b", "nccl": None, "gloo": {"right": True}}}}
+
+    found = node_parts.network(Met(), tmp_path)
+    assert found["wrong"] == ["rank 0 reported nothing"] and "plan" not in found
 
 
 def test_wrong_sums_and_silent_servers_are_named():

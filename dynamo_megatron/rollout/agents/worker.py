@@ -119,7 +119,7 @@ async def serve(connection: socket.socket) -> None:
 
     try:
         agent = load(json.loads(await reader.readline())["function"])
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything while it is imported
         answer(failed=" ".join(f"{type(error).__name__}: {error}".split())[:SHOWN])
         await writer.drain()
         return
