@@ -1,4 +1,4 @@
-"""A run whose servers work ahead of its ranks, killed again and again. A file of its own: it takes 20 minutes."""
+"""A run whose servers work ahead of its ranks, killed again and again. It takes a quarter of an hour."""
 
 from __future__ import annotations
 
