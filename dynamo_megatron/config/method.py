@@ -58,7 +58,8 @@ class AdvantageConfig(Section):
     prior_strength: Annotated[float, Field(gt=0, le=16)] = (
         1.0  # history: rollouts that the pool's mean reward counts as
     )
-    # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured; 1: the mean
+    # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured, and 1 if a
+    # reward is outside [0, 1]; 1: the mean
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)

@@ -45,7 +45,8 @@ class TrainBatch:
         implicit_rewards: np.ndarray | None = None,
     ) -> TrainBatch:
         """Computes advantages by group, mini-batches, and the token weights in each. `gather`: as in
-        `custom_advantages`. `baseline`: the known baseline of each rollout's prompt (`Selection.baseline`).
+        `custom_advantages`. `baseline`: the known baseline of each rollout's prompt (`Selection.baseline`);
+        None: nothing is known of any prompt.
         `prompt_weights`: float64 [S], the weight of each rollout's prompt, which multiplies the token weights; None: 1.
         `implicit_rewards`: from `Policy.implicit_rewards`.
 
@@ -123,11 +124,14 @@ def _advantages(
     elif advantage.kind == "otb":
         advantages = rewards  # shape_tokens subtracts a baseline of each token
     elif config.algorithm.needs_baseline:
-        b = baseline
-        if advantage.score_ratio != 1:
-            _check_rewards(rollouts, rewards, f"score_ratio={advantage.score_ratio}", "set it to 1")
+        b = Baseline(np.zeros(len(rewards)), np.zeros(len(rewards))) if baseline is None else baseline
+        ratio = b.score_ratio
+        if advantage.score_ratio == "auto":
+            ratio = ratio if ((rewards >= 0) & (rewards <= 1)).all() else 1.0
+        elif advantage.score_ratio != 1:
+            _check_rewards(rollouts, rewards, f"score_ratio={advantage.score_ratio:g}", "set it to auto or 1")
         advantages = history_advantages(
-            rewards, rollouts.group_ids, b.mean, b.strength, b.score_ratio, reward_variance=b.variance
+            rewards, rollouts.group_ids, b.mean, b.strength, ratio, reward_variance=b.variance
         )
     else:
         if advantage.kind == "reinforce":

@@ -106,7 +106,9 @@ def test_a_state_without_energies_is_of_an_earlier_version():
     allocator = RolloutAllocator({})
     allocator.load_state_dict(state)
     assert allocator.reward_baseline(["a"], score_ratio=None).score_ratio == 1
-    with pytest.raises(ValueError, match="energy_line is not 5 finite numbers"):
+    allocator.load_state_dict({**state, "energy_line": [4.0, 2.0, 2.0, 6.0, 2.0]})
+    assert allocator.reward_baseline(["a"], score_ratio=None).score_ratio == pytest.approx(1.4)
+    with pytest.raises(ValueError, match="energy_line is not 6 finite numbers"):
         allocator.load_state_dict({**state, "energy_line": [1.0, 2.0]})
 
 

@@ -64,6 +64,8 @@ def test_graded_rewards_are_on_a_line():
         ([1, 1, 1], [1, 1, 1], 1),  # never a wrong one
         ([1, 0] * 500, [3, 1] * 500, 1),  # right ones have more: held at 1
         ([1, 0] * 500, [1, 100] * 500, 8),
+        ([1, 0] * 500 + [1.5], [1, 4] * 500 + [1], 1),  # the rule is for rewards in [0, 1]
+        ([1, 0] * 500 + [-1], [1, 4] * 500 + [1], 1),
     ],
 )
 def test_what_holds_the_ratio(rewards, energies, ratio):

@@ -73,7 +73,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
 
 DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
 DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
-LEARNS = {"half_life": 8.0, "static": False}
+LEARNS = {"half_life": 4.0, "static": False}
 ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
 SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
 RECIPES = {
@@ -142,11 +142,12 @@ RECIPES = {
         sequential=ROUNDS | {"kind": "reinforce_ada"},
         allocation={"kind": "uniform", "rollout_n_min": 2, "rollout_n_max": 4 * 8},
     ),
-    # arXiv 2602.19208: the theory, and the script's values (its "0.2" runs 0.28)
+    # arXiv 2602.19208: the theory with our baseline, and the script's values (its "0.2" runs 0.28)
     "dynamo": recipe(
         (0.2, 0.2),
         "prompt_mean",
-        "rloo",
+        "history",
+        advantage__score_ratio="auto",
         modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"},
         allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS, "prior_by": None},
     ),

@@ -102,7 +102,11 @@ def flat(name: str) -> dict:
 def test_presets_are_valid_and_what_they_say():
     grpo, dynamo, published = (load(name).algorithm for name in ("grpo", "dynamo", "dynamo_published"))
     assert (grpo.allocation.kind, grpo.advantage.kind, grpo.modulation) == ("uniform", "grpo", None)
-    assert (dynamo.allocation.kind, dynamo.advantage.kind, dynamo.loss.aggregation) == ("neyman", "rloo", "prompt_mean")
+    assert (dynamo.allocation.kind, dynamo.advantage.kind, dynamo.loss.aggregation) == (
+        "neyman",
+        "history",
+        "prompt_mean",
+    )
     assert (dynamo.modulation.expectation, dynamo.modulation.scope) == ("exact", "mini_batch")
     assert (published.allocation.kind, published.allocation.power) == ("waterfill", "sigma2")
     assert (published.modulation.expectation, published.modulation.scope) == ("sequence_mean", "micro_batch")
@@ -129,8 +133,15 @@ def test_one_rollout_a_prompt_needs_a_baseline_from_elsewhere():
         load("spo", "algorithm.advantage={kind: rloo}")
 
 
-def test_theory_preset_is_the_default():
-    assert load("dynamo").algorithm == Config.model_fields["algorithm"].default
+def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
+    history = ["algorithm.advantage={kind: history, score_ratio: auto}", "algorithm.allocation.half_life=4"]
+    default = compose([], ["model.path=model", "data.source=train.jsonl", "output_dir=out"])[0]
+    assert default.algorithm == Config.model_fields["algorithm"].default
+    assert default.algorithm.advantage.kind == "rloo"
+    assert (
+        load("dynamo").algorithm
+        == compose([], ["model.path=model", "data.source=train.jsonl", "output_dir=out", *history])[0].algorithm
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if n != "grpo" and not n.startswith("dynamo")])

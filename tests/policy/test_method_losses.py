@@ -162,13 +162,13 @@ def test_otb_has_a_baseline_for_every_token(rollouts, stats):
     expect(got, expected, weights, *clipped(expected, ratio(stats)))
 
 
-def against_history(rollouts) -> np.ndarray:
+def against_history(rollouts, energy_ratio: float = 2) -> np.ndarray:
     """Per rollout: the reward less the optimal baseline of `run`'s prior and ratio."""
     advantages = []
     for group, reward in zip(rollouts.group_ids, rollouts.rewards, strict=True):
         own = [r for g, r in zip(rollouts.group_ids, rollouts.rewards, strict=True) if g == group]
         p = (0.4 * 3 + sum(own) - reward) / (3 + len(own) - 1)
-        advantages.append(reward - p / (p + (1 - p) * 2))
+        advantages.append(reward - p / (p + (1 - p) * energy_ratio))
     return np.array(advantages)
 
 
@@ -199,11 +199,22 @@ def test_history_is_the_clipped_loss_with_its_own_baseline(rollouts, stats):
     expect(got, per_token, weights, *clipped(per_token, ratio(stats)))
 
 
-@pytest.mark.parametrize(("name", "setting"), [("history", "score_ratio=auto"), ("w_reinforce", "kind=reinforce")])
+@pytest.mark.parametrize(("name", "setting"), [("history", "score_ratio=2"), ("w_reinforce", "kind=reinforce")])
 def test_rewards_that_a_method_cannot_take_are_named(rollouts, stats, name, setting):
-    wrong = RolloutBatch(**{**vars(rollouts), "rewards": 2 * rollouts.rewards - 1})
-    with pytest.raises(InputError, match=rf"{setting} needs rewards from 0 to 1, and rollout 1/\w/\d+ of prompt"):
-        run(name, wrong, stats)
+    overrides = [f"algorithm.advantage.{setting}"]
+    with pytest.raises(InputError, match=rf"{setting}(.0)? needs rewards from 0 to 1, and rollout 1/\w/\d+ of prompt"):
+        run(name, with_negative_rewards(rollouts), stats, *overrides)
+
+
+def test_the_baseline_is_the_mean_where_a_reward_is_outside_0_and_1(rollouts, stats):
+    """`score_ratio: auto`, measured as 2 before (`run`)."""
+    wrong = with_negative_rewards(rollouts)
+    expected = wrong.per_token(against_history(wrong, energy_ratio=1))
+    np.testing.assert_allclose(run("history", wrong, stats).advantages, expected, atol=1e-6)
+
+
+def with_negative_rewards(rollouts):
+    return RolloutBatch(**{**vars(rollouts), "rewards": 2 * rollouts.rewards - 1})
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
