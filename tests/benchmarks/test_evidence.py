@@ -221,7 +221,7 @@ def test_the_bias_of_sequential_rules_is_that_of_the_page_of_estimators():
 def test_the_pauses_of_a_push():
     medians = result("push_pauses")["medians"]
     table = rows(page("asynchronous"), "mode")
-    assert [row[0].removeprefix("SGLang's `") for row in table] == ["no push", "partial", "retract", "in_place"]
+    assert [row[0].removeprefix("SGLang's `") for row in table] == ["no weight sync", "partial", "retract", "in_place"]
     for (_, seconds, gap), of in zip(table, medians.values(), strict=True):
         assert seconds == f"{of['all']:.2f}"
         assert gap in ({f"{of['gap']:.1g}", f"{of['gap']:.2g}"} if "gap" in of else {""})
