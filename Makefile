@@ -117,7 +117,7 @@ $(MODEL)/config.json: | $(INSTALLED)
 
 demo: runs/demo/warmup/hf
 	@echo
-	@echo "2. DynaMO: 512 problems, each visited four times. Nothing is known of a"
+	@echo "2. DynaMO: 512 problems, each visited 16 times. Nothing is known of a"
 	@echo "   problem on the first visit, so that all get the same; from the second one"
 	@echo "   on, rollouts go to those that are solved sometimes."
 	@.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml
