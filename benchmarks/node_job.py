@@ -151,6 +151,10 @@ class Meeting:
         if job.leads:
             forget_secret(folder)
         if self.other["ranks"] != ranks:
+            self._set(f"read-{job.node}", "")
+            if job.leads:  # whose end is the end of the store
+                with contextlib.suppress(NodesError):
+                    self._wait("read-1", "node 1 to see the mismatch", GRACE)
             both = [self.about, self.other][:: 1 if job.leads else -1]
             told = ", ".join(f"{one['host']} has {one['ranks']} GPUs" for one in both)
             raise NodesError(f"the nodes need the same number of GPUs: {told}; hide some with CUDA_VISIBLE_DEVICES")

@@ -3,9 +3,9 @@
 The peers have an interpreter of their own (`make peers`: PEERS_PYTHON or .venv-peers/bin/python), started once; it
 runs peer_job.py. CASES says which of a peer's functions is the method's. What no peer has is taken from here and given
 to it: DynaMO's modulated advantages and weights (the shared vectors and test_method_losses.py have those), the
-advantages of history, spo and reinforce_ada, with the weights of history (test_method_losses.py has those), the
-advantages of w_reinforce and entropy_advantages (compared here with their formulas), and which tokens fork_tokens
-trains (compared here with TRL's choice). Only clip_cov's choice is random: there the peer's is taken, and must be of
+advantages of history, spo and reinforce_ada, with the weights of history (test_method_losses.py has those; dynamo's
+advantages are history's), the advantages of w_reinforce and entropy_advantages (compared here with their formulas), and
+which tokens fork_tokens trains (compared here with TRL's choice). Only clip_cov's choice is random: there the peer's is taken, and must be of
 the same band and number.
 """
 
@@ -314,9 +314,10 @@ def test_the_advantages_that_no_peer_has(compared):
     for b, batch, mine, _ in pairs(compared, "entropy_advantages"):
         a = flat(batch, compared.theirs["advantages/grpo"][b])
         close(mine.advantages, a + np.minimum(0.4 * batch.entropy, np.abs(a) / 2), b)
-    for name, peer in (("dynamo", "rloo"), ("dynamo_published", "grpo")):
-        for b, batch, mine, _ in pairs(compared, name):
-            close(mine.advantages, flat(batch, compared.theirs[f"advantages/{peer}"][b]), b)
+    for b, batch, mine, _ in pairs(compared, "dynamo_published"):
+        close(mine.advantages, flat(batch, compared.theirs["advantages/grpo"][b]), b)
+    for b, _, mine, _ in pairs(compared, "dynamo"):
+        close(mine.advantages, compared.mine["history"][b].advantages, b)
 
 
 def test_fork_tokens_are_trl_s_choice(compared):
