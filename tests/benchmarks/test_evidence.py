@@ -94,6 +94,14 @@ def test_the_scores_and_seeds_of_the_pages():
         assert f"{100 * score:.1f} %" in readme
 
 
+def test_the_default_method_names_what_decided():
+    found = result("default_class_rloo_8x8")["comparison"]["arms"]["history_32x2"]["cost"]["half"]["rollouts"]["ratio"]
+    value, interval = f"{found['value']:.2f} times", f"({found['low']:.2f} to {found['high']:.2f}"
+    for file in ("README.md", "configs/methods/dynamo.yaml"):
+        text = in_one_line((ROOT / file).read_text(encoding="utf-8").replace("\n#", "\n"))
+        assert value in text and interval in text, file
+
+
 # -- gradient-variance.md ----------------------------------------------------------------------------------------------
 GRADIENTS = result("gradient_variance")
 SQUARES = "|g|^2 of wrong over right"
