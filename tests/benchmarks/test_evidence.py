@@ -14,7 +14,7 @@ from dynamo_megatron.config.allocation import ALLOCATORS
 
 ROOT = Path(__file__).parents[2]
 # What compare/NAME came to, and its section of docs/evidence.md.
-COMPARED = {"class_task": "The class task", "default_class": "The default method"}
+COMPARED = {"class_task": "The class task", "sums_task": "The demo's sums", "default_class": "The default method"}
 RESULTS = [f for name in COMPARED for f in sorted((ROOT / "benchmarks" / "results").glob(f"{name}_*.json"))]
 NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight"}
 
@@ -89,6 +89,10 @@ def test_the_scores_and_seeds_of_the_pages():
     readme = in_one_line((ROOT / "README.md").read_text(encoding="utf-8"))
     for text in (readme, page("measured")):
         assert f"{cost['value']:.2f} times" in text and interval in text and f"{seeds} seeds" in text
+    sums = result("sums_task_grpo_32x2")["comparison"]["arms"]["optimal_32x2"]["cost"]["half"]["rollouts"]["ratio"]
+    for text in (readme, in_one_line(page("measured"))):
+        assert f"needed {sums['value']:.2f} times GRPO's rollouts" in text
+        assert f"({sums['low']:.2f} to {sums['high']:.2f})" in text
     grpo = comparison["arms"]["grpo_32x2"]["final"]["score"]
     for score in (comparison["targets"]["half"], comparison["start"], grpo):
         assert f"{100 * score:.1f} %" in readme
