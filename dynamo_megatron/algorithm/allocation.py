@@ -171,10 +171,10 @@ class RolloutAllocator:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data that survives JSON: prompt_ids; for each column of `History` a number per prompt; and
-        energy_line, of all prompts together."""
-        state = self.history.state_dict()
-        columns = {name: state[name].tolist() for name in (*COLUMNS, "energy_line")}
-        return {"prompt_ids": list(state["prompt_ids"]), **columns}
+        energy_line and rewards_outside, of all prompts together."""
+        state = dict(self.history.state_dict())
+        columns = {name: state.pop(name).tolist() for name in (*COLUMNS, "energy_line")}
+        return {**state, "prompt_ids": list(state["prompt_ids"]), **columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the history. Raises ValueError naming the prompt whose statistics contradict each other."""

@@ -61,24 +61,25 @@ class EnergyLine:
     For rewards of 0 and 1 the line's values at 0 and 1 are the mean energies of wrong and of right rollouts.
     """
 
-    def __init__(self, sums: np.ndarray | None = None) -> None:
-        """`sums`: float64 [6], weighted sums over rollouts of 1, r, r^2, S, r S and [r < 0 or r > 1] (r the reward, S
-        the energy)."""
-        self.sums = np.zeros(6) if sums is None else sums
+    def __init__(self, sums: np.ndarray | None = None, outside: int = 0) -> None:
+        """`sums`: float64 [5], weighted sums over rollouts of 1, r, r^2, S and r S (r the reward, S the energy).
+        `outside`: rollouts with a reward outside [0, 1]; these are never forgotten."""
+        self.sums = np.zeros(5) if sums is None else sums
+        self.outside = outside
 
     def after(self, rewards: np.ndarray, energies: np.ndarray, keep: float) -> EnergyLine:
         """Returns the line with rollouts added, float64 [S] each; earlier rollouts' weight is multiplied by `keep`."""
-        outside = ((rewards < 0) | (rewards > 1)).astype(np.float64)
-        fresh = [np.ones_like(rewards), rewards, rewards**2, energies, rewards * energies, outside]
+        fresh = [np.ones_like(rewards), rewards, rewards**2, energies, rewards * energies]
         exact = [math.fsum(x.tolist()) for x in fresh]  # whatever the order of the rollouts
-        return EnergyLine(keep * self.sums + np.array(exact))
+        outside = self.outside + int(((rewards < 0) | (rewards > 1)).sum())
+        return EnergyLine(keep * self.sums + np.array(exact), outside)
 
     @property
     def score_ratio(self) -> float:
         """S(0) / S(1) on the line, clamped to RATIO_RANGE; 1 if nothing was observed, or a reward outside [0, 1]."""
         least, most = RATIO_RANGE
-        count, r, rr, s, rs, outside = self.sums
-        if outside > 0:
+        count, r, rr, s, rs = self.sums
+        if self.outside:
             return 1.0
         if s <= 0:
             return least

@@ -165,11 +165,13 @@ class History:
             self.energy_line = self.energy_line.after(observed.rewards, observed.energy, keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [6].
+        """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5], and
+        `rewards_outside` if it is not 0, both of `EnergyLine`.
 
         Nothing is copied and nothing changes later, so calls at every step cost nothing even with a million prompts."""
         columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
-        return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums}
+        outside = {"rewards_outside": self.energy_line.outside} if self.energy_line.outside else {}
+        return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums, **outside}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the history; the columns may also be lists. Raises ValueError naming the prompt whose statistics
@@ -187,12 +189,13 @@ class History:
             _check_column(ids, name, column)
         numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
         _check(ids, numbers)
-        line = np.array(state.get("energy_line", [0.0] * 6), np.float64)  # earlier versions have none, or 5 numbers
-        if len(line) == 5:
-            line = np.append(line, 0.0)
-        if line.shape != (6,) or not np.isfinite(line).all():
-            raise InputError("state: energy_line is not 6 finite numbers")
-        self.energy_line = EnergyLine(line)
+        line = np.array(state.get("energy_line", [0.0] * 5), np.float64)  # earlier versions have none
+        if line.shape != (5,) or not np.isfinite(line).all():
+            raise InputError("state: energy_line is not 5 finite numbers")
+        outside = state.get("rewards_outside", 0)
+        if type(outside) is not int or outside < 0:
+            raise InputError(f"state: rewards_outside is {outside}, not a number of rollouts")
+        self.energy_line = EnergyLine(line, outside)
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
 

@@ -91,7 +91,8 @@ class AdvantageConfig(Section):
         if self.kind == "history":
             self.unused(("singleton", "eps"), "an option of baselines from the group alone, which kind history is not")
         else:
-            self.unused(("prior_strength", "score_ratio"), f"an option of kind history, and kind is {self.kind}")
+            names = ("prior_strength",) if self.score_ratio in ("auto", 1) else ("prior_strength", "score_ratio")
+            self.unused(names, f"an option of kind history, and kind is {self.kind}")
         return self
 
     @property
@@ -110,7 +111,8 @@ class AdvantageConfig(Section):
             raise ValueError("overlong_buffer: its penalty leaves the rewards from 0 to 1 that kind reinforce takes")
         if self.kind == "history" and self.overlong_buffer is not None:
             raise ValueError(
-                "overlong_buffer: its penalty is not in the rewards that kind history has seen; set it to null"
+                "overlong_buffer: its penalty is not in the rewards that kind history has seen; set it to null, or "
+                "kind to rloo"
             )
         return self
 

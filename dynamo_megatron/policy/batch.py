@@ -125,14 +125,15 @@ def _advantages(
         advantages = rewards  # shape_tokens subtracts a baseline of each token
     elif config.algorithm.needs_baseline:
         b = Baseline(np.zeros(len(rewards)), np.zeros(len(rewards))) if baseline is None else baseline
-        ratio = b.score_ratio
-        if advantage.score_ratio == "auto":
-            ratio = ratio if ((rewards >= 0) & (rewards <= 1)).all() else 1.0
-        elif advantage.score_ratio != 1:
-            _check_rewards(rollouts, rewards, f"score_ratio={advantage.score_ratio:g}", "set it to auto or 1")
+        ratio, inside = b.score_ratio if advantage.score_ratio == "auto" else advantage.score_ratio, rewards
+        if advantage.score_ratio == "auto" and ratio != 1:
+            inside = np.clip(rewards, 0, 1)  # the first reward outside: no baseline may depend on its own rollout
+        elif ratio != 1:
+            _check_rewards(rollouts, rewards, f"score_ratio={ratio:g}", "set it to auto or 1")
         advantages = history_advantages(
-            rewards, rollouts.group_ids, b.mean, b.strength, ratio, reward_variance=b.variance
+            inside, rollouts.group_ids, b.mean, b.strength, ratio, reward_variance=b.variance
         )
+        advantages = advantages + (rewards - inside)
     else:
         if advantage.kind == "reinforce":
             _check_rewards(rollouts, rewards, "kind=reinforce", "choose another kind")

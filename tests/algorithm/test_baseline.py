@@ -98,6 +98,9 @@ def test_the_state_survives_json():
     again.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
     before, after = (x.reward_baseline(["a", "b", "c"], score_ratio=None) for x in (allocator, again))
     assert before.mean.tolist() == after.mean.tolist() and before.score_ratio == after.score_ratio > 1
+    allocator.observe(["a"], [-1], [False], 4, energy=[1.0])
+    again.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
+    assert [x.reward_baseline(["a"], score_ratio=None).score_ratio for x in (allocator, again)] == [1, 1]
 
 
 def test_a_state_without_energies_is_of_an_earlier_version():
@@ -106,9 +109,9 @@ def test_a_state_without_energies_is_of_an_earlier_version():
     allocator = RolloutAllocator({})
     allocator.load_state_dict(state)
     assert allocator.reward_baseline(["a"], score_ratio=None).score_ratio == 1
-    allocator.load_state_dict({**state, "energy_line": [4.0, 2.0, 2.0, 6.0, 2.0]})
-    assert allocator.reward_baseline(["a"], score_ratio=None).score_ratio == pytest.approx(1.4)
-    with pytest.raises(ValueError, match="energy_line is not 6 finite numbers"):
+    with pytest.raises(ValueError, match="rewards_outside is -1, not a number of rollouts"):
+        allocator.load_state_dict({**state, "rewards_outside": -1})
+    with pytest.raises(ValueError, match="energy_line is not 5 finite numbers"):
         allocator.load_state_dict({**state, "energy_line": [1.0, 2.0]})
 
 

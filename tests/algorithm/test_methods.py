@@ -99,6 +99,12 @@ def flat(name: str) -> dict:
     return identity(to_plain(load(name)), ["algorithm"])
 
 
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "mine:advantages"])
+def test_another_advantage_can_follow_a_method_with_a_history(kind):
+    """`score_ratio: auto` of the file does nothing then."""
+    assert load("dynamo", f"algorithm.advantage.kind={kind}").algorithm.advantage.kind == kind
+
+
 def test_presets_are_valid_and_what_they_say():
     grpo, dynamo, published = (load(name).algorithm for name in ("grpo", "dynamo", "dynamo_published"))
     assert (grpo.allocation.kind, grpo.advantage.kind, grpo.modulation) == ("uniform", "grpo", None)
@@ -203,7 +209,7 @@ def test_the_docs_list_every_method():
             "advantage: overlong_buffer: its penalty is not in",
         ),
         (
-            "algorithm.advantage={kind: rloo, score_ratio: auto}",
+            "algorithm.advantage={kind: rloo, score_ratio: 2}",
             "score_ratio: an option of kind history, and kind is rloo",
         ),
         ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),

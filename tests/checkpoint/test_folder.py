@@ -253,7 +253,7 @@ def test_a_state_of_lists_in_an_older_checkpoint_is_that_of_arrays_in_a_new_one(
     for folder in (tmp_path, tmp_path / "new"):
         allocator = RolloutAllocator({"half_life": 3})
         allocator.history.load_state_dict(read_state(folder)["allocator"])
-        unmeasured = {**{name: [0.0] * 3 for name in MEASURES}, "energy_line": [0.0] * 6}
+        unmeasured = {**{name: [0.0] * 3 for name in MEASURES}, "energy_line": [0.0] * 5}
         assert allocator.state_dict() == {**json.loads(RECORDED)["allocator"], **unmeasured}
         allocator.observe(["a", "d"], [0.1, 0.2], [0, 1], 3)
         counts.append((allocator.allocate(["a", "b", "c", "d"], 40, step=4).tolist(), allocator.state_dict()))

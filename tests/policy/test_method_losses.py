@@ -174,7 +174,7 @@ def against_history(rollouts, energy_ratio: float = 2) -> np.ndarray:
 
 def test_spo_normalises_what_history_leaves_over_the_step(rollouts, stats, grpo):
     got = run("spo", rollouts, stats)
-    advantages = against_history(rollouts)
+    advantages = against_history(rollouts, energy_ratio=1)
     per_token = rollouts.per_token((advantages - advantages.mean()) / advantages.std(ddof=1))
     expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
 
@@ -187,7 +187,7 @@ def test_pilot_is_grpo_with_clip_higher_and_a_dual_clip(rollouts, stats, grpo):
 def test_reinforce_ada_compares_with_the_rollouts_that_are_left_out_too(rollouts, stats, grpo):
     """These are what the baseline knows besides the group."""
     got = run("reinforce_ada", rollouts, stats)
-    per_token = rollouts.per_token(against_history(rollouts))
+    per_token = rollouts.per_token(against_history(rollouts, energy_ratio=1))
     expect(got, per_token, grpo.weights, *clipped(per_token, ratio(stats), high=0.28, c=10.0))
 
 
@@ -206,14 +206,16 @@ def test_rewards_that_a_method_cannot_take_are_named(rollouts, stats, name, sett
         run(name, with_negative_rewards(rollouts), stats, *overrides)
 
 
-def test_the_baseline_is_the_mean_where_a_reward_is_outside_0_and_1(rollouts, stats):
-    """`score_ratio: auto`, measured as 2 before (`run`)."""
+def test_the_first_rewards_outside_0_and_1_leave_the_baseline_of_others_alone(rollouts, stats):
+    """`score_ratio: auto`, measured as 2 before (`run`): a rollout's own reward must not choose its baseline."""
     wrong = with_negative_rewards(rollouts)
-    expected = wrong.per_token(against_history(wrong, energy_ratio=1))
+    baseline = rollouts.rewards - against_history(rollouts)
+    expected = wrong.per_token(wrong.rewards - baseline)
     np.testing.assert_allclose(run("history", wrong, stats).advantages, expected, atol=1e-6)
 
 
 def with_negative_rewards(rollouts):
+    """-1 for 0."""
     return RolloutBatch(**{**vars(rollouts), "rewards": 2 * rollouts.rewards - 1})
 
 
