@@ -33,6 +33,11 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.sequential.kind={rule.kind} goes by the step's own outcomes, which biases the gradient "
             "(docs/estimators.md); set algorithm.sequential=null, or kind=pilot with explore above 0"
         )
+    if low == 1 and config.reward.implicit:
+        warnings.append(
+            "algorithm.allocation.rollout_n_min=1: process rewards are compared within the group alone, and those of a "
+            "rollout without others count nothing; set algorithm.allocation.rollout_n_min=2"
+        )
     warnings += _history_warnings(config)
     if kind == "uniform":
         return warnings

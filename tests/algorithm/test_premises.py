@@ -81,6 +81,10 @@ def test_rewards_of_tokens_that_the_allocation_does_not_count():
     assert found.startswith("reward.functions: prime adds") and found.endswith("set algorithm.allocation.kind=uniform")
     config["algorithm"] = {"allocation": {"kind": "uniform"}}
     assert premise_warnings(Config.model_validate(config)) == []
+    config["algorithm"]["allocation"]["rollout_n_min"] = 1
+    config["algorithm"]["advantage"] = {"kind": "history"}
+    (found,) = premise_warnings(Config.model_validate(config))
+    assert found.startswith("algorithm.allocation.rollout_n_min=1: process rewards are compared within the group alone")
 
 
 def test_presets():

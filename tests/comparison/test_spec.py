@@ -185,14 +185,23 @@ def test_every_shipped_spec_has_valid_runs(name):
     assert len(planned_runs(spec)) >= len(spec.arms) * len(spec.seeds) > 1
 
 
+@pytest.mark.parametrize("name", [name for name in shipped.names() if name.startswith("compare/")])
+def test_an_arm_with_the_name_of_an_advantage_has_it(name):
+    """Also after a method's file has changed."""
+    for run in planned_runs(read_spec(name)):
+        kind = run.arm.split("_")[0]
+        if kind in ("grpo", "rloo", "history"):
+            assert run.config.algorithm.advantage.kind == kind, run.arm
+
+
 def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
     spec = read_spec("compare/demo")
-    assert list(spec.arms) == ["grpo", "dynamo", "allocation_only", "modulation_only"]
+    assert list(spec.arms) == ["grpo", "grpo_wide", "dynamo", "allocation_only", "modulation_only"]
     assert spec.wide() == [] and len(spec.seeds) >= 5
     by_arm = {run.arm: run.config.algorithm for run in planned_runs(spec)}
     assert by_arm["allocation_only"].modulation is None and by_arm["modulation_only"].allocation.kind == "uniform"
     assert main(["compare", "compare/demo", "--dry-run"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 60
+    assert len(capsys.readouterr().out.splitlines()) == 75
 
 
 def test_the_sbatch_array_has_a_task_for_each_run(folder, capsys):
