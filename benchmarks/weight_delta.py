@@ -49,6 +49,7 @@ from dynamo_megatron.types import RolloutBatch  # noqa: E402
 
 
 def step_batch(run: Path, step: int, config: Config) -> TrainBatch:
+    """The step's recorded rollouts, with baselines from their groups alone in each step."""
     groups = [group for of_prompt in read_groups(step_file(run, step)).values() for group in of_prompt]
     rollouts = [r for group in sorted(groups, key=lambda g: g[0].group_id) for r in group if r.status == "ok"]
     return TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)

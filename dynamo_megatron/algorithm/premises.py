@@ -33,12 +33,7 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.sequential.kind={rule.kind} goes by the step's own outcomes, which biases the gradient "
             "(docs/estimators.md); set algorithm.sequential=null, or kind=pilot with explore above 0"
         )
-    if low == 1 and config.reward.implicit:
-        warnings.append(
-            "algorithm.allocation.rollout_n_min=1: process rewards are compared within the group alone, and those of a "
-            "rollout without others count nothing; set algorithm.allocation.rollout_n_min=2"
-        )
-    warnings += _history_warnings(config)
+    warnings += [*_process_warnings(config), *_history_warnings(config)]
     if kind == "uniform":
         return warnings
     if advantage.kind == "reinforce":
@@ -62,11 +57,6 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.loss.aggregation={aggregation} makes a prompt count by its rollouts: what {kind} allocation "
             "gives more rollouts is also trained on more; set algorithm.loss.aggregation=prompt_mean"
         )
-    if kind == "neyman" and config.reward.implicit:
-        warnings.append(
-            "reward.functions: prime adds a part to the advantages, and algorithm.allocation.kind=neyman goes by the "
-            "variance of the outcomes alone; set algorithm.allocation.kind=uniform"
-        )
     functions = len(config.reward.outcomes)
     if kind == "neyman" and allocation.variance != "empirical" and functions > 1:
         warnings.append(
@@ -74,6 +64,24 @@ def premise_warnings(config: Config) -> list[str]:
             f"is the {config.reward.fusion} of {functions} functions; set algorithm.allocation.variance=empirical"
         )
     return warnings
+
+
+def _process_warnings(config: Config) -> Iterator[str]:
+    """Warnings about process rewards, those of the reward `prime`."""
+    allocation = config.algorithm.allocation
+    if not config.reward.implicit:
+        return
+    if allocation.kind == "neyman":
+        yield (
+            "reward.functions: prime adds a part to the advantages, and algorithm.allocation.kind=neyman goes by the "
+            "variance of the outcomes alone; set algorithm.allocation.kind=uniform"
+        )
+    even = allocation.kind == "uniform" and config.rollout_budget >= 2 * config.batch_prompts
+    if allocation.rollout_n_min == 1 and not even:
+        yield (
+            "algorithm.allocation.rollout_n_min=1: process rewards are compared within the group alone, and those of a "
+            "rollout without others count nothing; set algorithm.allocation.rollout_n_min=2"
+        )
 
 
 def _history_warnings(config: Config) -> Iterator[str]:

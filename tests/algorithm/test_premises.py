@@ -83,6 +83,8 @@ def test_rewards_of_tokens_that_the_allocation_does_not_count():
     assert premise_warnings(Config.model_validate(config)) == []
     config["algorithm"]["allocation"]["rollout_n_min"] = 1
     config["algorithm"]["advantage"] = {"kind": "history"}
+    assert premise_warnings(Config.model_validate(config)) == [], "8 each"
+    config["algorithm"]["allocation"]["budget"] = 32
     (found,) = premise_warnings(Config.model_validate(config))
     assert found.startswith("algorithm.allocation.rollout_n_min=1: process rewards are compared within the group alone")
 
