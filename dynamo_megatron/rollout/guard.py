@@ -39,6 +39,10 @@ def main(folders: list[str], command: list[str]) -> int:
     SIGUSR1 is passed on: ranks save and stop, servers ignore it. The command's output comes through a pipe, so that a
     full disk does not affect it. Where stdout is a log, the log's size stays bounded.
     """
+    asked: list[int] = []
+    early: list[int] = []  # what came before there was a command to pass it on to
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
         command,
@@ -50,9 +54,9 @@ def main(folders: list[str], command: list[str]) -> int:
     )
     copying = threading.Thread(target=copy_output, args=(process.stdout.fileno(),), daemon=True)
     copying.start()
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
+    for number in early:
+        process.send_signal(number)
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:

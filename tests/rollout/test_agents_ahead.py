@@ -59,6 +59,7 @@ def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_pat
         return await run_steps(generator, engines, PROMPTS, COUNTS, STEPS, staleness)
 
     options = {"agent": "ahead_agents:agent", "agent_workers": 1, "max_new_tokens": 200, "concurrency": 5}
+    options["health_timeout"] = 20.0  # a busy machine
     results = with_generator(work, *engines, end=(END,), max_staleness=staleness, at_push=at_push, **options)
     oldest = within_turns = within_episodes = 0
     for step, result in results.items():

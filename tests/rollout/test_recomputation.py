@@ -30,7 +30,9 @@ def steps_of(with_generator, *engines: Engine, staleness: int = 1, rejects: bool
     async def work(generator, push):
         return await run_steps(generator, engines, PROMPTS, COUNTS, 5, staleness)
 
-    results = with_generator(work, *engines, max_staleness=staleness, max_new_tokens=60, concurrency=6, **rollout)
+    results = with_generator(
+        work, *engines, max_staleness=staleness, max_new_tokens=60, concurrency=6, health_timeout=20.0, **rollout
+    )
     for result in results.values():
         result.check_accounts(sum(COUNTS))
         assert rejects or len(result.batch.rollout_ids) == sum(COUNTS)
@@ -91,7 +93,8 @@ def test_what_other_weights_have_sampled_is_rejected_or_sampled_again(with_gener
         await generator.end_push(2, dict.fromkeys(e for e in endpoints if e.name != "server-1"))
         return await generator.collect(3)
 
-    result = with_generator(work, *engines, max_staleness=1, at_push=at_push, max_new_tokens=60, concurrency=6)
+    options = {"max_new_tokens": 60, "concurrency": 6, "health_timeout": 20.0}
+    result = with_generator(work, *engines, max_staleness=1, at_push=at_push, **options)
     result.check_accounts(sum(COUNTS))
     rejected = {name for name, outcome in result.outcomes.items() if outcome.kind == "rejected"}
     own = {name for name in engines[1].asked if name.startswith("000003")}
