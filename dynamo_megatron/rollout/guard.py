@@ -40,9 +40,7 @@ def main(folders: list[str], command: list[str]) -> int:
     full disk does not affect it. Where stdout is a log, the log's size stays bounded.
     """
     asked: list[int] = []
-    early: list[int] = []  # what came before there was a command to pass it on to
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     on_death = functools.partial(die_with_parent, signal.SIGKILL, os.getpid())
     process = subprocess.Popen(
         command,
@@ -54,9 +52,8 @@ def main(folders: list[str], command: list[str]) -> int:
     )
     copying = threading.Thread(target=copy_output, args=(process.stdout.fileno(),), daemon=True)
     copying.start()
+    # Only now: the command inherits that a server's SIGUSR1 is ignored, which a handler would undo.
     signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))
-    for number in early:
-        process.send_signal(number)
     segments: set[str] = set()
     look = 0.0
     while process.poll() is None and not asked and not select.select([sys.stdin], [], [], POLL_EVERY)[0]:
