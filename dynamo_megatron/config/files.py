@@ -89,8 +89,7 @@ class _Merged:
             if str(name) not in _fields(_type_at(at)):
                 self._refuse(path, value, origin)
             elif isinstance(value, Mapping) and _fields(_type_at(path)):
-                if not isinstance(into.get(name), dict):
-                    into[name] = {}
+                into[name] = into[name] if isinstance(into.get(name), dict) else {}
                 self.add(value, path, origin)
             else:
                 into[name] = value
