@@ -59,7 +59,8 @@ def test_requests_without_a_seed_differ(sglang_server):
             client = SGLangClient(session, sglang_server.endpoint, RolloutConfig(max_new_tokens=24), (3,))
             return await asyncio.gather(*(client.generate(f"unseeded-{k}", PROMPTS[0]) for k in range(8)))
 
-    assert len({tuple(response.tokens) for response in asyncio.run(work())}) == 8
+    whole = [tuple(r.tokens) for r in asyncio.run(work()) if len(r.tokens) == 24]  # two that stop at once may be equal
+    assert len(set(whole)) == len(whole) > 1
 
 
 def test_tokens_are_drawn_by_their_probability(plugin):

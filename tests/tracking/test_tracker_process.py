@@ -3,6 +3,7 @@
 The library is a stand-in for trackio, which the tracker's process imports in its place.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -29,8 +30,8 @@ class Run:
 
     def log(self, row, step):
         LOG
-        with open(os.environ["ROWS"], "a") as file:
-            file.write(json.dumps({**row, "step": step}) + "\\n")
+        with open(os.environ["ROWS"], "ab", buffering=0) as file:  # one write, whole beside those of other processes
+            file.write(json.dumps({**row, "step": step}).encode() + b"\\n")
 
     def finish(self):
         FINISH
@@ -41,7 +42,8 @@ RAISES = 'raise RuntimeError("the service said no")'
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """started(init=, log=, finish=) -> (tracker, what the user is told) with that library."""
+    """started(init=, log=, finish=) -> (tracker, what the user is told) with that library, each in a run of its own."""
+    folders = (f"run{number or ''}" for number in itertools.count())
 
     def start(init="pass", log="pass", finish="pass"):
         text = LIBRARY.replace("INIT", init).replace("LOG", log).replace("FINISH", finish)
@@ -49,7 +51,7 @@ def started(tmp_path, monkeypatch):
         paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
-        config = Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(tmp_path / "run"))
+        config = Config(model={"path": "m"}, data={"source": "s"}, output_dir=str(tmp_path / next(folders)))
         said: list[str] = []
         return TrackerProcess("trackio", config, said.append), said
 
@@ -123,16 +125,18 @@ def test_all_trackers_have_one_deadline_and_none_waits_for_another(started, tmp_
     hanging = [started(**library) for _ in range(3)]
     monkeypatch.delenv("HANG")
     sent, said = started(**library)
+    trackers, writing = [*(tracker for tracker, _ in hanging), sent], 4 if where == "finish" else 1
     row = {"reward/mean": 0.5, "long": list(range(2000))}
-    for tracker, _ in hanging:
-        for step in range(1, 50):  # more than the pipe holds
+    for tracker in trackers:
+        tracker.write({"step": 1, **row})
+    wait_until(lambda: len(rows(tmp_path)) == writing)  # a busy machine takes long to start them
+    for step in range(2, 50):  # more than the pipe holds
+        for tracker in trackers:
             tracker.write({"step": step, **row})
-    for step in range(1, 50):
-        sent.write({"step": step, **row})
     start = time.monotonic()
-    close_trackers([*(tracker for tracker, _ in hanging), sent], 12.0)
-    assert time.monotonic() - start < 15 and processes() == []
-    assert said == [] and len(rows(tmp_path)) == 49 * (4 if where == "finish" else 1)
+    close_trackers(trackers, 6.0)
+    assert time.monotonic() - start < 12 and processes() == []
+    assert said == [] and len(rows(tmp_path)) == 49 * writing
     assert all(len(told) == 1 and told[0].startswith("warning: trackio did not ") for _, told in hanging)
 
 
