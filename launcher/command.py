@@ -1,10 +1,7 @@
-"""What all launchers use: the argument list to start, ports where the ranks meet, and checks, also for secrets."""
+"""What all launchers use: the argument list to start, and checks, also for secrets."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,17 +16,6 @@ UNQUOTED = str.maketrans("", "", "'\"\\")  # removes all quoting, to find a valu
 def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
     """Returns the argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
-
-
-def free_port(count: int = 1) -> int:
-    """Returns a free port, or the first of `count` free ones in a row, for the ranks to meet at later. It is below the
-    range from which systems take ports of outgoing connections. Raises ConfigError."""
-    for port in random.SystemRandom().sample(range(12000, 32000), 100):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for i in range(count):
-                probes.enter_context(socket.socket()).bind(("", port + i))
-            return port
-    raise ConfigError("MASTER_PORT: 100 ports between 12000 and 32000 are all taken on this machine")
 
 
 def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:

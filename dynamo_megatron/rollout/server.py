@@ -32,7 +32,7 @@ from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import plain_json
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, interface_of
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, free_port, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 
@@ -148,7 +148,7 @@ class SGLangServer:
         self._log_start = (0, 0)
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
-        self._port = config.port + slot if config.port else 0
+        self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -158,7 +158,6 @@ class SGLangServer:
                     f"{self._port_key}: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
                     "name another one, or leave the key out for a free one"
                 ) from None
-            self._port = probe.getsockname()[1]
         url = f"http://{self._host}:{self._port}"
         # A key of its own; one that outlives its run (comparison/fleet.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)

@@ -40,6 +40,12 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_port_of_its_own_cannot_become_that_of_an_outgoing_connection_meanwhile(tmp_path):
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    server = SGLangServer(RolloutConfig(), ModelConfig(path="unused"), tmp_path / "sglang.log")
+    assert 1024 < urlsplit(server.endpoint.url).port < int(first)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "lo", "localhost"])
 def test_servers_beside_ranks_of_several_hosts_are_not_each_hosts_own(host):
     with pytest.raises(ValueError, match=f"rollout.host: '{host}' .*on 2 \\(node-a, node-b...\\)") as error:
