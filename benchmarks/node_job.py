@@ -24,7 +24,8 @@ from typing import Any
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.server import listening_address
 from dynamo_megatron.runtime.coordination import connect_store
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, address_of, free_port, interface_of, ranks_address
+from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, address_of, interface_of, ranks_address
 from dynamo_megatron.runtime.process_signals import die_with_parent
 from dynamo_megatron.runtime.signed_store import SignedStore, forget_secret, share_secret
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import after_a_stop
-from dynamo_megatron.runtime.listening import free_port
+from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
 

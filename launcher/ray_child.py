@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from dynamo_megatron.runtime.listening import free_port
+from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.log_files import open_log
 
 COMPARED = 4096  # the last bytes read, by which the place is found again in a log that was moved

@@ -20,7 +20,7 @@ from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import cuda_available, listening_address
 from dynamo_megatron.rollout.supervisor import Supervisor
-from dynamo_megatron.runtime.listening import free_port
+from dynamo_megatron.runtime.free_ports import free_port
 
 KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
 POLL_EVERY = 0.5  # seconds

@@ -32,7 +32,8 @@ from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import plain_json
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, free_port, interface_of
+from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 

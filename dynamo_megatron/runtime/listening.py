@@ -1,5 +1,5 @@
-"""Decides on which address and port this package's processes listen: torch's stores, gloo, which opens a socket for
-each group, and the OpenMetrics endpoint.
+"""Decides on which address this package's processes listen: torch's stores, gloo, which opens a socket for each group,
+and the OpenMetrics endpoint.
 
 torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen only
 on the address that the processes that connect were given (docs/security.md: what listens, and who may connect).
@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import ipaddress
 import os
-import random
 import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -58,17 +57,6 @@ def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], No
         thread.join()
 
     return close
-
-
-def free_port(count: int = 1) -> int:
-    """Returns a free port, or the first of `count` free ones in a row, to listen on later. It is below the range from
-    which systems take ports of outgoing connections. Raises InputError."""
-    for port in random.SystemRandom().sample(range(12000, 32000), 100):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for i in range(count):
-                probes.enter_context(socket.socket()).bind(("", port + i))
-            return port
-    raise InputError("100 ports between 12000 and 32000 are all taken on this machine; end what listens there")
 
 
 def check_port(host: str, port: int, message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_megatron.runtime.listening import free_port
+from dynamo_megatron.runtime.free_ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 ENDPOINT = free_port()
