@@ -98,6 +98,16 @@ def test_the_scores_and_seeds_of_the_pages():
         assert f"{100 * score:.1f} %" in readme
 
 
+def test_what_the_runs_did_with_their_baseline():
+    found = result("history_runs")
+    counts = found["default_class history_32x2"]["rollouts per prompt"]
+    shares = "{:.0f} % of the prompts of a step got 2 rollouts, {:.0f} % got 1 and {:.0f} % got 3"
+    assert shares.format(*(100 * counts[n] for n in "213")) in in_one_line(PAGE)
+    limited = [100 * of["share of steps at the largest score_ratio"] for of in found.values()]
+    for name in ("evidence", "methods"):
+        assert f"{min(limited):.0f} to {max(limited):.0f} % of the steps" in in_one_line(page(name))
+
+
 def test_the_default_method_names_what_decided():
     found = result("default_class_rloo_8x8")["comparison"]["arms"]["history_32x2"]["cost"]["half"]["rollouts"]["ratio"]
     value, interval = f"{found['value']:.2f} times", f"({found['low']:.2f} to {found['high']:.2f}"
