@@ -14,7 +14,12 @@ from dynamo_megatron.config.allocation import ALLOCATORS
 
 ROOT = Path(__file__).parents[2]
 # What compare/NAME came to, and its section of docs/evidence.md.
-COMPARED = {"class_task": "The class task", "sums_task": "The demo's sums", "default_class": "The default method"}
+COMPARED = {
+    "class_task": "The class task",
+    "sums_task": "The demo's sums",
+    "default_class": "The default method",
+    "modulation_class": "Modulation on the class task",
+}
 RESULTS = [f for name in COMPARED for f in sorted((ROOT / "benchmarks" / "results").glob(f"{name}_*.json"))]
 NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight"}
 
