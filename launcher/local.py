@@ -9,6 +9,7 @@ once. They die with this process (PR_SET_PDEATHSIG), even when it is killed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step gets SIGTERM
+MANAGER_GRACE = 3.0  # seconds; it ends 2 s after its last client, but a server that stays up remains its client
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 
 
@@ -146,21 +148,37 @@ def stopped_early(number: int, output_dir: Path) -> str:
 
 
 def _end_orphans() -> None:
-    """Waits for the processes that killed ranks have left behind. They end by themselves and remove their files on disk
+    """Waits for the processes that the ranks have left behind. They end by themselves, and remove their files on disk
     and in shared memory; those that do not end are killed. As a subreaper this process has become their parent."""
-    own = os.getpid()
-    deadline = time.monotonic() + ORPHANS_GRACE
+    own, began = os.getpid(), time.monotonic()
     while True:
         with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
             children = [int(pid) for pid in file.read().split()]
         if not children:
             return
-        late = time.monotonic() > deadline
+        waited = time.monotonic() - began
         for pid in children:
+            folder = _folder_of_manager(pid) if waited > MANAGER_GRACE else None
+            late = folder is not None or waited > ORPHANS_GRACE
             if late:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0 if late else os.WNOHANG)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
+
+
+def _folder_of_manager(pid: int) -> Path | None:
+    """Returns the folder with the socket of torch's shared-memory manager, or None where `pid` is another process."""
+    import psutil  # not above: nemo-run's environment has none, and imports this module
+
+    try:
+        process = psutil.Process(pid)
+        if process.name() == "torch_shm_manager":
+            return next((Path(c.laddr).parent for c in process.net_connections("unix") if c.laddr), None)
+    except psutil.NoSuchProcess:
+        pass
+    return None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Finds free ports. Imports nothing outside the standard library: launchers run in environments of their own."""
+"""Finds free ports. Imports no other package: launchers also run in environments that have few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo_megatron.errors import InputError
 
 def free_port(count: int = 1) -> int:
     """Returns a free port, or the first of `count` free ones in a row, to listen on later. It is below the range from
-    which systems take ports of outgoing connections. Raises InputError."""
+    which Linux by default takes the ports of outgoing connections. Raises InputError."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for i in range(count):

@@ -3,6 +3,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import psutil
 
 from dynamo_megatron.launcher.local import run_ranks
 
@@ -38,3 +41,57 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     assert log.read_text() == "interrupted; nothing is saved yet: the same command starts from step 0\n"
+
+
+SENDS = """
+import os, time
+if "RANK" in os.environ and not os.environ.get("BEGUN"):
+    os.environ["BEGUN"] = "yes"
+    import psutil, torch
+    from pathlib import Path
+    from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
+    transport = TensorTransport()
+    transport.stage(1, {"weight": torch.arange(6, dtype=torch.float32)})
+    (manager,) = (child for child in psutil.Process().children() if child.name() == "torch_shm_manager")
+    folder = next(Path(c.laddr).parent for c in manager.net_connections("unix") if c.laddr)
+    text = f"{manager.pid} {folder} {transport._handle()}"
+    Path("sent.tmp").write_text(text)
+    os.rename("sent.tmp", "sent")
+    while not os.path.exists("read"):
+        time.sleep(0.05)
+    transport.end()
+    os._exit(0)
+"""
+READS = """
+import base64, pickle, sys, torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+bucket = pickle.loads(base64.b64decode(input()))
+print(*bucket["flattened_tensor"].view(torch.float32).tolist(), flush=True)
+del bucket
+input()
+"""
+
+
+def test_a_run_does_not_wait_for_a_server_that_stays_up_after_a_push_by_shared_memory(tmp_path):
+    """torch connects the server to the rank's shared-memory manager for as long as the server lives."""
+    (tmp_path / "sitecustomize.py").write_text(SENDS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "1", str(tmp_path / "run"), "report"]
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, stdout=log, stderr=log)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "sent").exists():
+        assert time.monotonic() < deadline and run.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    manager, folder, handle = (tmp_path / "sent").read_text().split()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-P", "-c", READS], **pipes) as server:
+        server.stdin.write(f"{handle}\n")
+        server.stdin.flush()
+        assert server.stdout.readline().split() == ["0.0", "1.0", "2.0", "3.0", "4.0", "5.0"]
+        (tmp_path / "read").touch()
+        try:
+            assert run.wait(timeout=12) == 0, (tmp_path / "log").read_text()
+        finally:
+            server.communicate("\n")
+    assert not psutil.pid_exists(int(manager)) and not Path(folder).exists()

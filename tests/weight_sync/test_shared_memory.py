@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 FULL = "mount -t tmpfs -o size=1m none /dev/shm && exec "
@@ -35,40 +34,3 @@ _shared(1 << 20)
 def test_another_failure_of_shared_memory_is_not_called_a_full_one():
     done = subprocess.run([sys.executable, "-P", "-c", OPENS_TOO_MUCH], capture_output=True, text=True, timeout=120)
     assert "Too many open files" in done.stderr and "has no room" not in done.stderr, done.stderr
-
-
-SENDS = """
-import psutil, torch
-from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
-transport = TensorTransport()
-transport.stage(1, {"weight": torch.arange(6, dtype=torch.float32)})
-print(transport._handle())
-print(*(child.pid for child in psutil.Process().children() if child.name().startswith("torch_shm")), flush=True)
-input()
-"""
-READS = """
-import base64, pickle, sys, torch
-torch.multiprocessing.set_sharing_strategy("file_system")
-bucket = pickle.loads(base64.b64decode(input()))
-print(*bucket["flattened_tensor"].view(torch.float32).tolist(), flush=True)
-del bucket
-input()
-"""
-
-
-def test_the_manager_of_a_sender_ends_with_it_while_the_reader_goes_on():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        subprocess.Popen([sys.executable, "-P", "-c", SENDS], **pipes) as sender,
-        subprocess.Popen([sys.executable, "-P", "-c", READS], **pipes) as reader,
-    ):
-        reader.stdin.write(sender.stdout.readline())
-        reader.stdin.flush()
-        assert reader.stdout.readline().split() == ["0.0", "1.0", "2.0", "3.0", "4.0", "5.0"]
-        manager = psutil.Process(int(sender.stdout.readline()))
-        sender.communicate("\n")
-        try:
-            manager.wait(60)
-        finally:
-            reader.communicate("\n")
-    assert sender.returncode == reader.returncode == 0

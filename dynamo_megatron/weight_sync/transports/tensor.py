@@ -13,28 +13,15 @@ import weakref
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.multiprocessing
-from torch.multiprocessing.reductions import reduce_storage
 
 from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.server_api import TRANSFER_TIMEOUT, call
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
 from dynamo_megatron.weight_sync.transports.base import Streamed
 from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
-
-
-class _HandlePickler(ForkingPickler):
-    """Names no shared-memory manager, so that a server uses its own. torch would connect it to this process's manager
-    for good, and the manager ends only when nobody is connected: a run whose servers stay up would wait for it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.UntypedStorage):
-            return NotImplemented
-        rebuild, (kind, _, name, nbytes) = reduce_storage(value)
-        return rebuild, (kind, b"", name, nbytes)
 
 
 class TensorTransport(Streamed):
@@ -64,7 +51,7 @@ class TensorTransport(Streamed):
     def _handle(self) -> str:
         raw = io.BytesIO()
         # SGLang takes any object with the attributes of its FlattenedTensorMetadata, which cannot be imported here.
-        _HandlePickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
+        ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
         return base64.b64encode(raw.getvalue()).decode()
 
 
