@@ -41,9 +41,8 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
 
 
 def test_a_port_of_its_own_cannot_become_that_of_an_outgoing_connection_meanwhile(tmp_path):
-    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     server = SGLangServer(RolloutConfig(), ModelConfig(path="unused"), tmp_path / "sglang.log")
-    assert 1024 < urlsplit(server.endpoint.url).port < int(first)
+    assert 12000 <= urlsplit(server.endpoint.url).port < 32768  # from there on Linux takes those of connections
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "lo", "localhost"])
