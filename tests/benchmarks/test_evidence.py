@@ -19,6 +19,7 @@ COMPARED = {
     "sums_task": "The demo's sums",
     "default_class": "The default method",
     "modulation_class": "Modulation on the class task",
+    "modulation_sums": "Modulation on the demo's sums",
 }
 RESULTS = [f for name in COMPARED for f in sorted((ROOT / "benchmarks" / "results").glob(f"{name}_*.json"))]
 NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight"}
