@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Finder())
         ("dynamo_megatron.config.files", "report"),
         ("torch", "train"),
         ("dynamo_megatron.reports.report", "report"),
-        ("dynamo_megatron.launcher.command", "dynamo_megatron.launcher.local"),
+        ("dynamo_megatron.runtime.free_ports", "dynamo_megatron.launcher.local"),
     ],
 )
 def test_an_interrupt_while_packages_are_loaded_is_one_line(tiny_model, tmp_path, module, word):
