@@ -121,7 +121,7 @@ def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path, small_disk)
         )
     wait_for_line(said, 100)  # 200 kB
     assert guard.poll() is None and (small_disk / "log").stat().st_size < 1 << 16
-    full = int(said.read_text())
+    full = wait_for_line(said, 100)
     (small_disk / "ballast").unlink()
     wait_for_line(said, full + 20)
     guard.stdin.close()
@@ -130,8 +130,10 @@ def test_a_command_goes_on_while_its_log_is_on_a_full_disk(tmp_path, small_disk)
     assert numbers[0] == 0 and max(numbers) > full
 
 
-def wait_for_line(said: Path, number: int) -> None:
+def wait_for_line(said: Path, number: int) -> int:
+    """Returns the number of the line that has been reached. The file is empty for a moment whenever it is written."""
     deadline = time.monotonic() + 300
     while not (said.exists() and (text := said.read_text()) and int(text) >= number):
         assert time.monotonic() < deadline, f"waited 300 s for line {number}"
         time.sleep(0.05)
+    return int(text)
