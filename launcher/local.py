@@ -175,7 +175,8 @@ def _folder_of_manager(pid: int) -> Path | None:
     try:
         process = psutil.Process(pid)
         if process.name() == "torch_shm_manager":
-            return next((Path(c.laddr).parent for c in process.net_connections("unix") if c.laddr), None)
+            folders = (Path(c.laddr).parent for c in process.net_connections("unix") if c.laddr)
+            return next((f for f in folders if f.name.startswith("torch-shm-dir-")), None)  # it inherits other sockets
     except psutil.NoSuchProcess:
         pass
     return None
