@@ -44,16 +44,23 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
 
 
 SENDS = """
-import os, time
+import os, socket, time
 if "RANK" in os.environ and not os.environ.get("BEGUN"):
     os.environ["BEGUN"] = "yes"
     import psutil, torch
+    os.mkdir("inherited")  # by the manager: sockets that are not its own; Linux lists them in any order
+    inherited = [socket.socket(socket.AF_UNIX) for _ in range(16)]
+    for number, end in enumerate(inherited):
+        end.bind(f"inherited/{number}")
+        end.set_inheritable(True)
     from pathlib import Path
     from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
     transport = TensorTransport()
     transport.stage(1, {"weight": torch.arange(6, dtype=torch.float32)})
     (manager,) = (child for child in psutil.Process().children() if child.name() == "torch_shm_manager")
-    folder = next(Path(c.laddr).parent for c in manager.net_connections("unix") if c.laddr)
+    folders = {str(Path(c.laddr).parent) for c in manager.net_connections("unix") if c.laddr}
+    assert "inherited" in folders
+    (folder,) = folders - {"inherited"}
     text = f"{manager.pid} {folder} {transport._handle()}"
     Path("sent.tmp").write_text(text)
     os.rename("sent.tmp", "sent")
@@ -95,3 +102,4 @@ def test_a_run_does_not_wait_for_a_server_that_stays_up_after_a_push_by_shared_m
         finally:
             server.communicate("\n")
     assert not psutil.pid_exists(int(manager)) and not Path(folder).exists()
+    assert (tmp_path / "inherited" / "0").exists()
