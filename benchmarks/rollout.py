@@ -79,7 +79,7 @@ async def compare(server: SGLangServer, config: Config, requests: int, rounds: i
         running = asyncio.create_task(fleet.run())
         await fleet.wait_started()
         calls = {
-            "ours": functools.partial(ask_ours, fleet, rollout),
+            "ours": functools.partial(ask_ours, fleet),
             "sglang": functools.partial(ask_sglang, serving, server.endpoint.url, rollout),
         }
         for number in range(rounds + 1):
@@ -111,7 +111,7 @@ def set_sglang_options(serving: ModuleType) -> None:
     )
 
 
-async def ask_ours(fleet: Fleet, rollout: RolloutConfig, prompts: list[list[int]], number: int) -> int:
+async def ask_ours(fleet: Fleet, prompts: list[list[int]], number: int) -> int:
     """Returns the number of tokens of the responses."""
     tokens = 0
 
@@ -121,10 +121,10 @@ async def ask_ours(fleet: Fleet, rollout: RolloutConfig, prompts: list[list[int]
         tokens += len(response.tokens)
 
     asked = [
-        Request(f"{number}-{i}", f"{number}-{i}", "p", prompt, float(rollout.max_new_tokens))
+        Request(f"{number}-{i}", f"{number}-{i}", "p", prompt, float(fleet.config.rollout.max_new_tokens))
         for i, prompt in enumerate(prompts)
     ]
-    await Sampling(fleet, rollout, asked, take).run()
+    await Sampling(fleet, asked, take).run()
     return tokens
 
 

@@ -46,7 +46,7 @@ class Fleet:
     """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
-        self._config, self._session = config, session
+        self.config, self._session = config, session
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._members: dict[str, Member] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
@@ -63,18 +63,18 @@ class Fleet:
         self._names, self._sources = self._arrange()
 
     def _arrange(self) -> tuple[list[str], dict[str, Source]]:
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         if rollout.placement == "external":
             urls = dict(zip(server_names(len(rollout.urls), 1, 0), rollout.urls, strict=True))
-            return list(urls), dict.fromkeys(urls, External(self._config, urls, self))
+            return list(urls), dict.fromkeys(urls, External(self.config, urls, self))
         nodes = training_nodes() if rollout.placement == "colocated" else 0
         here = server_names(rollout.servers, nodes, 0) if nodes else []
         others = [n for n in server_names(rollout.servers, 1, 0) if n not in here]
         sources: dict[str, Source] = {}
         if here:
-            sources |= dict.fromkeys(here, Supervisor(self._config, here, self))
+            sources |= dict.fromkeys(here, Supervisor(self.config, here, self))
         if others:
-            sources |= dict.fromkeys(others, Announced(self._config.output_dir, others, self))
+            sources |= dict.fromkeys(others, Announced(self.config.output_dir, others, self))
         return here + others, sources
 
     async def run(self) -> None:
@@ -87,7 +87,7 @@ class Fleet:
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._members:
             self._leave(endpoint.name, "it was restarted")
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         version = 0 if self.version is None else None
         gone = asyncio.get_running_loop().create_future()
@@ -164,7 +164,7 @@ class Fleet:
     async def wait_started(self) -> None:
         """Waits until one server is up and every other one is up or has failed to start, for at most
         `rollout.start_timeout` seconds. Raises RolloutError where none is up by then."""
-        limit = self._config.rollout.start_timeout
+        limit = self.config.rollout.start_timeout
         deadline = time.monotonic() + limit
         while not self._members or not self._members.keys() | self._missing.keys() >= set(self._names):
             if self._final >= set(self._names) or not await self._change(deadline):
@@ -177,7 +177,7 @@ class Fleet:
     async def wait_serving(self) -> None:
         """Waits until a server may answer. Raises PushNeeded where a push is needed for that, RolloutError where no
         server comes up."""
-        deadline = time.monotonic() + self._config.rollout.start_timeout
+        deadline = time.monotonic() + self.config.rollout.start_timeout
         while not self.serving():
             if self.pushing:
                 await self._changed.wait()
@@ -190,7 +190,7 @@ class Fleet:
     async def begin_push(self, version: int) -> list[Endpoint]:
         """See RolloutWorker.begin_push."""
         self.version, self.pushing = version, True
-        deadline = time.monotonic() + self._config.rollout.start_timeout
+        deadline = time.monotonic() + self.config.rollout.start_timeout
         while True:
             members = list(self._members.values())
             held = [member.version for member in members]
@@ -231,7 +231,7 @@ class Fleet:
         """Recomputes logprobs of tokens that the server sampled from its present weights, `version`. With a staleness
         bound of 0 the policy has all of these weights, and does so itself. Returns whether the server computed
         something. Raises RolloutError where the logprobs differ."""
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         limit, sampled = rollout.proof.max_mean_gap, member.sampled
         if not rollout.max_staleness or limit is None or sampled is None:
             return False
@@ -251,7 +251,7 @@ class Fleet:
         """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
         interrupted, to continue under the new weights, or generated to its end. Raises RolloutError."""
         deadline, silence = time.monotonic() + CONTROL_TIMEOUT, Silence()
-        partial, limit = self._config.rollout.at_push == "partial", self._config.rollout.health_timeout
+        partial, limit = self.config.rollout.at_push == "partial", self.config.rollout.health_timeout
         while member.load.requests and not member.gone.done():
             member.rested.clear()
             if partial:
@@ -298,7 +298,7 @@ class Fleet:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _watch_one(self, member: Member) -> None:
-        limit, silence = self._config.rollout.health_timeout, Silence()
+        limit, silence = self.config.rollout.health_timeout, Silence()
         while not member.gone.done():
             await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # before the check: a short step needs none
             if member.version is None:
@@ -312,7 +312,7 @@ class Fleet:
 
     async def _answers(self, member: Member, silence: Silence) -> bool:
         """Returns whether /health answers 200 before `silence` reaches rollout.health_timeout."""
-        return await answers(member.client, silence, self._config.rollout.health_timeout, HEALTH_EVERY)
+        return await answers(member.client, silence, self.config.rollout.health_timeout, HEALTH_EVERY)
 
     async def doubt(self, member: Member, error: ServerLost) -> None:
         """Called after a lost request: counts it, and checks whether the server is lost too."""
@@ -379,7 +379,7 @@ class Fleet:
 
     def _why_none(self) -> str:
         return (
-            f"no rollout server came up within rollout.start_timeout ({self._config.rollout.start_timeout:g} s)"
+            f"no rollout server came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
             if not self._missing
             else f"no rollout server is up; {self._causes()}"
         )

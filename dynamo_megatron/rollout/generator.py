@@ -248,7 +248,7 @@ class Generator:
     ) -> Sampling | Episodes:
         """`options`: keyword arguments of Sampling."""
         if self._agents is None:
-            return Sampling(self._fleet, self._config.rollout, requests, take, **options)
+            return Sampling(self._fleet, requests, take, **options)
         options.pop("after", None)  # episodes begin in the order of their steps
         return Episodes(self._agents, requests, prompt_of, take, **options)
 

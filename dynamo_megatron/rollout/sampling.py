@@ -9,7 +9,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
 from dynamo_megatron.rollout.fleet import Fleet
@@ -53,7 +52,6 @@ class Sampling:
     def __init__(
         self,
         fleet: Fleet,
-        config: RolloutConfig,
         requests: Sequence[Request],
         take: Callable[[Request, Response, str], Awaitable[None]],
         deadline: float | None = None,
@@ -65,7 +63,8 @@ class Sampling:
         an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still has
         requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`: `run`
         goes on until `close`, since requests are added meanwhile."""
-        self._fleet, self._config, self._take, self._deadline = fleet, config, take, deadline
+        self._fleet, self._take, self._deadline = fleet, take, deadline
+        self._config = fleet.config.rollout
         self._after, self._urgent, self._open = after, urgent, stays_open
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
         self._pending = deque(requests[i] for i in order)

@@ -77,7 +77,7 @@ class World:
             self._up(server)
         async with asyncio.TaskGroup() as tasks:
             chaos = tasks.create_task(self._hurt()) if self.chaos else None
-            await self._train(config.rollout, steps)
+            await self._train(steps)
             if chaos is not None:
                 chaos.cancel()
 
@@ -112,14 +112,14 @@ class World:
                     server.speed = self.rng.choice([0.001, 0.01, 0.1])
 
     # -- the loop --------------------------------------------------------------------------------------------------
-    async def _train(self, config, steps: int) -> None:
+    async def _train(self, steps: int) -> None:
         ahead: dict[int, Dispatched] = {}
         await self._push(0, ahead)
         done = 0
         for step in range(1, steps + 1):
             while done < min(step + self.staleness, steps):
                 done += 1
-                ahead[done] = self._dispatch(config, done, [d.sampling for d in ahead.values()])
+                ahead[done] = self._dispatch(done, [d.sampling for d in ahead.values()])
             while True:
                 try:
                     await ahead[step].over()
@@ -135,7 +135,7 @@ class World:
     def _names(step: int) -> list[str]:
         return [f"{step}-{group}-{k}" for group in range(4) for k in range(2)]
 
-    def _dispatch(self, config, step: int, older: list[Sampling]) -> Dispatched:
+    def _dispatch(self, step: int, older: list[Sampling]) -> Dispatched:
         requests = [Request(n, n[:-2], n[:-2], [1, 2], 100.0) for n in self._names(step)]
 
         async def take(request: Request, response: Response, server: str) -> None:
@@ -143,7 +143,7 @@ class World:
             self.responses[request.name] = response
             self.finished.append(request.name)
 
-        return Dispatched(None, Sampling(self.fleet, config, requests, take, after=older))
+        return Dispatched(None, Sampling(self.fleet, requests, take, after=older))
 
     async def _push(self, version: int, ahead: dict[int, Dispatched]) -> None:
         while True:

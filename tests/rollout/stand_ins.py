@@ -175,7 +175,7 @@ async def fleet_of(*servers: Server, **rollout):
         running = asyncio.create_task(fleet.run())
         try:
             await fleet.wait_started()
-            yield fleet, config.rollout
+            yield fleet
         finally:
             running.cancel()
             await asyncio.wait([running])

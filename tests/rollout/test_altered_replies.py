@@ -72,7 +72,7 @@ async def sample(proxies: list[AlteringProxy], requests: int, at_once: int, **ro
             for first in range(0, requests, at_once):
                 names = [f"r{i}" for i in range(first, min(requests, first + at_once))]
                 asked = [Request(name, name, name, [20, 30], 6.0, seed=i) for i, name in enumerate(names, first)]
-                await Sampling(fleet, config.rollout, asked, take).run()
+                await Sampling(fleet, asked, take).run()
         finally:
             running.cancel()
             await asyncio.wait([running])

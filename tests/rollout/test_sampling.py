@@ -27,13 +27,13 @@ def sample(*servers: Server, requests: int = 40, deadline: float | None = None, 
             assert request.name not in outcomes, "a second outcome"
             outcomes[request.name] = response, server
 
-        async with fleet_of(*servers, **rollout) as (fleet, config):
+        async with fleet_of(*servers, **rollout) as fleet:
             if pushed:
                 endpoints = await fleet.begin_push(0)
                 await fleet.end_push(0, dict.fromkeys(endpoints))
             asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
             limit = None if deadline is None else time.monotonic() + deadline
-            sampling = Sampling(fleet, config, asked, take, limit)
+            sampling = Sampling(fleet, asked, take, limit)
             await sampling.run()
             assert len(outcomes) == requests and not any(m.load.requests for m in fleet.serving().values())
             return outcomes, sampling, fleet
@@ -283,7 +283,7 @@ def test_a_start_without_one_of_the_servers_says_so():
 
         slow = Server()
         slow.answer = hang
-        async with fleet_of(Server(), slow, start_timeout=1) as (fleet, _):
+        async with fleet_of(Server(), slow, start_timeout=1) as fleet:
             assert set(fleet.serving()) == {"server-0"}
             return fleet.notes
 
@@ -292,7 +292,7 @@ def test_a_start_without_one_of_the_servers_says_so():
 
 def test_a_server_restarted_in_a_push_has_not_taken_it():
     async def work():
-        async with fleet_of(Server(), Server()) as (fleet, _):
+        async with fleet_of(Server(), Server()) as fleet:
             endpoints = await fleet.begin_push(1)
             fleet.condemn(fleet._members["server-0"], "killed after its proof")
             async with asyncio.timeout(10):

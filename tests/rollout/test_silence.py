@@ -95,7 +95,7 @@ def test_a_server_that_does_not_tell_its_load_stays(monkeypatch):
             await asyncio.sleep(60)
 
     async def work():
-        async with fleet_of(Unspoken(), health_timeout=2.0) as (servers, _), servers.watched():
+        async with fleet_of(Unspoken(), health_timeout=2.0) as servers, servers.watched():
             await asyncio.sleep(5)
             assert set(servers.serving()) == {"server-0"} and servers.notes == []
 

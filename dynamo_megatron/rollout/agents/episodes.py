@@ -130,9 +130,7 @@ class Episodes:
         call."""
         agents = self.agents
         await agents.fit_servers()
-        self._sampling = Sampling(
-            agents.fleet, agents.config.rollout, [], self._answered, urgent=self._urgent, stays_open=True
-        )
+        self._sampling = Sampling(agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
         serving = asyncio.create_task(self._sampling.run())
         running = {asyncio.create_task(self._episode(request)): request for request in self._pending}
         takes: set[asyncio.Task] = set()
