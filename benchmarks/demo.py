@@ -124,8 +124,8 @@ def readme_part(results: dict[str, Any]) -> str:
         (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
         ("gain, points", 1, lambda r: 100 * r["gain"][0]),
         (
-            "rollouts per problem: the mean over problems with a success rate of 20 to 80 % so far, divided by the "
-            "mean over problems always solved so far",
+            "rollouts of a problem that was solved in 20 to 80 % of its rollouts so far, divided by those of a "
+            "problem that was always solved so far (means)",
             2,
             lambda r: r["sometimes to always"],
         ),
