@@ -124,8 +124,8 @@ def readme_part(results: dict[str, Any]) -> str:
         (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
         ("gain, points", 1, lambda r: 100 * r["gain"][0]),
         (
-            "rollouts of a problem that was solved in 20 to 80 % of its rollouts so far, divided by those of a "
-            "problem that was always solved so far (means)",
+            "mean rollouts per problem with a success rate of 20 to 80 % so far, divided by mean rollouts per "
+            "problem with a success rate of 100 % so far",
             2,
             lambda r: r["sometimes to always"],
         ),
