@@ -106,8 +106,8 @@ def of_pairs(rows: Sequence[tuple[str, str, str, bool]]) -> dict[str, int]:
 def markdown(results: dict[str, Any]) -> str:
     """The table of docs/rewards.md."""
     lines = [
-        "| references | answers | `math`: wrong as they are | right with another digit | math-verify: wrong as they "
-        "are | right with another digit | same verdict, % |",
+        "| references | answers | `math`: unchanged, scored wrong | `math`: changed, scored right | math-verify: "
+        "unchanged, scored wrong | math-verify: changed, scored right | both agree, % |",
         "|---|" + "---:|" * 6,
     ]
     for name, found in results["sets"].items():
