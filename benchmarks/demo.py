@@ -124,7 +124,7 @@ def readme_part(results: dict[str, Any]) -> str:
         (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
         ("gain, points", 1, lambda r: 100 * r["gain"][0]),
         (
-            "mean rollouts per problem: problems solved 20 to 80 % of the time so far, relative to problems always "
+            "ratio of mean rollouts per problem: problems solved 20 to 80 % of the time so far / problems always "
             "solved so far",
             2,
             lambda r: r["sometimes to always"],

@@ -49,7 +49,8 @@ def test_the_figures_of_eval_are_those_of_its_responses(benchmark, scores):
     # 0, 1, 2, 3, 3 right ones by the reward; the last number of a fourth is the answer, too
     assert results["computed"]["eval/pass@1"] == pytest.approx(9 / 20)
     assert list(results["responses"].values()) == [9, 10, 19]
-    last = "10, if a response is right when its last number is the answer; this rule and `eval` agree on 19"
+    last = "10 by a simpler rule: a response is right if its last number is the answer. The rule and `eval` "
+    last += "give the same verdict on 19"
     assert f"| right responses, of 20 | 9 | {last} |" in benchmark["markdown"](results)
 
 
