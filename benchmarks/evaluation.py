@@ -91,8 +91,9 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | {factor * said[f'eval/{key}']:.3f} | {factor * computed[f'eval/{key}']:.3f} |")
     by_number, same = counts["right by the last number"], counts["same verdict"]
     lines.append(
-        f"| right responses, of {computed['eval/samples']} | {counts['right by the reward']} | {by_number} by a simpler "
-        f"rule: a response is right if its last number is the answer. The rule and `eval` give the same verdict on {same} |"
+        f"| right responses, of {computed['eval/samples']} | {counts['right by the reward']} | {by_number} by a "
+        "simpler rule: a response is right if its last number is the answer. "
+        f"The rule and `eval` give the same verdict on {same} |"
     )
     return "\n".join(lines)
 

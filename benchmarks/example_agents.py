@@ -64,8 +64,9 @@ def page_part(results: dict[str, Any]) -> str:
     """What docs/agents.md has of the results."""
     host = results["machine"]
     lines = [
-        f"`make agents-figures` on {host['cores']} CPU cores with a load average of {host['load average before']:.1f} "
-        "before it, one run of each with one seed (`benchmarks/results/agents.json`):",
+        f"Results of `make agents-figures` on {host['cores']} CPU cores (load average before the start: "
+        f"{host['load average before']:.1f}). Each example was run once, with one seed "
+        "(`benchmarks/results/agents.json`):",
         "",
         markdown_row(["example", "held-out tasks", "success before, %", "after, %", "gain, points (95 %)", "minutes"]),
         "|---|---:|---:|---:|---:|---:|",
@@ -79,8 +80,8 @@ def page_part(results: dict[str, Any]) -> str:
     lines += [
         "",
         "Success is pass@1. The interval is of the paired difference, from resampling the tasks. The minutes are those "
-        f"of the commands above, both evaluations included. Before them, `make setup` in a fresh clone took "
-        f"{results['set-up seconds'] / 60:.1f}.",
+        "of the commands above, both evaluations included. They do not include `make setup`, which took "
+        f"{results['set-up seconds'] / 60:.1f} minutes in a fresh clone.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -46,8 +46,8 @@ def test_a_row_says_before_after_and_the_interval():
     lines = agents.page_part(RESULTS).splitlines()
     cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
     assert cells == ["calculator", "256", "30.0", "90.0", "+60.0 (+55.0 to +65.0)", "7.1"]
-    assert lines[0].startswith("`make agents-figures` on 2 CPU cores with a load average of 0.2 before it")
-    assert lines[-1].endswith("took 2.5.")
+    assert lines[0].startswith("Results of `make agents-figures` on 2 CPU cores (load average before the start: 0.2)")
+    assert lines[-1].endswith("took 2.5 minutes in a fresh clone.")
 
 
 @pytest.mark.full
