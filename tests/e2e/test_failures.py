@@ -199,13 +199,13 @@ GARBAGE = """
 import os
 if os.environ.get("RANK") == "0":
     import dataclasses
-    from dynamo_megatron.rollout.generator import Generator
-    score = Generator._score
+    from dynamo_megatron.rollout.scoring import Scoring
+    scored = Scoring.rollout
     async def garbled(self, step, name, prompt, response, server):
         if step == 2 and server == "server-1":
             response = dataclasses.replace(response, logprobs=[-0.1] * len(response.tokens))
-        return await score(self, step, name, prompt, response, server)
-    Generator._score = garbled
+        return await scored(self, step, name, prompt, response, server)
+    Scoring.rollout = garbled
 """
 
 
