@@ -33,19 +33,20 @@ TABLE = (
         "rollout.n",
         "--n-samples-per-prompt",
         "algorithm.allocation",
-        "a budget a step and bounds for a prompt; `kind: uniform` is the fixed n",
+        "a budget per step and bounds per prompt; `kind: uniform` gives every prompt the same n",
     ),
     Row(
         "actor.ppo_mini_batch_size",
         "--global-batch-size",
         "algorithm.loss.mini_batches",
-        "updates a step: `train_batch_size / ppo_mini_batch_size`, prompts by prompts; slime's batch counts samples",
+        "the number of updates per step, `train_batch_size / ppo_mini_batch_size` with both in prompts; slime's "
+        "`--global-batch-size` counts samples",
     ),
     Row(
         "actor.ppo_max_token_len_per_gpu actor.ppo_micro_batch_size_per_gpu",
         "--max-tokens-per-gpu --micro-batch-size",
         "trainer.micro_batch_tokens",
-        "tokens of whole sequences",
+        "tokens; sequences are not split",
     ),
     Row("actor.loss_agg_mode", "--calculate-per-token-loss", "algorithm.loss.aggregation"),
     Row("algorithm.adv_estimator", "--advantage-estimator", "algorithm.advantage.kind"),
@@ -59,13 +60,13 @@ TABLE = (
         "algorithm.gamma algorithm.lam",
         "--gamma --lambd",
         "algorithm.advantage.process.gamma",
-        "of rewards of steps; without a critic GAE's lambda only multiplies gamma: set it to the product of the two",
+        "the discount of process rewards; without a critic, GAE's lambda only multiplies gamma, so set the product",
     ),
     Row(
         "actor.policy_loss.loss_mode",
         "",
         "algorithm.loss.clip_cov algorithm.loss.kl_cov algorithm.loss.ratio algorithm.loss.kind",
-        "the last two are `gspo`'s and `cispo`'s",
+        "`ratio` is for `gspo`, `kind` for `cispo`",
     ),
     Row(
         "actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c",
@@ -85,7 +86,7 @@ TABLE = (
         "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
         "--dynamic-sampling-filter-path --over-sampling-batch-size",
         "algorithm.dynamic_sampling",
-        "groups of equal rewards are replaced, `rounds` times at most: `max_num_gen_batches - 1`",
+        "groups whose rewards are all equal are replaced, at most `rounds` times: `max_num_gen_batches - 1`",
     ),
     Row(
         "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",

@@ -158,8 +158,8 @@ def layer_activations(
 ) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
-    [K] counts 34 h + 5 a s / h of a GELU layer; here, with w bytes an element, of Megatron's own modules as
-    policy/model.py configures them (float32 RMSNorm, attention by torch):
+    [K] counts 34 h + 5 a s (a heads, sequences of s tokens) of a GELU layer. Here it is, with w bytes an element, of
+    Megatron's own modules as policy/model.py configures them (float32 RMSNorm, attention by torch):
     both norms' float32 input 2 (4 h) and output 2 (w h); q, k, v, their attention's output twice (w each); SwiGLU's
     input, fc1's output 2 f, and its result f, in w each; RoPE's cosines and sines.
     `norm_copies`: float32 tensors that a norm saves, 1 where torch's is fused (CUDA, by torch's source), 2 on a CPU.

@@ -32,7 +32,7 @@ def test_what_the_table_names_is_there(here, capsys):
     ("theirs", "ours"),
     [
         ("data.train_files", "of verl; here it is data.source (the same Parquet file"),
-        ("actor_rollout_ref.rollout.n", "of verl; here it is algorithm.allocation (a budget a step"),
+        ("actor_rollout_ref.rollout.n", "of verl; here it is algorithm.allocation (a budget per step"),
         ("rollout.n", "of verl; here it is algorithm.allocation"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "of verl; here it is algorithm.loss.mini_batches"),
         ("ppo_mini_batch_size", "of verl; here it is algorithm.loss.mini_batches"),
@@ -45,9 +45,9 @@ def test_what_the_table_names_is_there(here, capsys):
         ("reward.custom_reward_function.path", "of verl; here it is reward.functions"),
         (
             "algorithm.lam",
-            "of verl; here it is algorithm.advantage.process.gamma (of rewards of steps; ",
+            "of verl; here it is algorithm.advantage.process.gamma (the discount of process rewards; ",
         ),
-        ("algorithm.advantage.process.lam", "without a critic GAE's lambda only multiplies gamma"),
+        ("algorithm.advantage.process.lam", "without a critic, GAE's lambda only multiplies gamma"),
         ("trainer.test_freq", "of verl; here it is eval.every"),
         ("prompt_data", "of slime; here it is data.source"),
         ("n_samples_per_prompt", "of slime; here it is algorithm.allocation"),
