@@ -20,6 +20,8 @@ LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
 # A server opens this twice when it is first asked for its load, in the first step of more than two seconds.
 SERVERS_LOAD = "/dev/shm/sglang_loads_"
+# The share of the machine's CPU time that others than the run may use during a step whose time is judged.
+QUIET = 0.25
 YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
 # Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts
 # half until the child ends, and a fault may end it.
@@ -107,6 +109,30 @@ def kind_of(process: psutil.Process, launcher: int) -> str:
     return f"rank {rank}" if rank is not None and process.ppid() == launcher else ""
 
 
+class OtherWork:
+    """What else the machine does."""
+
+    def __init__(self) -> None:
+        self._at, self._busy, self._used = time.monotonic(), _busy(), dict[psutil.Process, float]()
+
+    def share(self, processes: Sequence[psutil.Process]) -> float:
+        """The part of the machine's CPU time since the last call, from 0 to 1, that `processes` have not used."""
+        before, self._used = self._used, {}
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                self._used[process] = sum(process.cpu_times()[:2])
+        used = sum(now - before.get(process, 0.0) for process, now in self._used.items())
+        at, busy = time.monotonic(), _busy()
+        whole, others = (at - self._at) * psutil.cpu_count(), busy - self._busy - used
+        self._at, self._busy = at, busy
+        return min(max(others / whole, 0.0), 1.0)
+
+
+def _busy() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.system + times.nice + times.irq + times.softirq + times.steal
+
+
 class Meter:
     """Samples of all processes, by life: one process from its start to its end."""
 
@@ -116,6 +142,7 @@ class Meter:
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
         self._ignored: set[Path] = set()
+        self.beside = 0  # steps whose time is not judged, since the machine did other work as well
 
     def ignore_unused(self, processes: Sequence[psutil.Process]) -> None:
         """Entries of /dev/shm that none of `processes`, all of the run's, maps do not count from here on; where there
@@ -127,8 +154,10 @@ class Meter:
         if not processes:
             self._ignored |= {*self._temporary.iterdir()}
 
-    def sample(self, step: int, seconds: float, launcher: int, processes: Sequence[psutil.Process]) -> None:
-        """After a step that took so long. `processes`: the run's, the launcher too."""
+    def sample(
+        self, step: int, seconds: float, launcher: int, processes: Sequence[psutil.Process], other_work: float
+    ) -> None:
+        """After a step that took so long. `processes`: the run's, the launcher too. `other_work`: see OtherWork."""
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 if process not in self._kinds:
@@ -140,7 +169,10 @@ class Meter:
                     self._lives[kind, process.pid].append((step, used))
         self._whole["/dev/shm entries"].append(len({*self._shared_memory.iterdir()} - self._ignored))
         self._whole["temporary folders"].append(len({*self._temporary.iterdir()} - self._ignored))
-        self._whole["step time"].append(seconds)
+        if other_work <= QUIET:
+            self._whole["step time"].append(seconds)
+        else:
+            self.beside += 1
 
     def growths(self) -> list[Growth]:
         """Of each process that lived long enough, and of the run as a whole."""

@@ -149,6 +149,7 @@ class Soak:
         return {
             "steps": self.site.step,
             "rollouts audited": sum(self.audited.values()),
+            "steps beside other work": self.site.meter.beside,
             "servers": len(SERVERS),
             "problems": self.problems + grown,
             "faults": self.faults,

@@ -18,7 +18,7 @@ import psutil
 import yaml
 from background_run import Run
 from small_disk import mounting
-from soak_meter import Meter, kind_of
+from soak_meter import Meter, OtherWork, kind_of
 from soak_service import REWARD, RewardService
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
@@ -55,6 +55,7 @@ class Site:
             made.mkdir(parents=True, exist_ok=True)
         self.service = RewardService()
         self.meter = Meter(self.shared_memory, self.temporary)
+        self._other_work = OtherWork()
         self.calm = False  # samples are taken in steps that no fault is part of
         self.run: Run | None = None
         self._sampled = -1
@@ -136,7 +137,9 @@ class Site:
         if row and row["step"] != self._sampled:
             self._sampled = row["step"]
             launcher = psutil.Process(self.run.process.pid)
-            self.meter.sample(row["step"], row["time/step"], launcher.pid, [launcher, *self.run.family])
+            processes = [launcher, *self.run.family]
+            other = self._other_work.share(processes)
+            self.meter.sample(row["step"], row["time/step"], launcher.pid, processes, other)
 
     def pause(self, seconds: float) -> None:
         self.wait(lambda: False, seconds)

@@ -1,5 +1,6 @@
 """Files that take their name when they are whole, in a folder where somebody else may put links."""
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -59,21 +60,24 @@ def append(folder: Path) -> None:
     StepLog(folder / "metrics.jsonl", keep_to=0).write([{"step": 1, "x": "x" * 99}])
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_room():
-    """No file of this process may become larger than 10 bytes: a write fails as on a full disk, at the system call."""
+    """No file of this process may become larger than 10 bytes: a write fails as on a full disk, at the system call. No
+    fixture: pytest writes its own line before a fixture ends, to a file perhaps."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
     ("name", "writer"),
     [("metrics.jsonl", append), (MANIFEST_FILE, WRITERS[MANIFEST_FILE]), ("config.yaml", WRITERS["config.yaml"])],
 )
-def test_a_file_for_which_there_is_no_room_is_named(tmp_path, no_room, name, writer):
-    with pytest.raises((OSError, ValueError), match=str(tmp_path / name)):
+def test_a_file_for_which_there_is_no_room_is_named(tmp_path, name, writer):
+    with no_room(), pytest.raises((OSError, ValueError), match=str(tmp_path / name)):
         writer(tmp_path)
 
 
