@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparison_results import rows as evaluations
+from comparison_results import with_control
 
-from dynamo_megatron.comparison.table import as_markdown
+from dynamo_megatron.comparison.table import as_markdown, as_plain
 from dynamo_megatron.config.allocation import ALLOCATORS
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,21 @@ def test_the_page_has_the_tables_of_the_results(file):
     lines, arms = tables(file), json.loads(file.read_text(encoding="utf-8"))["comparison"]["arms"]
     assert "\n".join(lines[: 2 + len(arms)]) in PAGE, "final scores"
     assert all(line in PAGE for line in lines)
+
+
+def rounded(found: Any) -> Any:
+    """Nested data with nine digits of each number: another CPU may add in another order."""
+    if isinstance(found, dict):
+        return {key: rounded(value) for key, value in found.items()}
+    return f"{found:.9g}" if isinstance(found, float) else found
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_the_results_are_those_of_the_evaluations(file):
+    (name,) = (name for name in COMPARED if file.stem.startswith(f"{name}_"))
+    compared = json.loads(file.read_text(encoding="utf-8"))["comparison"]
+    measured = with_control(name, compared["control"], evaluations(file.with_name(f"{name}_curves.jsonl")))
+    assert rounded(as_plain(measured)) == rounded(compared)
 
 
 def test_every_interval_of_the_page_is_in_the_results():
