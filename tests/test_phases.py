@@ -1,30 +1,33 @@
 """What servers and ranks have of the device memory in each phase of a run."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from dynamo_megatron.phases import MEMORY, Phases
+from dynamo_megatron.tracking import clock
 from dynamo_megatron.weight_sync.memory import PHASES
 
 
 class Recorded:
     def __init__(self):
-        self.entered = []
+        self.entered, self.now = [], 0.0
 
     def enter(self, phase):
-        time.sleep(0.01)
+        self.now += 3.0
         self.entered.append(phase)
 
 
-def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own():
+def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own(monkeypatch):
+    """On a clock of the test's own, which stands still but for what the memory takes."""
     memory = Recorded()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: memory.now))
     phases = Phases(None, memory)
     for phase in ("push weights", "read data", "generate", "logprobs", "update", "push weights", "failed step", "save"):
         phases.begin(phase)
     assert memory.entered == ["weights", "generate", "weights", "train", "weights", "failed step", "save"]
     assert set(memory.entered) <= PHASES.keys() and set(MEMORY.values()) - {None} == PHASES.keys()
-    assert phases.clock.seconds["memory"] >= 0.07 and phases.clock.seconds["update"] < 0.01
+    assert phases.clock.seconds["memory"] == 7 * 3.0 and phases.clock.seconds["update"] == 0
 
 
 def test_a_phase_that_is_none_is_refused():
