@@ -268,11 +268,11 @@ def test_an_evaluation_uses_all_gpus_unless_a_number_is_given(
 
 def rank_0(folder: Path, *arguments) -> tuple[int, str]:
     """Rank 0 alone, as torchrun would start it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err, socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as in test_run.py: the port is the rank's alone
+        held.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(held.getsockname()[1])
         code = subprocess.run(
             [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *map(str, arguments)],
             env=environment,

@@ -93,19 +93,19 @@ def test_what_was_printed_stands_before_the_last_line(tiny_model, tmp_path):
 def one_rank(tiny_model, tmp_path, **environment: str) -> subprocess.CompletedProcess:
     """JOB on the only rank, with a model folder that has no weights."""
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     config = {"model": {"path": str(tmp_path), "dtype": "float32"}, "data": {"source": "none"}}
     config["output_dir"] = str(tmp_path / "run")
-    return subprocess.run(
-        [sys.executable, "-P", "-c", JOB, json.dumps(config)],
-        env={**os.environ, **rank, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with socket.socket() as held:  # bound until the rank has ended: the system gives the port to no other process
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # and the rank may listen there
+        held.bind(("127.0.0.1", 0))
+        return subprocess.run(
+            [sys.executable, "-P", "-c", JOB, json.dumps(config)],
+            env={**os.environ, **rank, "MASTER_PORT": str(held.getsockname()[1]), **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
 
 def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path):
