@@ -4,10 +4,11 @@ import json
 import pytest
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data import load_prompts, open_stream
+from dynamo_megatron.data import load_prompts, open_stream, reading
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
 
+READ_WITHIN = 60.0  # seconds for an item that is there, on a machine that holds the reading thread up
 FUNCTIONS = """
 import itertools, random, threading
 taken = []
@@ -82,7 +83,7 @@ class Asked(Exception):
     pass
 
 
-def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions):
+def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions, monkeypatch):
     polls = []
 
     def stop():
@@ -91,7 +92,9 @@ def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions
             raise Asked
 
     s = stream(functions, "stalls")
-    assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "POLL_EVERY", READ_WITHIN)
+        assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
     state = s.state_dict()
     with pytest.raises(Asked):
         s.next(1, stop)

@@ -26,6 +26,8 @@ from dynamo_megatron.types import Rollout
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 LIMIT = 1200  # seconds
+BUSY_WITHIN = 120.0  # seconds for a process to use one second of CPU time beside others
+CLOCK_TICKS = 0.2  # seconds by which the system's counters may differ, which are of whole ticks
 AHEAD = [
     "rollout.max_staleness=2",
     "algorithm.rollout_correction={kind: truncate, level: sequence}",
@@ -178,19 +180,46 @@ def test_the_time_of_a_step_beside_other_work_is_not_judged(tmp_path):
     assert meter.beside == 2 * LEAST
 
 
-def test_other_work_is_what_the_named_processes_have_not_used():
+def test_other_work_is_what_the_named_processes_have_not_used(monkeypatch):
+    """By clocks of the test's own: between two readings of real ones the machine may do something else for seconds."""
+    now = SimpleNamespace(at=100.0, busy=1000.0, user=7.0, system=3.0)
+
+    class Named:
+        def cpu_times(self) -> tuple[float, ...]:
+            return now.user, now.system, now.at, now.at  # the last two: of its children, which are named themselves
+
+    monkeypatch.setattr(soak_meter, "time", SimpleNamespace(monotonic=lambda: now.at))
+    monkeypatch.setattr(soak_meter, "_busy", lambda: now.busy)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    everything, others, named = OtherWork(), OtherWork(), Named()
+    now.at = 101.0
+    everything.share([])
+    others.share([named])
+    now.at, now.busy, now.user, now.system = 103.0, 1006.0, 9.5, 3.5
+    assert (everything.share([]), others.share([named])) == (6 / 8, 3 / 8)
+    now.at, now.busy = 104.0, 1007.0
+    assert others.share([named]) == 1 / 4, "since the last call"
+
+
+def test_the_machines_cpu_time_has_that_of_a_process_in_it():
+    """The readings are nested, so that what happens between two of them makes the outer one larger alone."""
+
+    def used() -> float:
+        return sum(busy.cpu_times()[:2])
+
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        busy = psutil.Process(child.pid)
-        everything, others = OtherWork(), OtherWork()
-        others.share([busy])
-        begun, used = time.monotonic(), sum(busy.cpu_times()[:2])
-        everything.share([])
-        others.share([busy])
-        time.sleep(2.0)
-        used, whole = sum(busy.cpu_times()[:2]) - used, (time.monotonic() - begun) * psutil.cpu_count()
-        assert everything.share([]) - others.share([busy]) == pytest.approx(used / whole, abs=0.05)
-        child.kill()
-    assert used > 0.1
+        try:
+            busy = psutil.Process(child.pid)
+            at, machine, own = time.monotonic(), soak_meter._busy(), used()
+            while used() - own < 1.0:
+                assert time.monotonic() - at < BUSY_WITHIN, "the process gets no CPU time"
+                time.sleep(0.05)
+            own = used() - own
+            machine = soak_meter._busy() - machine
+            whole = (time.monotonic() - at) * psutil.cpu_count()
+        finally:
+            child.kill()  # else leaving the block would wait for it
+    assert own - CLOCK_TICKS < machine < whole + CLOCK_TICKS
 
 
 def test_growth_is_of_medians_and_one_more_of_what_is_counted_is_none():
