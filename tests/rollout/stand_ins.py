@@ -156,12 +156,14 @@ async def listening(server: Server, port: int = 0):
 
 
 def external(urls: list[str], output="none", **rollout) -> Config:
+    """With limits that a busy machine keeps. A test of a hung server asks for a `health_timeout` above `silence.LATE`,
+    so that a stall of its own process loses no other server."""
     return Config(
         model={"path": "none"},
         data={"source": "none"},
         algorithm={"rollout_correction": {}} if "max_staleness" in rollout else {},
         output_dir=str(output),
-        rollout={"placement": "external", "urls": urls, "start_timeout": 20, "health_timeout": 1.0, **rollout},
+        rollout={"placement": "external", "urls": urls, "start_timeout": 60, "health_timeout": 20.0, **rollout},
     )
 
 
