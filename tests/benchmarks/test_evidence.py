@@ -34,7 +34,7 @@ IN_README = [
     ("modulation_class_history", "alpha_1"),
     ("modulation_class_history", "tilted"),
 ]
-NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight"}
+NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight", 16: "sixteen"}
 
 
 def result(name: str) -> Any:
