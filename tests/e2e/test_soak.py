@@ -34,7 +34,7 @@ AHEAD = [
     "rollout.keep_last=1000",  # else a full disk also has old rollouts removed, with a line of its own
 ]
 CHILD = """
-import os, socket, sys, threading, time
+import os, socket, sys, threading
 kept = [bytearray(32 << 20)]
 for line in sys.stdin:
     match line.strip():
@@ -45,7 +45,7 @@ for line in sys.stdin:
         case "sockets":
             kept.append(socket.socket())
         case "threads":
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            threading.Thread(target=threading.Event().wait, daemon=True).start()  # to the end of the process
     print("done", flush=True)
 """
 
