@@ -45,6 +45,7 @@ BATCH = 64  # samples per request
 REQUESTS = 8  # to one URL, under way at once
 GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
+START_TIMEOUT = 60.0  # seconds for this object's thread; a busy machine may hold it up
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
 LOSSES, LOSSES_ALONE = 2, 3  # attempts in which the server may go away: for a request of several samples, of one sample
 LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
@@ -119,8 +120,8 @@ class HttpReward:
         for address in self._addresses.known:
             self._check(address.url)
         self._thread.start()
-        if not self._ready.wait(CONNECT_TIMEOUT):
-            raise RuntimeError(f"reward.functions: {self.name}: its thread did not start in {CONNECT_TIMEOUT:g} s")
+        if not self._ready.wait(START_TIMEOUT):
+            raise RuntimeError(f"reward.functions: {self.name}: its thread did not start in {START_TIMEOUT:g} s")
 
     def _check(self, address: str) -> None:
         what = address if address == self.name else f"{self.name}: {address}"

@@ -21,6 +21,7 @@ from dynamo_megatron.types import Prompt
 
 SHOWN = 300  # characters of a worker's start error in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
 
 
 class Workers:
@@ -160,14 +161,14 @@ class _Worker:
 
     def _how_it_ended(self) -> str:
         try:
-            code = self.process.wait(timeout=5)
+            code = self.process.wait(timeout=END_TIMEOUT)
         except subprocess.TimeoutExpired:
-            return "what it has started has not ended for 5 s"
+            return f"what it has started has not ended for {END_TIMEOUT:g} s"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
         """Ends the worker and all processes that it has started."""
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5)
-        self.process.kill()  # in case that took too long: the worker dies with this process
+            self.process.wait(timeout=END_TIMEOUT)
+        self.process.kill()  # in case that took too long: the worker dies with this process, what it started may not

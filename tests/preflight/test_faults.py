@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.preflight import device_checks, machine_checks, model_checks
+from dynamo_megatron.runtime.free_ports import free_port
 
 
 def test_all_is_well(check):
@@ -200,9 +201,9 @@ def test_a_folder_that_cannot_be_written(base, failure):
 
 
 def test_a_port_in_use(failure, monkeypatch):
+    port = free_port(2) + 1  # the one before it is free
     with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
+        taken.bind(("", port))
         said = failure("ports", f"rollout.port={port}")
         assert said.startswith(f"rollout.port: port {port} cannot be used") and "or leave it out" in said
         model = ["reward.functions=[reward_model]", "reward.reward_model.path=rm", "reward.servers.count=2"]
@@ -341,9 +342,7 @@ def test_a_server_interpreter_that_is_none(failure):
 
 def test_a_rank_that_does_not_come():
     """No hang: the one that waits is ended and says so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = {**os.environ, **job}
     assert device_checks._run_ranks([job], timeout=5) == [{"rank": 0, "error": "no sum within 5 s"}]
@@ -351,13 +350,10 @@ def test_a_rank_that_does_not_come():
 
 def test_torchruns_variables_do_not_reach_the_all_reduce(check, monkeypatch):
     """With them its rank 0 waits for a store that nobody serves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1] - 1)
+    port = str(free_port(2))  # the all-reduce takes the next one
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**torchrun, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device_checks._run_ranks, "__defaults__", (30.0,))
     assert [level for level, _ in check("devices")] == ["ok"]
 
 

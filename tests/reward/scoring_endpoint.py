@@ -35,12 +35,12 @@ class Listening:
 
     def __enter__(self):
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class Endpoint(Listening):

@@ -4,11 +4,13 @@ import asyncio
 import datetime
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reward_service import PROMPT, lengths, scored
 
 from dynamo_megatron.reward import Score
+from dynamo_megatron.reward.http import REQUESTS
 from dynamo_megatron.types import Prompt
 
 
@@ -58,23 +60,45 @@ def test_the_key_of_an_environment_variable_is_sent_and_not_shown(serve, pool, m
     assert "Authorization" not in service.headers
 
 
-def test_several_requests_are_under_way_and_the_rest_waits_together(serve, pool):
-    def slowly(samples, number):
-        time.sleep(0.2)
+PATIENCE = 60.0  # seconds for what takes none, on a machine that may hold a process up
+
+
+async def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def held(serve):
+    """(a service that answers nothing before an event, that event)."""
+    answers = threading.Event()
+
+    def answer(samples, number):
+        assert answers.wait(10 * PATIENCE)
         return lengths(samples, number)
 
-    service = serve(slowly)
-    p = pool(service)
+    yield serve(answer), answers
+    answers.set()
 
-    async def one_after_another():
+
+def test_several_requests_are_under_way_and_the_rest_waits_together(held, pool):
+    service, answers = held
+    p = pool(service, deadline=PATIENCE)
+
+    async def more_than_may_be_under_way():
         tasks = []
         for n in range(40):
             tasks.append(asyncio.create_task(p.score(PROMPT, "x" * n)))
-            await asyncio.sleep(0.01)
+            if n < REQUESTS:  # a request of its own
+                await until(lambda: service.under_way == len(tasks))
+        await until(lambda: p._services[0]._waiting.qsize() == len(tasks) - REQUESTS)
+        answers.set()
         return await asyncio.gather(*tasks)
 
-    assert [score.reward for score in asyncio.run(one_after_another())] == list(range(40))
-    assert 2 <= service.most_under_way <= 8 and len(service.requests) <= 25
+    assert [score.reward for score in asyncio.run(more_than_may_be_under_way())] == list(range(40))
+    assert service.most_under_way == REQUESTS and len(service.requests) == REQUESTS + 1
 
 
 def test_threads_share_a_pool(serve, pool):
@@ -94,7 +118,7 @@ def test_threads_share_a_pool(serve, pool):
 FUNCTIONS = """
 import time
 def half(prompt, response):
-    if response == "stuck": time.sleep(30)
+    if response == "stuck": time.sleep(300)
     if response == "raise": raise KeyError("x")
     return 0.5
 """
@@ -118,31 +142,36 @@ def test_a_service_beside_a_function_and_another_service(serve, pool, half):
     assert scored(p, "abcd") == [Score(2.0, True, {half: 0.5, first.url: 4.0}, "ok")]
 
 
-def test_the_worse_of_two_outcomes_counts(serve, pool, half):
-    fails = serve(lambda samples, _: (400, b""))
-    slow = serve(lambda samples, _: time.sleep(2))
-    both = pool(serve(), half, deadline=0.7, workers=1, on_error="zero")
-    assert [score.status for score in scored(both, "stuck", "raise")] == ["reward_timeout", "reward_error"]
-    assert scored(pool(half, slow, deadline=0.5, workers=1), "x")[0].status == "reward_timeout"
-    assert scored(pool(slow, fails, deadline=0.5, on_error="zero"), "x")[0].status == "reward_error"
-    (error,) = scored(pool(slow, half, deadline=0.5, workers=1), "raise")
+def test_the_worse_of_two_outcomes_counts(serve, pool, held, half):
+    fails, (slow, _) = serve(lambda samples, _: (400, b"")), held
+    late = {"deadline": 3.0}  # which a function or a service that answers must not miss
+    pools = [
+        pool(serve(), half, **late, workers=1, on_error="zero"),
+        pool(half, slow, **late, workers=1),
+        pool(slow, fails, **late, on_error="zero"),
+        pool(slow, half, **late, workers=1),
+    ]
+    with ThreadPoolExecutor() as threads:  # they wait together
+        asked = zip(pools, (("stuck", "raise"), ("x",), ("x",), ("raise",)), strict=True)
+        runs = [threads.submit(scored, each, *responses) for each, responses in asked]
+    first, second, third, (error,) = (run.result() for run in runs)
+    assert [score.status for score in first] == ["reward_timeout", "reward_error"]
+    assert second[0].status == "reward_timeout" and third[0].status == "reward_error"
     last = str(error).splitlines()[-1]
     assert last.startswith("reward function my_half:half failed on prompt 'p7': KeyError: 'x' (")
     assert last.endswith("my_half.py, line 5)")
 
 
-def test_a_cancelled_caller_leaves_the_others_of_its_request(serve, pool, patient):
-    def slowly(samples, number):
-        time.sleep(0.4)
-        return lengths(samples, number)
-
-    service = serve(slowly)
-    p = pool(service)
+def test_a_cancelled_caller_leaves_the_others_of_its_request(held, pool, patient):
+    service, answers = held
+    p = pool(service, deadline=PATIENCE)
 
     async def cancel_one():
         tasks = [asyncio.create_task(p.score(PROMPT, response)) for response in ("a", "bb")]
-        await asyncio.sleep(0.5)
+        await until(lambda: service.under_way)
         tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        answers.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     cancelled, fine = asyncio.run(cancel_one())
@@ -150,19 +179,19 @@ def test_a_cancelled_caller_leaves_the_others_of_its_request(serve, pool, patien
     assert len(service.requests) == 1 and scored(p, "ccc")[0].reward == 3.0
 
 
-def test_close_ends_requests_at_once_and_scoring_after_it_is_an_error(serve, pool):
-    service = serve(lambda samples, _: time.sleep(4))
-    p = pool(service, deadline=60.0)
+def test_close_ends_requests_at_once_and_scoring_after_it_is_an_error(held, pool):
+    service, _ = held
+    p = pool(service, deadline=2 * PATIENCE)
 
     async def close_while_waiting():
         tasks = [asyncio.create_task(p.score(PROMPT, "x")) for _ in range(100)]
-        await asyncio.sleep(0.3)
+        await until(lambda: service.under_way)
         start = time.monotonic()
         p.close()
         return time.monotonic() - start, await asyncio.gather(*tasks, return_exceptions=True)
 
     took, results = asyncio.run(close_while_waiting())
-    assert took < 1.0 and all(isinstance(result, asyncio.CancelledError) for result in results)
+    assert took < PATIENCE and all(isinstance(result, asyncio.CancelledError) for result in results)
     assert not any(thread.name == f"reward {service.url}" for thread in threading.enumerate())
     p.close()
     with pytest.raises(RuntimeError, match="not open"):

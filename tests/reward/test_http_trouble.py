@@ -23,10 +23,15 @@ def peak_memory(*, start=False):
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+PATIENCE = 60.0  # seconds for what takes none, on a machine that may hold a process up
+
+
+@pytest.fixture
+def dead_port():
+    """A port that refuses connections, and that nobody else can take."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        yield nobody.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +45,8 @@ def free_port():
         ("http://127.0.0.1:99999/", "not a URL: Port out of range"),
     ],
 )
-def test_a_service_that_is_not_there_stops_the_start(pool, url, words):
-    url = url.format(port=free_port())
+def test_a_service_that_is_not_there_stops_the_start(pool, dead_port, url, words):
+    url = url.format(port=dead_port)
     with pytest.raises(ValueError) as error:
         pool("math", url)
     assert str(error.value).startswith(f"reward.functions: {url}: {words}") and "\n" not in str(error.value)
@@ -51,19 +56,19 @@ def test_a_service_that_dies_is_an_error_naming_it(serve, pool):
     def die_at_the_second(samples, number):
         if number == 1:
             return lengths(samples, number)
-        threading.Thread(target=service.die).start()
+        service.die()  # before the connection is dropped: the next attempt finds nobody
         return None
 
     service = serve(die_at_the_second)
-    p = pool(service, deadline=1.5)
+    p = pool(service, deadline=3.0)
     assert scored(p, "one")[0].reward == 3.0
     start = time.monotonic()
     (error,) = scored(p, "two")
-    assert isinstance(error, RewardError) and time.monotonic() - start < 5
+    assert isinstance(error, RewardError) and time.monotonic() - start < PATIENCE
     *row, last = str(error).splitlines()
     assert row == ["prompt 'p7': '?', answer '1'", "response of 3 characters: 'two'"]
     assert last.startswith(
-        f"reward function {service.url} failed on prompt 'p7': no rewards within reward.deadline (1.5 s), the last "
+        f"reward function {service.url} failed on prompt 'p7': no rewards within reward.deadline (3 s), the last "
         "attempt: ClientConnectorError: Cannot connect to host 127.0.0.1"
     )
     p._config = p._config.model_copy(update={"on_error": "zero"})
@@ -71,16 +76,19 @@ def test_a_service_that_dies_is_an_error_naming_it(serve, pool):
 
 
 def test_a_slow_service_is_a_timeout_and_the_next_sample_is_fine(serve, pool):
+    over = threading.Event()
+
     def sometimes_slow(samples, number):
         if any(sample["response"].startswith("late") for sample in samples):
-            time.sleep(3)
+            over.wait(2 * PATIENCE)
         return lengths(samples, number)
 
-    p = pool(serve(sometimes_slow), deadline=0.5)
+    p = pool(serve(sometimes_slow), deadline=3.0)
     start = time.monotonic()
     assert scored(p, "late", "late too") == [Score(0.0, False, {}, "reward_timeout")] * 2
-    assert 0.5 <= time.monotonic() - start < 2.5
+    assert 3.0 <= time.monotonic() - start < PATIENCE
     assert scored(p, "fine")[0].reward == 4.0
+    over.set()
 
 
 def test_waiting_for_a_free_request_does_not_count(serve, pool, monkeypatch):
@@ -88,13 +96,13 @@ def test_waiting_for_a_free_request_does_not_count(serve, pool, monkeypatch):
     monkeypatch.setattr("dynamo_megatron.reward.http.BATCH", 4)
 
     def slowly(samples, number):
-        time.sleep(0.5)
+        time.sleep(0.8)
         return lengths(samples, number)
 
-    p = pool(serve(slowly), deadline=1.5)
+    p = pool(serve(slowly), deadline=2.5)
     start = time.monotonic()
     assert {score.status for score in scored(p, *["x"] * 16)} == {"ok"}
-    assert time.monotonic() - start > 1.9  # four requests, one after the other
+    assert time.monotonic() - start > 3.1  # four requests, one after the other: longer than the deadline
 
 
 @pytest.mark.parametrize("trouble", [(500, b"busy"), (503, b""), (429, b"slow down"), None])
@@ -107,9 +115,9 @@ def test_passing_trouble_is_tried_again(serve, pool, trouble):
 
 def test_lasting_trouble_is_an_error_and_no_timeout(serve, pool):
     service = serve(lambda samples, number: (500, b"out of\nmemory"))
-    (error,) = scored(pool(service, deadline=1.0), "x")
-    assert isinstance(error, RewardError) and 2 <= len(service.requests) <= 3
-    assert str(error).endswith("within reward.deadline (1 s), the last attempt: answered 500: out of memory")
+    (error,) = scored(pool(service, deadline=3.0), "x")
+    assert isinstance(error, RewardError) and 2 <= len(service.requests) <= 4
+    assert str(error).endswith("within reward.deadline (3 s), the last attempt: answered 500: out of memory")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +156,10 @@ def test_lasting_trouble_is_an_error_and_no_timeout(serve, pool):
 )
 def test_nonsense_is_an_error_at_once(serve, pool, answer, words):
     service = serve(lambda samples, number: answer)
-    p = pool(service, deadline=20.0)
+    p = pool(service, deadline=2 * PATIENCE)
     start = time.monotonic()
     (error,) = scored(p, "x")
-    assert isinstance(error, RewardError) and time.monotonic() - start < 5 and len(service.requests) == 1
+    assert isinstance(error, RewardError) and time.monotonic() - start < PATIENCE and len(service.requests) == 1
     *row, last = str(error).split("\n")
     assert row == ["prompt 'p7': '?', answer '1'", "response of 1 characters: 'x'"]
     assert last == f"reward function {service.url} failed on prompt 'p7': {words}" or (

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import pytest
@@ -10,6 +11,8 @@ from scoring_endpoint import Endpoint, completion, scored
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.types import Prompt
+
+PATIENCE = 60.0  # seconds for what takes none, on a machine that may hold a process up
 
 
 @pytest.fixture
@@ -86,10 +89,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("answer", "words"), WRONG, ids=range(len(WRONG)))
 def test_a_reply_without_a_number_is_of_the_wrong_format_at_once(judge, answer, words):
-    endpoint, pool = judge(lambda request, number: answer, deadline=20.0)
+    endpoint, pool = judge(lambda request, number: answer, deadline=2 * PATIENCE)
     start = time.monotonic()
     (score,) = scored(pool, "x")
-    assert time.monotonic() - start < 5 and len(endpoint.requests) == 1
+    assert time.monotonic() - start < PATIENCE and len(endpoint.requests) == 1
     assert (score.reward, score.status, score.failures) == (0.0, "reward_error", {"judge": "wrong_format"})
     assert score.failure.startswith(f"judge: {words}")
 
@@ -115,10 +118,10 @@ def test_a_pattern_that_takes_exponential_time_is_ended_and_others_are_scored(ju
     def answer(request, number):
         return completion("a" * 5000 if "long" in request["messages"][0]["content"] else "aa5")
 
-    _, pool = judge(answer, {"pattern": "(?:a|a)+([0-9])"}, deadline=20.0)
+    _, pool = judge(answer, {"pattern": "(?:a|a)+([0-9])"}, deadline=2 * PATIENCE)
     start = time.monotonic()
     late, other = scored(pool, "long", "short")
-    assert time.monotonic() - start < 15, "the deadline is 20"
+    assert time.monotonic() - start < PATIENCE, "the deadline is twice that"
     assert late.failures == {"judge": "wrong_format"} and other.parts == {"judge": 0.5}
     assert late.failure == "judge: reward.judge.pattern took more than 0.5 s on the judge's reply"
 
@@ -155,23 +158,24 @@ def test_requests_in_flight_and_a_second_are_limited(judge):
     assert {score.reward for score in scored(pool, *map(str, range(12)))} == {0.5}
     assert endpoint.most_under_way == 3 and len(endpoint.requests) == 12
     endpoint, pool = judge(answer, {"requests_per_second": 10})
+    start = time.monotonic()  # not the first one's arrival, which may be late
     scored(pool, *map(str, range(8)))
-    assert endpoint.begun[-1] - endpoint.begun[0] > 0.6
+    assert endpoint.begun[-1] - start > 0.6
 
 
 def test_a_slow_judge_times_out_and_a_judge_that_is_down_takes_no_deadline_for_each_response(judge):
     async def slow(request, number):
-        await asyncio.sleep(30)
+        await asyncio.sleep(300)
 
-    endpoint, pool = judge(slow, {"concurrency": 2}, deadline=1.0)
+    endpoint, pool = judge(slow, {"concurrency": 2}, deadline=3.0)
     start = time.monotonic()
     late = scored(pool, *map(str, range(40)))
-    assert time.monotonic() - start < 6 and len(endpoint.requests) <= 4  # 20 s and 40 requests else
+    assert time.monotonic() - start < 30 and len(endpoint.requests) <= 4  # 60 s and 40 requests else
     assert [(s.status, s.failures) for s in late] == [("reward_timeout", {"judge": "timed_out"})] * 40
-    endpoint, pool = judge(lambda request, number: (503, b""), {"concurrency": 1}, deadline=1.0)
+    endpoint, pool = judge(lambda request, number: (503, b""), {"concurrency": 1}, deadline=3.0)
     start = time.monotonic()
     assert {tuple(s.failures.values()) for s in scored(pool, *map(str, range(30)))} == {("crashed",)}
-    assert time.monotonic() - start < 10  # 30 s else
+    assert time.monotonic() - start < 45  # 90 s else
     endpoint.answer = lambda request, number: completion("Score: 5")
     assert scored(pool, "again")[0].reward == 0.5
 
@@ -201,17 +205,24 @@ def test_scores_are_kept_where_a_cache_is_asked_for_and_failures_are_not(judge):
 def test_equal_responses_under_way_at_once_are_one_request(judge):
     """One caller's cancellation leaves the others' score, and a failure is for those who waited for it."""
 
+    cancelled_one = threading.Event()
+
     async def answer(request, number):
         await asyncio.sleep(0.5)
+        while number > 1 and not cancelled_one.is_set():
+            await asyncio.sleep(0.01)
         return completion("Score: 5") if number > 1 else (400, b"")
 
-    endpoint, pool = judge(answer, cache=2)
+    endpoint, pool = judge(answer, cache=2, deadline=PATIENCE)
     assert [score.status for score in scored(pool, *"aaaa")] == ["reward_error"] * 4 and len(endpoint.requests) == 1
 
     async def first_cancelled():
         calls = [asyncio.create_task(pool.score(Prompt("p7", text="1 + 1?", answer="2"), "a")) for _ in range(4)]
-        await asyncio.sleep(0.2)
+        while len(endpoint.requests) < 2:
+            await asyncio.sleep(0.01)
         calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        cancelled_one.set()
         return await asyncio.gather(*calls, return_exceptions=True)
 
     cancelled, *others = asyncio.run(first_cancelled())

@@ -39,7 +39,7 @@ def reward_model(tiny_model):
         yield start
 
 
-def test_conversations_go_in_batches_through_the_chat_template_of_the_reward_model(reward_model, tiny_model):
+def test_conversations_go_in_batches_through_the_chat_template_of_the_reward_model(reward_model, tiny_model, patient):
     endpoint, pool = reward_model()
     responses = ["x" * n for n in range(100)]
     scores = scored(pool, *responses)
@@ -148,7 +148,7 @@ def test_responses_that_are_under_way_when_servers_end_are_sent_again_and_none_o
 def test_the_time_until_another_server_is_up_is_not_of_the_deadline(reward_model):
     """Its port takes no connections any more, and nobody has said yet that it is gone."""
     addresses = Addresses(restarts_within=20.0)
-    first, pool = reward_model(addresses=addresses, deadline=1.0)
+    first, pool = reward_model(addresses=addresses, deadline=2.0)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         addresses.up("reward-0", Address(f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"))
@@ -166,32 +166,33 @@ def test_a_request_to_a_server_that_is_given_up_is_sent_again_at_once(reward_mod
     """Its host may be gone: the connection never ends."""
 
     async def hangs(request, _number):
-        await asyncio.sleep(60)
+        await asyncio.sleep(0.5)
+        addresses.up("reward-0", Address(other.url, "k2"))
+        await asyncio.sleep(600)
 
     addresses = Addresses(restarts_within=20.0)
-    hung, pool = reward_model(hangs, addresses=addresses, deadline=30.0)
+    hung, pool = reward_model(hangs, addresses=addresses, deadline=120.0)
     other, _ = reward_model()
     addresses.up("reward-0", Address(hung.url, "k1"))
-    threading.Timer(1.0, lambda: addresses.up("reward-0", Address(other.url, "k2"))).start()
     start = time.monotonic()
-    assert scored(pool, "x")[0].status == "ok" and time.monotonic() - start < 10
+    assert scored(pool, "x")[0].status == "ok" and time.monotonic() - start < 60
     assert (len(hung.requests), len(other.requests)) == (1, 1)
 
 
 def test_a_request_that_was_lost_with_its_server_has_the_whole_deadline_again(reward_model):
     async def answer(request, number):
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(1.8)
         return lengths(request, 0) if number > 1 else None
 
     addresses = Addresses(restarts_within=20.0)
-    endpoint, pool = reward_model(answer, addresses=addresses, deadline=1.2)
+    endpoint, pool = reward_model(answer, addresses=addresses, deadline=3.2)  # a stall counts for a second at most
     addresses.up("reward-0", Address(endpoint.url))
     assert scored(pool, "x")[0].status == "ok"
 
 
 def test_servers_take_turns_and_one_that_is_lost_is_waited_for(reward_model):
     addresses = Addresses(restarts_within=20.0)
-    first, pool = reward_model(addresses=addresses, deadline=1.0)
+    first, pool = reward_model(addresses=addresses, deadline=1.5)
     second, _ = reward_model()
     addresses.up("reward-0", Address(first.url, "k0"))
     addresses.up("reward-1", Address(second.url, "k1"))

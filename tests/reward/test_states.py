@@ -8,7 +8,7 @@ import os, time
 def first(prompt, response): return 1.0
 def second(prompt, response):
     if response == "raise": raise KeyError("x")
-    if response == "late": time.sleep(30)
+    if response == "late": time.sleep(300)
     if response == "exit": os._exit(3)
     return {"text": "1", "none": None}.get(response, 0.5)
 def third(prompt, response): return 0.25
@@ -31,7 +31,8 @@ def test_the_function_that_failed_is_named_and_the_others_keep_their_values(
 ):
     (tmp_path / "my_states.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
-    p = pool(*NAMES, deadline=1.0, workers=1, on_error="zero")
+    deadline = 5.0 if response == "late" else 60.0  # which the functions that answer must not miss
+    p = pool(*NAMES, deadline=deadline, workers=1, on_error="zero")
     (score,) = scored(p, response)
     assert (score.reward, score.success, score.status) == (0.0, False, status)
     assert score.failures == {"my_states:second": state} and score.failure.startswith("my_states:second: ")

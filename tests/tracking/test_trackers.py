@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from dynamo_megatron.config import Config, TrackingConfig
+from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.tracking.trackers import check_trackers, close_trackers, open_trackers
 
 
@@ -234,9 +234,7 @@ def test_swanlab_writes_its_files_offline(tmp_path, monkeypatch):
 def endpoint(tmp_path):
     """(port, tracker) of an OpenMetrics endpoint that listens."""
     pytest.importorskip("prometheus_client")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()  # not one of those that connections get, of which another test may take it meanwhile
     setting = config(tmp_path).model_copy(update={"tracking": TrackingConfig(openmetrics=port)})
     check_trackers(setting)
     (tracker,) = open_trackers(setting, 0, fail)
