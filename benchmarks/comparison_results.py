@@ -1,4 +1,4 @@
-"""What `dynamo-megatron compare compare/NAME` came to, from its evaluations.
+"""Computes the results of `dynamo-megatron compare compare/NAME` from its evaluations.
 
     python -P benchmarks/comparison_results.py NAME LOAD CONTROL [CONTROL ...] [--add CURVES ...]
 
@@ -66,10 +66,13 @@ def main() -> None:
         if twice := sorted(known & {row["seed"] for row in added}):
             raise SystemExit(f"{file}: {kept} has evaluations of seeds {twice} already")
         evaluations += added
+    compared = {control: with_control(options.name, control, evaluations) for control in options.controls}
+    seeds = {row["seed"] for row in evaluations}
+    if left_out := sorted(seeds - set(compared[options.controls[0]].seeds)):
+        raise SystemExit(f"{options.name}: seeds {left_out} lack arms or learning rates of its spec, or are not in it")
     kept.write_text("".join(f"{json.dumps(row)}\n" for row in evaluations), encoding="utf-8")
     here = {key: value for key, value in machine(PACKAGES).items() if key != "load average before"}  # LOAD was there
-    for control in options.controls:
-        measured = with_control(options.name, control, evaluations)
+    for control, measured in compared.items():
         found = as_plain(measured)
         result = {
             "machine": here,

@@ -24,15 +24,20 @@ COMPARED = {
     "modulation_sums": "Modulation on the demo's sums",
 }
 RESULTS = [f for name in COMPARED for f in sorted((ROOT / "benchmarks" / "results").glob(f"{name}_*.json"))]
-# The rows of README's table: the results, and the arm.
+# The rows of README's table: the results, the arm, and the cells for task, method and control.
+MEAN = "`methods/history` with `score_ratio: 1`"
+MODULATED = f"{MEAN} and modulation of five times the default strength"
+TILTED = f"{MEAN} and, in each step, all positive advantages multiplied by one number"
+WIDE = "`methods/grpo`, 32 prompts of 2"
+DYNAMO = "`methods/dynamo`, 32 prompts of 2"
 IN_README = [
-    ("class_task_grpo_32x2", "optimal_32x2"),
-    ("sums_task_grpo_32x2", "optimal_32x2"),
-    ("class_task_grpo_32x2", "grpo_8x8"),
-    ("default_class_rloo_8x8", "history_32x2"),
-    ("default_class_rloo_32x2", "history_32x2"),
-    ("modulation_class_history", "alpha_1"),
-    ("modulation_class_history", "tilted"),
+    ("class_task_grpo_32x2", "optimal_32x2", "four digits", "`methods/history`, 32 prompts of 2 rollouts", WIDE),
+    ("sums_task_grpo_32x2", "optimal_32x2", "`sums`", "`methods/history`, 32 prompts of 2", WIDE),
+    ("class_task_grpo_32x2", "grpo_8x8", "four digits", "`methods/grpo`, 8 prompts of 8", WIDE),
+    ("default_class_rloo_8x8", "history_32x2", "four digits", DYNAMO, "its earlier version, 8 prompts of 8"),
+    ("default_class_rloo_32x2", "history_32x2", "four digits", DYNAMO, "its earlier version, 32 prompts of 2"),
+    ("modulation_class_history", "alpha_1", "four digits", MODULATED, MEAN),
+    ("modulation_class_history", "tilted", "four digits", TILTED, MEAN),
 ]
 NUMBERS = {5: "five", 6: "six", 7: "seven", 8: "eight", 16: "sixteen"}
 
@@ -131,7 +136,8 @@ def test_the_scores_and_seeds_of_the_pages():
 
 def test_the_table_of_the_readme():
     table = rows((ROOT / "README.md").read_text(encoding="utf-8"), "task")
-    for (name, arm), (*_, seeds, ratio) in zip(IN_README, table, strict=True):
+    for (name, arm, *labels), (*cells, seeds, ratio) in zip(IN_README, table, strict=True):
+        assert cells == [label.strip("`") for label in labels], (name, arm)
         assert int(seeds) == len(result(name)["comparison"]["seeds"]), (name, arm)
         assert ratio == with_interval(half(name, arm)), (name, arm)
 

@@ -20,7 +20,8 @@ LEAST = 24  # samples below which nothing is said of a series
 WARM_UP = 32  # steps of a process's life that are not judged: rank 0 grows until then
 # A server opens this twice when it is first asked for its load, in the first step of more than two seconds.
 SERVERS_LOAD = "/dev/shm/sglang_loads_"
-# The share of the machine's CPU time that others than the run may use during a step whose time is judged.
+# The share of the machine's CPU time that others than the run may use from one sample to the next, else the step's time
+# does not count.
 QUIET = 0.25
 YOUNG = 5.0  # seconds of a process's life in which it may still have its parent's command line
 # Bytes of a process's memory that are no growth either: what a parent shares with a child that it has forked counts
@@ -142,7 +143,7 @@ class Meter:
         self._lives: dict[tuple[str, int], list[tuple[int, Usage]]] = defaultdict(list)
         self._whole: dict[str, list[float]] = defaultdict(list)
         self._ignored: set[Path] = set()
-        self.beside = 0  # steps whose time is not judged, since the machine did other work as well
+        self.beside = 0  # steps whose time does not count, since the machine did other work as well
 
     def ignore_unused(self, processes: Sequence[psutil.Process]) -> None:
         """Entries of /dev/shm that none of `processes`, all of the run's, maps do not count from here on; where there

@@ -171,7 +171,7 @@ def test_what_killed_processes_could_not_clear_away_does_not_count(tmp_path, liv
     assert max(meter._whole["/dev/shm entries"]) == (2 * LEAST if lives else 0), "folders alone"
 
 
-def test_the_time_of_a_step_beside_other_work_is_not_judged(tmp_path):
+def test_the_time_of_a_step_beside_other_work_does_not_count(tmp_path):
     meter = Meter(tmp_path, tmp_path)
     for step in range(4 * LEAST):
         grows = step >= 2 * LEAST

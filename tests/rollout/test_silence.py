@@ -95,8 +95,8 @@ def test_a_server_that_does_not_tell_its_load_stays(monkeypatch):
             await asyncio.sleep(60)
 
     async def work():
-        async with fleet_of(Unspoken(), health_timeout=2.0) as servers, servers.watched():
-            await asyncio.sleep(5)
+        async with fleet_of(Unspoken(), health_timeout=6.0) as servers, servers.watched():
+            await asyncio.sleep(9)
             assert set(servers.serving()) == {"server-0"} and servers.notes == []
 
     asyncio.run(work())
