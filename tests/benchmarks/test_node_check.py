@@ -122,9 +122,9 @@ def test_a_part_of_the_other_kind_is_refused(tmp_path, monkeypatch, capsys, word
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_job, "MEETING", 1.0)
+    monkeypatch.setattr(node_job, "MEETING", 3.0)  # also for the store to come up
     port = node_job.free_port()
-    with pytest.raises(NodesError, match=f"waited 1 s for node 1 to come to 127.0.0.1:{port}.*NODE_RANK=1"):
+    with pytest.raises(NodesError, match=f"waited 3 s for node 1 to come to 127.0.0.1:{port}.*NODE_RANK=1"):
         Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
     port = node_job.free_port()
     with pytest.raises(NodesError, match=rf"waited \d+ s for node 0 at 127.0.0.1:{port}: is gpu-check running there"):
@@ -230,18 +230,20 @@ def test_a_run_that_ends_early_is_no_success_of_an_earlier_one(tmp_path, monkeyp
     assert told == [1 if fails else 0]
 
 
-def test_a_node_that_goes_is_named(tmp_path, quick):
+def test_a_node_that_goes_is_named(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(node_job, "GRACE", 1.0)
     port, log = node_job.free_port(), tmp_path / "log"
     other = other_node(port, 1, tmp_path, log)
     meeting = Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
     other.kill()
     other.wait()
-    ran = meeting.run(["-c", ""], tmp_path, 2, "nothing")
+    ran = meeting.run(["-c", ""], tmp_path, 7, "nothing")  # which an interpreter that does nothing must not miss
     assert ran["exit code"] is None and ran["log"] == [meeting.lost]
-    assert meeting.lost == "node 0 waited 6 s for node 1 to end nothing"
+    assert meeting.lost == "node 0 waited 8 s for node 1 to end nothing"
 
 
-def test_nodes_that_do_not_match_are_told(tmp_path, quick):
+def test_nodes_that_do_not_match_are_told(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(node_job, "GRACE", 60.0)  # until node 1 has seen it: node 0's end is that of the store
     port, log = node_job.free_port(), tmp_path / "log"
     other = other_node(port, 8, tmp_path, log)
     with pytest.raises(NodesError, match=r"has 1 GPUs, .* has 8 GPUs; hide some with CUDA_VISIBLE_DEVICES"):
@@ -252,11 +254,11 @@ def test_nodes_that_do_not_match_are_told(tmp_path, quick):
 def test_a_folder_that_node_1_does_not_see_is_told(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(node_job, "SEES_FOLDER", 5.0)
     port, log = node_job.free_port(), tmp_path / "log"
-    other = other_node(port, 1, tmp_path / "elsewhere", log, sees=2.0)
+    other = other_node(port, 1, tmp_path / "elsewhere", log, sees=1.0)  # while node 0's store is there
     with pytest.raises(NodesError, match="node 0 waited 5 s for node 1 to see"):
         Meeting(Job(0, "127.0.0.1", port), 1, tmp_path)
     assert other.wait(60) == 9
-    assert f"node 1 waited 2 s for what node 0 writes to {tmp_path / 'elsewhere'}" in log.read_text()
+    assert f"node 1 waited 1 s for what node 0 writes to {tmp_path / 'elsewhere'}" in log.read_text()
 
 
 def test_ranks_that_take_too_long_are_ended(tmp_path):

@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import resource
+import time
 
 import pytest
 
@@ -173,6 +174,8 @@ def test_only_files_of_the_model_that_changed_are_read_again(evaluate):
 
     config = Config(model={"path": str(evaluate.model)}, data={"source": "x"}, output_dir="o")
     weights = evaluate.model / "model.safetensors"
+    for path in evaluate.model.iterdir():  # an hour after now: new, however long the first call takes
+        os.utime(path, (time.time() + 3600,) * 2)
     first = key()
     assert key() == first and first[1] == 2  # both are so new that they may yet change unseen
     for path in evaluate.model.iterdir():

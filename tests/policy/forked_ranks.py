@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from dynamo_megatron.runtime.free_ports import free_port
 
 
 def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
@@ -17,9 +18,7 @@ def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
 
     Their output goes to `logs`/rankN.log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()  # not one of those that connections get: another process may take it before rank 0 does
     pids = []
     for rank in range(count):
         pid = os.fork()

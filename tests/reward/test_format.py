@@ -69,7 +69,7 @@ def test_it_is_a_part_of_a_fused_reward(pool, score):
 
 
 def test_a_catastrophic_pattern_is_ended_by_the_deadline(pool, score):
-    started = pool("format", format={"pattern": "(a+)+b"}, deadline=1.0, workers=1)
+    started = pool("format", format={"pattern": "(a+)+b"}, deadline=5.0, workers=1)  # which the next one must not miss
     slow, fine = score(started, PROMPT, "a" * 60, "aab")
     assert (slow.status, slow.reward) == ("reward_timeout", 0.0)
     assert (fine.status, fine.reward) == ("ok", 1.0)

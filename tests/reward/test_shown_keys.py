@@ -70,7 +70,7 @@ def outcome(monkeypatch):
         with RawEndpoint(reply) as endpoint:
             url = f"http://localhost:{endpoint.port}/v1"  # aiohttp reads no cookies of addresses
             section = {"url": url, "model": "m", "api_key_env": "JUDGE_KEY", "pattern": r"Score: (\S+)"}
-            pool = RewardPool(RewardConfig(functions=["judge"], deadline=1.0, on_error="zero", judge=section))
+            pool = RewardPool(RewardConfig(functions=["judge"], deadline=3.0, on_error="zero", judge=section))
             try:
                 pool.start()
                 return asyncio.run(pool.score(PROMPT, "x"))

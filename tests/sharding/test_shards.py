@@ -66,5 +66,5 @@ def test_durations_are_recorded_by_file(tree):
     )
     run(tree, "--record-durations", "test_c.py", "test_new.py")
     recorded = json.loads(shards.DURATIONS.read_text())
-    assert 0.5 <= recorded.pop("test_new.py") < 5
+    assert 0.5 <= recorded.pop("test_new.py") < 45
     assert recorded == {"test_a.py": 50, "test_c.py": 20, "test_d.py": 1}

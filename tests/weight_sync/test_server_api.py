@@ -122,7 +122,7 @@ def test_a_reply_that_drips_is_late(odd, monkeypatch):
         handler.rfile.readline()
         handler.wfile.write(b"HTTP/1.1 200 X\r\n\r\n")
         with contextlib.suppress(OSError):
-            for _ in range(100):
+            for _ in range(1200):  # two minutes
                 handler.wfile.write(b" ")
                 time.sleep(0.1)
 
@@ -131,7 +131,7 @@ def test_a_reply_that_drips_is_late(odd, monkeypatch):
     started = time.monotonic()
     with pytest.raises(ServerError, match=r"/health had no answer within 0.5 s"):
         call(endpoint, "/health", None, 0.5)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 60
 
 
 def test_altered_checksums_never_prove_other_weights_and_raise_nothing_else(odd):
