@@ -145,7 +145,8 @@ def test_a_rollout_that_does_not_fit_is_left_out_alone(make_run, new_rollout, mo
 
 
 def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_charts, monkeypatch):
-    monkeypatch.setattr("dynamo_megatron.reports.page.command.POLL", 0.01)
+    for name, value in {"POLL": 0.01, "SHARE": 1}.items():  # a page that took 3 s is not followed by a pause of 30 s
+        monkeypatch.setattr(f"dynamo_megatron.reports.page.command.{name}", value)
     run, said = make_run("run", []), []
     thread = threading.Thread(target=watch, args=([run], run, 0.02, (), said.append))
     thread.start()
@@ -153,12 +154,12 @@ def test_a_watch_follows_the_run_to_its_end(make_run, new_rollout, add_step, no_
     assert not (run / "report.html").exists()  # no step yet
     for step in range(1, 5):
         add_step(run, step, [new_rollout(step, 0, 0)])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (run / "report.html").exists() or data_of(run / "report.html")["runs"][0]["step"] < step:
             assert time.monotonic() < deadline, f"step {step} did not come into report.html"
             time.sleep(0.01)
         assert data_of(run / "report.html")["refresh"] == (0.02 if step < 4 else None)
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive() and len(said) == 2 and said[-1].endswith("the last step is in it")
 
 
