@@ -5,10 +5,13 @@ import json
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
+
+from dynamo_megatron.rollout.server_api import call
 
 TRANSPORTS = ("tensor", "gloo", "disk")
 LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2})}
@@ -38,16 +41,27 @@ def check(seen, transports, pushes, servers):
         assert push["bytes"] <= 1.05 * copies * push["floor_bytes"]
 
 
+def log_of(server) -> str:
+    """Up to this call, whose own line is waited for: another process copies the server's output to its log."""
+    asked = f"/model_info?{uuid.uuid4().hex}"
+    call(server.endpoint, asked, None, 60)
+    deadline = time.monotonic() + 60
+    while f"GET {asked} " not in (text := server.log.read_text()):
+        assert time.monotonic() < deadline, text[-3000:]
+        time.sleep(0.05)
+    return text
+
+
 def test_a_tp2_pp2_policy(tiny_model, sglang_server, run_pushes, tmp_path):
     layouts = {"tp2-pp2": LAYOUTS["tp2-pp2"]}
     job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": layouts}
-    before = sglang_server.log.read_text()
+    before = log_of(sglang_server)
     seen = run_pushes(tmp_path / "job", transports=TRANSPORTS, pushes=2, **job)
     check(seen["tp2-pp2"], TRANSPORTS, 2, [sglang_server])
     # The servers are asked for their device once, each transport being a job of its own to them. A push drops cached
     # prefixes before and after it sends, but for the disk's, whose last call does it; one more push from the disk puts
     # the server's weights back.
-    calls = sglang_server.log.read_text()[len(before) :]
+    calls = log_of(sglang_server)[len(before) :]
     assert calls.count("GET /server_info ") == len(TRANSPORTS)
     assert calls.count("POST /flush_cache?") == 2 * 2 + 2 * 2 + 2 + 1
 
