@@ -89,7 +89,6 @@ def test_what_was_printed_stands_before_the_last_line(tiny_model, tmp_path):
     assert (done.returncode, first, last) == (130, "step 1", "interrupted"), done.stdout
 
 
-@pytest.mark.full
 def one_rank(tiny_model, tmp_path, **environment: str) -> subprocess.CompletedProcess:
     """JOB on the only rank, with a model folder that has no weights."""
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())

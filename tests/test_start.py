@@ -26,7 +26,9 @@ def endless():
 
 def holds_the_interpreter():
     pathlib.Path("reached").touch()
-    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock: no Python code runs meanwhile, no signal handler either
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # PyDLL keeps the lock: no signal handler runs
+    for _ in range(2):
+        c.pthread_mutex_lock(mutex)  # the second call never ends, whatever signal comes
     yield {"problem": "1+1?", "answer": "2"}
 """
 
