@@ -7,24 +7,63 @@ from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
+FINAL = re.compile(r"</think(?:ing)?>|\[/THINK\]|<\|channel\|>final(?: [^<]{0,50})?<\|message\|>|◁/think▷|</seed:think>")
+THINKING = re.compile(r"<think(?:ing)?>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
+BOX = re.compile(r"\\(?P<kind>boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}\\]|[{}]")
+GROUP = r"\{[^{}]{0,1000}\}"
+UNBRACED = re.compile(
+    rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z])"
+)
+SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
 SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
+def after_thinking(text: str) -> str | None:
+    """The text after the last `</think>` or the last marker of a final channel; all of it where there is no thinking.
+    None where a `<think>` is not finished."""
+    rest = text[max((found.end() for found in FINAL.finditer(text)), default=0) :]
+    return None if THINKING.search(rest) else rest
+
+
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None where there is none."""
+    r"""The content of the last complete `\boxed{...}` of `text` that is not empty; of the last `\fbox{...}` where there
+    is no `\boxed`. None where there is neither. Braces may be missing: `\boxed 2`, `\boxed\frac12`."""
+    found = boxes(text)
+    return found[-1][2] if found else None
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""(start, end, content) of all complete boxes that are not empty and hold no other box, in their order."""
     # One pass, since a response that repeats itself may hold thousands of boxes that are never closed.
-    open_braces: list[int | None] = []
-    last: tuple[int, int] | None = None
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]", text):
+    open_braces: list[re.Match | None] = []
+    found: dict[str, list[tuple[int, int, str]]] = {"boxed": [], "fbox": []}
+    for match in BOX.finditer(text):
         if match[0] == "}" and open_braces:
             start = open_braces.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-        elif match[0].endswith("{") and match[0] != "\\{":
-            open_braces.append(match.end() if len(match[0]) > 1 else None)
-    return text[slice(*last)].strip() if last else None
+            if start is not None and (content := text[start.end() : match.start()].strip()):
+                of_kind = found[start["kind"]]
+                if not (of_kind and of_kind[-1][0] > start.start()):  # else a box in this one was found
+                    of_kind.append((start.start(), match.end(), content))
+        elif match["kind"] and match[0].endswith("{"):
+            open_braces.append(match)
+        elif match["kind"] and (bare := UNBRACED.match(text, match.end())):
+            found[match["kind"]].append((match.start(), bare.end(), bare[0].strip()))
+        elif match[0] == "{":
+            open_braces.append(None)
+    return found["boxed"] or found["fbox"]
+
+
+def last_boxes(text: str) -> list[str]:
+    """The contents of the last box and of those before it in the same sentence."""
+    found = boxes(text)
+    contents: list[str] = []
+    for k in reversed(range(len(found))):
+        contents.insert(0, found[k][2])
+        if k == 0 or SENTENCE_END.search(text[found[k - 1][1] : found[k][0]]):
+            break
+    return contents
 
 
 def tagged(text: str) -> str | None:

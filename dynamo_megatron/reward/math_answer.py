@@ -2,135 +2,166 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
-
-from dynamo_megatron.reward.extraction import boxed, join_thousands, last_line, last_number
+from dynamo_megatron.reward.extraction import SENTENCE_END, after_thinking, boxed, last_boxes, last_line
+from dynamo_megatron.reward.math_equality import equal
+from dynamo_megatron.reward.math_parser import Node, NotMathematics, parse
+from dynamo_megatron.reward.math_text import (
+    in_words,
+    label_of,
+    normal_form,
+    same_text,
+    without_introduction,
+)
+from dynamo_megatron.reward.math_units import MAGNITUDES, is_unit
 from dynamo_megatron.types import Prompt
-
-# math-verify's own time limit needs SIGALRM, so the pool's deadline is the limit here. Its warning on each call is of
-# no use.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
-# math-verify parses 4.5e33 as a product with e, and rounds numbers to six decimal places before it compares them.
-SCIENTIFIC = re.compile(r"(?<![\w.}])([0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})[eE]([-+]?[0-9]{1,3})(?!\w)")
-DECIMAL = re.compile(
-    r"([-+]?(?:[0-9]{1,1000}(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000}))"
-    r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?[0-9]{1,3})\}|([0-9])))?(?:\s*\\?%)?"
+TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+# "The final answer is", "Answer:", and the same in the languages that models answer in.
+ANSWER = re.compile(
+    r"\b(?:answers?|solution|result)\b[^\n.:=]{0,60}?(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
+    r"|\banswer\W*\n|答案|答[:：]|答え|解答|정답|답은|답[:：]"
+    r"|\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|svar)\b"
+    r"|ответ|đáp án|kết quả|คำตอบ|उत्तर|الجواب|الإجابة|απάντηση",
+    re.IGNORECASE,
 )
-BASED = re.compile(r"[0-9][0-9A-F]{0,1000}_\{?([0-9]{1,3})\}?")  # 2516_8
-LINE_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")  # between the rows of a matrix
-ROUNDING = Decimal("5e-7")  # math-verify's, between decimal numbers
+LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|為|は|는|은|이|é\b|è\b|là\b|=|-(?=\s)|—)+")
+REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b")
+# An expression in the middle of a text: numbers, single letters and commands with signs between them.
+ATOM = (
+    r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
+    r"|[√∛∞πθ½⅓⅔¼¾⅕-⅞]|\b(?:pi|sqrt|sin|cos|tan|ln|log|exp)\b|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"
+    r"|[(\[{][^()\[\]{}\n]{1,200}[)\]}]|[°²³⁴⁵⁶⁷⁸⁹⁰¹⁻!%])"
+)
+RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
+LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
+DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
     r"""Returns 1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
 
-    The final answer is the last complete `\boxed{}`, else the last line of the form `#### 72`, else the last LaTeX span
-    or number, whichever comes later. Where `prompt.answer` is in words, the last line without "the answer is" takes the
-    place of the LaTeX span or number. Two answers are equal if their texts are the same up to spacing and LaTeX
-    formatting, or if math-verify considers them equal (so 1/2 = 0.5, {1,2} = {2,1}, and also 10% = 10 and 3+4 = 7: an
-    answer that is not worked out counts).
+    `final_answer` says what of the response is compared. Two answers are equal if their normal forms are the same text
+    (`math_text`), or if both can be parsed whole and are mathematically equal (`math_equality`), so 1/2 = 0.5, {1,2} =
+    {2,1}, 10% = 10 and 3+4 = 7: an answer that is not worked out counts.
     `prompt.answer` is a number or text: plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises
     ValueError for anything else.
     """
     reference = _reference(prompt.answer)
-    words = _in_words(reference)
-    found = _final_answer(response, words)
-    if found is None:
-        return 0.0
-    candidate = _clean(found)
+    choices = [normal_form(text) for text in final_answers(response, in_words(normal_form(reference)))]
+    return float(any(equal_answers(normal_form(reference), choice) for choice in choices if choice))
+
+
+def equal_answers(reference: str, answer: str) -> bool:
+    """Whether two normal forms are equal answers. The letter of a choice may stand before either of them."""
+    if same_text(reference, answer):
+        return True
+    (letter, reference), (chosen, answer) = label_of(reference), label_of(without_introduction(answer))
+    if letter and letter == chosen and not (reference and answer):
+        return True
+    if not reference or not answer:
+        return same_text(reference or letter or "", answer or chosen or "")
+    if same_text(reference, answer):
+        return True
+    if in_words(reference):
+        return False
+    parsed = _parsed_reference(reference)
+    try:
+        return parsed is not None and equal(parsed, parse(answer))
+    except (NotMathematics, RecursionError):
+        return False
+
+
+def final_answers(response: str, words: bool = False) -> list[str]:
+    r"""The final answer of a response, in the order that a reader would look for it; empty where there is none.
+
+    After the last `</think>` or `<answer>`: the last box or the last line of the form `#### 72`, whichever is later,
+    else what the last sentence with "the answer is" (in many languages) names, else the last LaTeX span or expression
+    with a number, where the reference is in `words` the last line. Several boxes in one sentence are a list, and the
+    last of them.
+    """
+    text = after_thinking(response)
+    if text is None:
+        return []
+    tagged = TAGGED.findall(text)
+    if tagged:
+        text = tagged[-1]
+    marked = list(MARKED.finditer(text))
+    found = last_boxes(text[marked[-1].start() :] if marked else text)
+    if found:
+        return [", ".join(found), found[-1]] if len(found) > 1 else found
+    if marked:
+        return [marked[-1][1]]
+    if tagged:
+        return [text]
+    return _unmarked(text, words)
+
+
+def _unmarked(text: str, words: bool) -> list[str]:
+    for found in reversed(list(ANSWER.finditer(text))[-LAST_SENTENCES:]):
+        rest = LEADING.sub("", text[found.end() : found.end() + 2000])
+        display = re.match(r"(?:\\\[|\$\$)(.{1,1000}?)(?:\\\]|\$\$)", rest, re.DOTALL)
+        sentence = display[1] if display else SENTENCE_END.split(rest.partition("\n")[0], maxsplit=1)[0]
+        if not sentence.strip():
+            continue
+        if words or _parsed(normal_form(sentence)) is not None:
+            return [sentence]
+        expression = last_expression(REASON.split(sentence, maxsplit=1)[0])
+        if expression is not None:
+            return [expression]
     if words:
-        return float(_plain(candidate).casefold() == _plain(reference).casefold())
-    if _plain(candidate) == _plain(reference):
-        return 1.0
-    reference, candidate = _right_sides(reference, candidate)
-    wanted, given = _decimal(reference), _decimal(candidate)
-    if wanted is not None and given is not None:  # math-verify would take a millisecond
-        near = abs(wanted - given) <= ROUNDING * min(Decimal(1), abs(wanted))
-        if near or "%" not in reference + candidate:
-            return float(near)
-    bases = [BASED.fullmatch(_plain(text)) for text in (reference, candidate)]
-    if all(bases) and bases[0][1] != bases[1][1]:  # math-verify ignores the base
-        return 0.0
-    target = parse(f"\\boxed{{{candidate}}}", parsing_timeout=None)
-    gold = _parsed_reference(reference)
-    return float(bool(gold and target and verify(gold, target, timeout_seconds=None)))
+        return [last_line(text)]
+    expression = last_expression(text)
+    return [] if expression is None else [expression]
+
+
+def last_expression(text: str) -> str | None:
+    """The last LaTeX span or expression with a number, whichever comes later, with a unit after it."""
+    spans = list(LATEX.finditer(text))
+    end = spans[-1].end() if spans else 0
+    found = _last_run(text[end:])
+    if found is not None or not spans:
+        return found
+    span = next(group for group in spans[-1].groups() if group is not None)
+    return span if _parsed(normal_form(span)) is not None else _last_run(span) or span
+
+
+def _last_run(text: str) -> str | None:
+    runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
+    if not runs:
+        return None
+    after = re.match(r"\s?[^\W\d_]+\b", text[runs[-1].end() :])
+    with_unit = runs[-1][0] + after[0] if after else ""
+    known = after is not None and (is_unit(after[0].strip()) or after[0].strip().lower() in MAGNITUDES)
+    return with_unit if known and _parsed(normal_form(with_unit)) is not None else runs[-1][0].strip()
 
 
 @lru_cache(maxsize=1024)
-def _parsed_reference(reference: str) -> list[Any]:
-    return parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+def _parsed_reference(reference: str) -> Node | None:
+    return _parsed(reference)
 
 
-def _right_sides(reference: str, candidate: str) -> tuple[str, str]:
-    """The right-hand sides, where both are one equation and have the same left-hand side (y = 2x and y = x + x); else
-    the arguments."""
-    (left, *right), (other, *given) = reference.split("="), candidate.split("=")
-    if len(right) == len(given) == 1 and _plain(left) == _plain(other):
-        return right[0].strip(), given[0].strip()
-    return reference, candidate
+def _parsed(text: str) -> Node | None:
+    try:
+        return parse(text)
+    except (NotMathematics, RecursionError):
+        return None
 
 
 def _reference(answer: Any) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, float):
-        answer = format(Decimal(repr(answer)), "f")  # never 1e-05, which math-verify parses as a product with e
-    if not isinstance(answer, str | int) or not str(answer).strip():
+        answer = format(Decimal(repr(answer)), "f")
+    if not isinstance(answer, str | int) or isinstance(answer, bool) or not str(answer).strip():
         raise ValueError(f"the math reward needs an answer that is text or a number, not {answer!r}")
     text = str(answer)
     inside = boxed(text)
-    return _clean(inside if inside is not None else text.rpartition("####")[2])
-
-
-def _final_answer(response: str, words: bool) -> str | None:
-    inside = boxed(response)
-    if inside is not None:
-        return inside
-    marked = MARKED.findall(response)
-    if marked:
-        return marked[-1]
-    if words:
-        return last_line(response) or None
-    spans = list(LATEX.finditer(response))
-    end = spans[-1].end() if spans else 0
-    number = last_number(response[end:])
-    if number is not None or not spans:
-        return number
-    return next(group for group in spans[-1].groups() if group is not None)
-
-
-def _clean(text: str) -> str:
-    text = text.replace("\\$", "").replace("$", "").strip().rstrip(".*").lstrip("*")
-    text = LINE_GAP.sub(r"\\\\", text.replace(r"\varnothing", r"\emptyset"))
-    return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", join_thousands(text.strip()))
-
-
-def _decimal(text: str) -> Decimal | None:
-    r"""The exact value of a decimal number, also with `\times 10^{n}`; a percent sign is ignored. None for other
-    text."""
-    found = DECIMAL.fullmatch(text)
-    return Decimal(f"{found[1]}e{found[2] or found[3] or 0}") if found else None
-
-
-def _plain(text: str) -> str:
-    """`text` without LaTeX formatting and spaces: the same for texts that differ only in these."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\^\{?\\circ\}?", "", text)
-    return re.sub(r"\s+", "", text)
-
-
-def _in_words(reference: str) -> bool:
-    """Returns True where the answer is in words: math-verify would parse "even" as a product, equal to "neve"."""
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", reference)
-    return bool(re.fullmatch(r"[^\W\d_][^\d\\_^={}+*/<>]*", text) and re.search(r"[^\W\d_]{4,}", text))
+    return inside if inside is not None else text.rpartition("####")[2]

@@ -1,0 +1,294 @@
+"""Whether two parsed answers (`math_parser`) are equal: values, quantities, lists, sets, intervals, relations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dynamo_megatron.reward.math_parser import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.math_units import unit_of
+from dynamo_megatron.reward.math_value import Undefined, equal_values, exact, points, value_at, walk
+
+MOST_ITEMS = 100
+LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
+DEGREE = unit_of(["degree"])
+
+
+def equal(reference: Node, answer: Node) -> bool:
+    """Whether a reader would take `answer` for `reference`. A unit, a percent sign, a base or "x =" may be missing in one
+    of them; lists and sets are equal in any order, tuples, intervals and sequences with dots in one."""
+    reference, answer = _shape(reference), _shape(answer)
+    if isinstance(reference, Relation) or isinstance(answer, Relation):
+        return _equal_relations(reference, answer)
+    if isinstance(reference, Group) or isinstance(answer, Group):
+        return _equal_groups(reference, answer)
+    if isinstance(reference, Quantity) or isinstance(answer, Quantity):
+        return _equal_quantities(reference, answer)
+    if _is_percent(reference) or _is_percent(answer):
+        return _equal_percents(reference, answer)
+    bases = [node.base for node in (reference, answer) if isinstance(node, Number) and node.base is not None]
+    if bases and isinstance(reference, Number) and isinstance(answer, Number):
+        return reference.value == answer.value and len(set(bases)) == 1
+    return equal_values(reference, answer)
+
+
+def _shape(node: Node) -> Node:
+    """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
+    if isinstance(node, Op) and node.name == "degrees" and DEGREE is not None:
+        return Quantity(node.args[0], DEGREE)
+    if isinstance(node, Group) and node.kind in ("list", "set"):
+        items = [each for item in node.items for each in _both_signs(item)]
+        return items[0] if len(items) == 1 else replace(node, items=tuple(items))
+    if not isinstance(node, Group | Relation | Quantity):
+        items = _both_signs(node)
+        return items[0] if len(items) == 1 else Group("list", tuple(items))
+    if isinstance(node, Relation) and node.signs[-1] == "=" and len(node.signs) == 1:
+        values = _both_signs(node.members[1])
+        if len(values) > 1:
+            return Group("list", tuple(replace(node, members=(node.members[0], value)) for value in values))
+    return node
+
+
+def _both_signs(node: Node) -> list[Node]:
+    if not any(isinstance(part, Op) and part.name in ("pm", "mp") for part in walk(node)):
+        return [node]
+    return [_with_sign(node, sign) for sign in (1, -1)]
+
+
+def _with_sign(node: Node, sign: int) -> Node:
+    if isinstance(node, Op):
+        name = node.name
+        if name in ("pm", "mp"):
+            name = "add" if (name == "pm") == (sign == 1) else "sub"
+        return Op(name, tuple(_with_sign(arg, sign) for arg in node.args))
+    if isinstance(node, Group):
+        return replace(node, items=tuple(_with_sign(item, sign) for item in node.items))
+    if isinstance(node, Relation):
+        return replace(node, members=tuple(_with_sign(item, sign) for item in node.members))
+    return node
+
+
+# Percentages and quantities
+
+
+def _is_percent(node: Node) -> bool:
+    return isinstance(node, Op) and node.name == "percent"
+
+
+def _equal_percents(reference: Node, answer: Node) -> bool:
+    def number(node: Node) -> Node:
+        return node.args[0] if isinstance(node, Op) and _is_percent(node) else node
+
+    if equal_values(number(reference), number(answer)):
+        return True  # 10% and 10
+    return _is_percent(reference) != _is_percent(answer) and equal_values(reference, answer)  # 10% and 0.1
+
+
+def _equal_quantities(reference: Node, answer: Node) -> bool:
+    if not isinstance(reference, Quantity) or not isinstance(answer, Quantity):
+        quantity, bare = (reference, answer) if isinstance(reference, Quantity) else (answer, reference)
+        assert isinstance(quantity, Quantity)
+        return not quantity.compound and equal(quantity.value, bare)
+    if reference.unit.powers != answer.unit.powers:
+        return False
+    ratio = answer.unit.factor / reference.unit.factor
+    return equal_values(reference.value, Op("mul", (Number(ratio), answer.value)) if ratio != 1 else answer.value)
+
+
+# Lists, sets, tuples, intervals, matrices
+
+
+def _equal_groups(reference: Node, answer: Node) -> bool:
+    if not isinstance(reference, Group) or not isinstance(answer, Group):
+        return False
+    kinds = {reference.kind, answer.kind}
+    if len(reference.items) > MOST_ITEMS or len(answer.items) > MOST_ITEMS:
+        return False
+    if reference.kind == "()" and answer.kind == "list":  # "3, 4" and "x = 3, y = 4" for (3, 4)
+        items = [item.members[-1] if isinstance(item, Relation) else item for item in answer.items]
+        return _equal_in_order(reference.items, items)
+    if answer.kind == "()" and _assigns_several(reference):  # (3, 4) for "x = 3, y = 4"
+        return _equal_in_order(reference.items, answer.items)
+    if kinds <= {"list", "set"}:
+        if DOTS in reference.items + answer.items or _assigns_several(reference) != _assigns_several(answer):
+            return _equal_in_order(reference.items, answer.items)
+        if "set" in kinds:
+            return _contained(reference.items, answer.items) and _contained(answer.items, reference.items)
+        return _equal_in_any_order(reference.items, answer.items)
+    if reference.kind != answer.kind:
+        return False
+    if reference.kind in ("union", "cap"):
+        return _equal_in_any_order(reference.items, answer.items)
+    return _equal_in_order(reference.items, answer.items)
+
+
+def _assigns_several(group: Group) -> bool:
+    """x = 1, y = 2: values of several variables; not x_1 = 1, x_2 = 2, which are several values of one."""
+    return len({_without_index(item.members[0]) for item in group.items if isinstance(item, Relation)}) > 1
+
+
+def _without_index(node: Node) -> Node:
+    return Symbol(re.sub(r"_\d+$", "", node.name)) if isinstance(node, Symbol) else node
+
+
+def _equal_in_order(reference: Sequence[Node], answer: Sequence[Node]) -> bool:
+    pairs = zip(reference, answer, strict=False)
+    return len(reference) == len(answer) and all(
+        mine == other if DOTS in (mine, other) else equal(mine, other) for mine, other in pairs
+    )
+
+
+def _equal_in_any_order(reference: Sequence[Node], answer: Sequence[Node]) -> bool:
+    if len(reference) != len(answer):
+        return False
+    left = list(answer)
+    for item in reference:
+        place = next((k for k, other in enumerate(left) if equal(item, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _contained(items: Sequence[Node], others: Sequence[Node]) -> bool:
+    return all(any(equal(item, other) for other in others) for item in items)
+
+
+# Relations
+
+
+def _equal_relations(reference: Node, answer: Node) -> bool:
+    if not isinstance(reference, Relation) or not isinstance(answer, Relation):
+        relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
+        assert isinstance(relation, Relation)
+        value = _assigned(relation)
+        if value is not None:
+            return equal(value, other) if relation is reference else equal(other, value)
+        interval = _interval(relation)
+        return interval is not None and equal(interval, other)
+    intervals = [_interval(each) or _assigned(each, "in") for each in (reference, answer)]
+    if all(intervals) and _variable(reference) == _variable(answer):
+        return equal(*intervals)  # type: ignore[arg-type]
+    if reference.signs[0] == answer.signs[0] == "equiv":
+        return _congruent(reference, answer)
+    mine, other = _renamed(reference), _renamed(answer)
+    if _without_index(other.members[0]) == mine.members[0]:  # x_1 = 3 for x = 3
+        other = replace(other, members=(mine.members[0], *other.members[1:]))
+    if mine.signs == other.signs and equal(mine.members[0], other.members[0]):
+        return _equal_in_order(mine.members[1:], other.members[1:])
+    if mine.signs == other.signs == ("=",):
+        return _proportional(mine, other, positive=False)
+    if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
+        mine, other = _turned(mine), _turned(other)
+        if mine.signs != other.signs:
+            return False
+        return _equal_in_order(mine.members, other.members) or (
+            len(mine.signs) == 1 and _proportional(mine, other, positive=True)
+        )
+    return mine.signs == other.signs == ("!=",) and _proportional(mine, other, positive=False)
+
+
+def _assigned(relation: Relation, only: str = "") -> Node | None:
+    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3; the set of x \in [1, 2]; None for other relations."""
+    first, last = relation.members[0], relation.members[-1]
+    if relation.signs == ("in",) and only in ("", "in"):
+        return last
+    if only or set(relation.signs) != {"="}:
+        return None
+    if isinstance(first, Symbol) or (isinstance(first, Op) and first.name.startswith("call ")):
+        return last
+    numbers = [exact(member) for member in relation.members]
+    return last if None not in numbers and len(set(numbers)) == 1 else None
+
+
+def _interval(relation: Relation) -> Group | None:
+    """The numbers that satisfy a < x <= b, x < b or b > x; None for other relations."""
+    if not set(relation.signs) <= LESS.keys():
+        return None
+    turned = _turned(relation)
+    if len(turned.signs) == 2 and isinstance(turned.members[1], Symbol):
+        low, _, high = turned.members
+        return _between(turned.signs[0], low, high, turned.signs[1])
+    if len(turned.signs) == 1:
+        left, right = turned.members
+        if isinstance(left, Symbol) and exact_or_constant(right):
+            return _between("<", Op("neg", (INFINITY,)), right, turned.signs[0])
+        if isinstance(right, Symbol) and exact_or_constant(left):
+            return _between(turned.signs[0], left, INFINITY, "<")
+    return None
+
+
+def exact_or_constant(node: Node) -> bool:
+    return not any(isinstance(part, Symbol) and part.name not in ("pi", "e", "infinity") for part in walk(node))
+
+
+def _between(left: str, low: Node, high: Node, right: str) -> Group:
+    return Group(("[" if left == "<=" else "(") + ("]" if right == "<=" else ")"), (low, high))
+
+
+def _variable(relation: Relation) -> Node | None:
+    return next((member for member in relation.members if isinstance(member, Symbol) and member != INFINITY), None)
+
+
+def _turned(relation: Relation) -> Relation:
+    """With < and <= only."""
+    if all(sign in ("<", "<=") for sign in relation.signs):
+        return relation
+    if all(sign in (">", ">=") for sign in relation.signs):
+        return Relation(tuple(LESS[sign] for sign in reversed(relation.signs)), relation.members[::-1])
+    return relation
+
+
+def _renamed(relation: Relation) -> Relation:
+    """f(n) = n^2 with another name for n: the argument of a defined function has no meaning outside."""
+    first = relation.members[0]
+    if not (isinstance(first, Op) and first.name.startswith("call ") and all(isinstance(a, Symbol) for a in first.args)):
+        return relation
+    names = {arg.name: f"argument {k}" for k, arg in enumerate(first.args) if isinstance(arg, Symbol)}
+    return replace(relation, members=tuple(_with_names(member, names) for member in relation.members))
+
+
+def _with_names(node: Node, names: dict[str, str]) -> Node:
+    if isinstance(node, Symbol):
+        return Symbol(names.get(node.name, node.name))
+    if isinstance(node, Op):
+        return Op(node.name, tuple(_with_names(arg, names) for arg in node.args))
+    if isinstance(node, Group):
+        return replace(node, items=tuple(_with_names(item, names) for item in node.items))
+    return node
+
+
+def _congruent(reference: Relation, answer: Relation) -> bool:
+    if (reference.modulus is None) != (answer.modulus is None) or len(reference.members) != len(answer.members):
+        return False
+    if reference.modulus is None or answer.modulus is None:
+        return _equal_in_order(reference.members, answer.members)
+    moduli = exact(reference.modulus), exact(answer.modulus)
+    if not equal(reference.modulus, answer.modulus) or not equal(reference.members[0], answer.members[0]):
+        return False
+    residues = [exact(each.members[-1]) for each in (reference, answer)]
+    if None in residues or not moduli[0]:
+        return equal(reference.members[-1], answer.members[-1])
+    return (residues[0] - residues[1]) % moduli[0] == 0  # type: ignore[operator]
+
+
+def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool:
+    """Whether left - right of one is a constant times that of the other, so that both say the same."""
+    mine, other = (Op("sub", each.members) for each in (reference, answer))
+    if any(isinstance(part, Group | Relation | Quantity) for part in walk(mine, other)):
+        return False
+    names = sorted({part.name for part in walk(mine, other) if isinstance(part, Symbol)} - {"pi", "e", "i"})
+    ratios = []
+    for point in points(names, "real"):
+        try:
+            a, b = value_at(mine, point), value_at(other, point)
+        except Undefined:
+            continue
+        if a == 0 or b == 0:
+            return False
+        ratios.append(b / a)
+    if len(ratios) < 4:
+        return False
+    same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
+    return same and (not positive or ratios[0].real > 0)

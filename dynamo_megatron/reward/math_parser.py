@@ -1,0 +1,717 @@
+r"""Parses the normal form of an answer (`math_text`) whole, or not at all: LaTeX and plain mathematics as models write it.
+
+Whatever the grammar does not know raises `NotMathematics`, so that nothing of an answer is ever dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import NoReturn
+
+from dynamo_megatron.reward.math_units import BARE, CURRENCIES, MAGNITUDES, Unit, is_unit, unit_of
+
+LONGEST, DEEPEST = 2000, 60  # characters; brackets in brackets
+
+
+class NotMathematics(Exception):
+    """The text is not an answer that this grammar knows."""
+
+
+@dataclass(frozen=True)
+class Number:
+    value: Fraction
+    places: int | None = None  # digits after the decimal point; None: an integer
+    base: int | None = None  # "204_5": value 204, base 5
+
+
+@dataclass(frozen=True)
+class Symbol:
+    name: str
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    args: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """`kind`: "list", "set", "union", "cap", "minus", "matrix", "row", or the two brackets of a tuple or an interval."""
+
+    kind: str
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """a = b < c: `signs` stand between `members`. `modulus` belongs to the sign "equiv"."""
+
+    signs: tuple[str, ...]
+    members: tuple[Node, ...]
+    modulus: Node | None = None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    value: Node
+    unit: Unit
+    compound: bool = False  # 5 hours 20 minutes
+
+
+Node = Number | Symbol | Op | Group | Relation | Quantity
+
+DOTS = Symbol("...")
+INFINITY = Symbol("infinity")
+PI, E, I = Symbol("pi"), Symbol("e"), Symbol("i")
+TRIGONOMETRIC = [kind + name for kind in ("", "arc", "a") for name in ("sin", "cos", "tan", "cot", "sec", "csc")]
+FUNCTIONS = frozenset(
+    [*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "arcsinh", "arccosh", "arctanh", "asinh", "acosh", "atanh"]
+    + ["exp", "ln", "log", "lg", "lb", "sqrt", "cbrt", "abs", "floor", "ceil", "gcd", "lcm", "max", "min"]
+)
+OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
+GREEK = frozenset(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split()
+)
+LETTERS = GREEK | frozenset("hbar ell emptyset odot oplus nabla partial angle triangle aleph mho".split())
+MARKS = frozenset("vec hat bar overline dot ddot tilde widehat widetilde overrightarrow mathbb mathbf".split())
+RELATIONS = {"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<="} | {
+    ">=": ">=", "!=": "!=", "==": "=", "in": "in", "approx": "=", "equiv": "equiv", "sim": "sim", "propto": "propto"
+}  # fmt: skip
+SETS = {"cup": "union", "cap": "cap", "setminus": "minus", "backslash": "minus"}
+BIG = frozenset(["bmod", "pmod"])
+TOKEN = re.compile(
+    r"(?P<time>(?<![\d:])\d{1,2}:[0-5]\d(?::[0-5]\d)? ?(?:[AaPp]\.? ?[Mm]\b\.?|\\text\{ ?[AaPp]\.?[Mm]\.? ?\})?(?![\d:]))"
+    r"|(?P<number>(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:\.(?!\d))?|\.\d+)"
+    r"|(?P<text>\\(?:text|mathrm)\{(?P<inside>[^{}]*)\})"
+    r"|(?P<row>\\\\)|(?P<command>\\(?:[A-Za-z]+|[{}|]))"
+    r"|(?P<letters>[A-Za-z]+)|(?P<sign><=|>=|(?<= )!=|==|[^\sA-Za-z0-9])"
+)
+EXPONENT = re.compile(r"[eE]([-+]?\d{1,6})(?![\d.\w{])")
+
+
+@dataclass(frozen=True)
+class Token:
+    kind: str  # "number", "name", "word", "unit", "function", "time", "end", or the sign or command itself
+    text: str
+    gap: bool = False  # white space before it
+
+
+class Tokens:
+    """The tokens of a text. `bracketed` counts open brackets: a comma in them separates, and joins no thousands."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LONGEST:
+            raise NotMathematics("too long")
+        self.tokens: list[Token] = []
+        place, depth = 0, 0
+        while place < len(text):
+            if text[place] == " ":
+                place += 1
+                continue
+            found = TOKEN.match(text, place)
+            if found is None:
+                raise NotMathematics(text[place])
+            gap = place > 0 and text[place - 1] == " "
+            end = self._add(text, found, gap, depth)
+            depth += {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}.get(found[0], 0)
+            place = end
+        self.tokens.append(Token("end", ""))
+        self.place = 0
+
+    def _add(self, text: str, found: re.Match[str], gap: bool, depth: int) -> int:
+        kind, part = found.lastgroup, found[0]
+        if kind == "inside":
+            kind = "text"
+        if kind == "number":
+            if depth > 0 and "," in part.replace("{,}", ""):
+                part = part.partition(",")[0]
+            end = found.start() + len(part)
+            part = part.replace("{,}", "").replace(",", "")
+            power = EXPONENT.match(text, end)
+            if power and not part.endswith("."):
+                self.tokens.append(Token("number", f"{part}e{power[1]}", gap))
+                return power.end()
+            self.tokens.append(Token("number", part, gap))
+            return end
+        if kind == "text":
+            self._text(found["inside"], gap, roman=part.startswith("\\mathrm"))
+        elif kind == "command":
+            name = part[1:]
+            self.tokens.append(Token("function" if name in FUNCTIONS else f"\\{name}", name, gap))
+        elif kind == "letters":
+            self._letters(part, gap, text[found.end() : found.end() + 1])
+        elif part in CURRENCIES:
+            self.tokens.append(Token("currency", part, gap))
+        elif kind == "sign" and not part.isascii():
+            # CJK words and units: a run of letters of another script
+            run = re.compile(r"[^\W\dA-Za-z_]+").match(text, found.start())
+            if run is None:
+                raise NotMathematics(part)
+            self.tokens.append(Token("word", run[0], gap))
+            return run.end()
+        else:
+            self.tokens.append(Token("time" if kind == "time" else part, part, gap))
+        return found.end()
+
+    def _text(self, inside: str, gap: bool, roman: bool) -> None:
+        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "}", ")", "name", "word", "^")
+        for found in re.finditer(r"[^\W\d_]+|\d+(?:\.\d+)?|\S", inside):
+            part = found[0]
+            if part[0].isdigit():
+                self.tokens.append(Token("number", part, gap))
+            elif part.lower() in ("and", "or"):
+                self.tokens.append(Token(",", part, gap))
+            elif not part[0].isalpha():
+                self.tokens.append(Token(part, part, gap))
+            elif part in FUNCTIONS and not (after_number and is_unit(part)):
+                self.tokens.append(Token("function", part, gap))
+            elif len(part) > 1 or (after_number and not roman and is_unit(part)):
+                self.tokens.append(Token("word", part, gap))
+            else:
+                self.tokens.append(Token("name", part, gap))
+            gap, after_number = True, True
+
+    def _letters(self, run: str, gap: bool, after: str) -> None:
+        previous = self.tokens[-1].kind if self.tokens else ""
+        if run in FUNCTIONS:
+            self.tokens.append(Token("function", run, gap))
+        elif run in OTHER_NAME or run in GREEK:
+            self.tokens.append(Token("\\" + run, run, gap))
+        elif run.lower() in ("and", "or"):
+            self.tokens.append(Token(",", run, gap))
+        elif run == "mod":
+            self.tokens.append(Token("\\bmod", run, gap))
+        elif run == "in" and previous == "number" and len(self.tokens) > 1 and self.tokens[-2].kind == "word":
+            self.tokens.append(Token("word", run, gap))  # 5 ft 6 in
+        elif run in BARE and previous in ("number", "}", ")", "word", "name", "\\pi"):
+            self.tokens.append(Token("word", run, gap))
+        elif run == "np" and after == ".":
+            raise NotMathematics("np.")
+        elif (split := self._split(run)) is not None:
+            for part in split:
+                self._letters(part, gap, after)
+                gap = False
+        elif len(run) >= 4 or run.lower() in MAGNITUDES or (len(run) > 1 and previous == "word"):
+            self.tokens.append(Token("word", run, gap))
+        else:
+            self.tokens += [Token("name", letter, gap and k == 0) for k, letter in enumerate(run)]
+
+    @staticmethod
+    def _split(run: str) -> tuple[str, str] | None:
+        """ "xsin" and "piR": a function or pi beside a letter."""
+        if len(run) == 3 and run.startswith("pi"):
+            return "pi", run[2:]
+        for name in FUNCTIONS:
+            if len(name) > 2 and run.endswith(name) and len(run) - len(name) == 1:
+                return run[:1], name
+        return None
+
+
+def parse(text: str) -> Node:
+    """The answer that a normal form writes. Raises NotMathematics where any of it is not understood."""
+    parser = _Parser(Tokens(re.sub(r"\b(?:np|math|sp|sympy)\.", "", text)))
+    node = parser.infix(("end",))
+    parser.take("end")
+    return node
+
+
+class _Parser:
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens, self.at, self.depth, self.bars = tokens.tokens, 0, 0, 0
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.at]
+
+    def step(self) -> Token:
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def take(self, kind: str) -> Token:
+        if self.next.kind != kind:
+            self.fail()
+        return self.step()
+
+    def accept(self, *kinds: str) -> bool:
+        if self.next.kind in kinds:
+            self.at += 1
+            return True
+        return False
+
+    def fail(self) -> NoReturn:
+        raise NotMathematics(self.next.text)
+
+    # Lists, relations, sets
+
+    def answer(self, ends: tuple[str, ...]) -> Node:
+        """A list, or its only element."""
+        items = [self.element()]
+        while self.accept(",", ";"):
+            while self.accept(",", ";"):  # "1, 2, and 3"
+                pass
+            if self.next.kind in ends:
+                break
+            items.append(self.element())
+        return items[0] if len(items) == 1 else _compound(items) or Group("list", tuple(items))
+
+    def infix(self, ends: tuple[str, ...]) -> Node:
+        r"""a \choose b and a \over b, which take all of their group."""
+        node = self.answer((*ends, "\\choose", "\\over"))
+        if self.next.kind in ("\\choose", "\\over"):
+            name = "binom" if self.step().text == "choose" else "div"
+            node = Op(name, (node, self.answer(ends)))
+        return node
+
+    def element(self) -> Node:
+        members, signs, modulus = [self.side()], [], None
+        while (sign := RELATIONS.get(self.next.kind.removeprefix("\\"))) is not None:
+            self.step()
+            signs.append(sign)
+            members.append(self.side())
+        if signs and self.next.kind in ("\\bmod", "\\pmod"):
+            self.step()
+            modulus = self.unary()
+        elif signs and self.next.kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
+            self.at += 2
+            modulus = self.sum()
+            self.take(")")
+        if not signs:
+            return members[0]
+        return Relation(tuple(signs), tuple(members), modulus)
+
+    def side(self) -> Node:
+        parts, kind = [self.quantity()], ""
+        while (found := SETS.get(self.next.kind.removeprefix("\\"))) is not None:
+            if kind not in ("", found):
+                self.fail()
+            kind = found
+            self.step()
+            parts.append(self.quantity())
+        return Group(kind, tuple(parts)) if kind else parts[0]
+
+    def quantity(self) -> Node:
+        if self.next.kind == "time":
+            return self.time()
+        if self.next.kind in ("currency", "\\dollar"):
+            unit = unit_of(["dollar" if self.next.kind == "\\dollar" else self.step().text])
+            self.accept("\\dollar")
+            assert unit is not None
+            value = self.magnitude(self.sum())
+            after = self.units()
+            if after is not None and after.powers != unit.powers:
+                self.fail()
+            return Quantity(value, unit)
+        if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind in ("currency", "\\dollar"):
+            negative = self.step().kind == "-"
+            found = self.quantity()
+            assert isinstance(found, Quantity)
+            return replace(found, value=Op("neg", (found.value,))) if negative else found
+        value = self.magnitude(self.sum())
+        unit = self.units()
+        if unit is None:
+            return value
+        if not unit.known and not _plain_number(value):
+            self.fail()
+        if self.next.kind != "number":
+            return Quantity(value, unit)
+        return _compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
+
+    def magnitude(self, value: Node) -> Node:
+        if self.next.kind == "word" and self.next.text.lower() == "percent":
+            self.step()
+            return Op("percent", (value,))
+        while self.next.kind == "word" and (size := MAGNITUDES.get(self.next.text.lower().removesuffix("s"))):
+            self.step()
+            value = Op("mul", (Number(Fraction(size)), value))
+        return value
+
+    def units(self) -> Unit | None:
+        words: list[str | int] = []
+        if self.next.kind == "\\dollar" or self.next.kind == "currency":
+            words.append("dollar" if self.step().kind == "\\dollar" else self.tokens[self.at - 1].text)
+        while self.next.kind == "word" or (words and self.next.kind in ("/", "^", "\\cdot")):
+            token = self.step()
+            if token.kind == "word":
+                words.append(token.text)
+            elif token.kind == "/":
+                words.append("/")
+            elif token.kind == "^":
+                words.append(self.small_integer())
+            if token.kind in ("/", "\\cdot") and self.next.kind == "name" and is_unit(self.next.text):
+                words.append(self.step().text)  # km/h
+        if not words:
+            return None
+        unit = unit_of(words)
+        if unit is None or len(words) > 8:
+            self.fail()
+        return unit
+
+    def small_integer(self) -> int:
+        braced = self.accept("{")
+        negative = self.accept("-")
+        number = self.take("number").text
+        if braced:
+            self.take("}")
+        if not number.isdigit() or len(number) > 2:
+            self.fail()
+        return -int(number) if negative else int(number)
+
+    def time(self) -> Node:
+        found = re.match(r"(\d+):(\d+)(?::(\d+))?\W*(?:text\W*)?([AaPp])?", self.step().text)
+        assert found is not None
+        half = (found[4] or "").lower()
+        if not half and self.next.kind == "word" and self.next.text.lower() in ("am", "pm"):
+            half = self.step().text[0].lower()
+        hour = int(found[1]) % 12 + (12 if half == "p" else 0) if half else int(found[1])
+        clock = "clock" if half or hour > 12 else "12-hour clock"
+        values = (Number(Fraction(hour)), Number(Fraction(found[2])), Number(Fraction(found[3] or 0)))
+        return Group(clock, values)
+
+    # Expressions
+
+    def sum(self) -> Node:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise NotMathematics("too deep")
+        node = self.product()
+        while self.next.kind in ("+", "-", "\\pm", "\\mp"):
+            sign = self.step().kind
+            right = self.product()
+            node = Op({"+": "add", "-": "sub", "\\pm": "pm", "\\mp": "mp"}[sign], (node, right))
+        self.depth -= 1
+        return node
+
+    def product(self) -> Node:
+        node = self.unary()
+        while True:
+            if self.accept("*", "\\times", "\\cdot"):
+                node = Op("times", (node, self.unary()))
+            elif self.accept("/"):
+                node = Op("div", (node, self.unary()))
+            elif self.starts_factor():
+                node = Op("mul", (node, self.power()))
+            else:
+                return node
+
+    def starts_factor(self) -> bool:
+        kind = self.next.kind
+        if kind == "number":  # "3 4" is no product, "x 4" and ")4" are neither
+            return False
+        if kind == "|":
+            return self.bars == 0
+        if kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
+            return False
+        known = kind in ("name", "function", "(", "[", "{", "\\frac", "\\sqrt", "\\binom", "\\lfloor", "\\lceil")
+        return known or kind.removeprefix("\\") in LETTERS | MARKS | OTHER_NAME.keys()
+
+    def unary(self) -> Node:
+        sign = self.next.kind
+        if sign in ("-", "+", "\\pm", "\\mp"):
+            self.step()
+            self.depth += 1
+            if self.depth > DEEPEST:
+                raise NotMathematics("too deep")
+            operand = self.unary()
+            self.depth -= 1
+            if sign == "+":
+                return operand
+            return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
+        return self.power()
+
+    def power(self) -> Node:
+        node = self.postfix(self.atom())
+        if self.accept("^"):
+            if self.accept("\\circ"):
+                return self.postfix(self.degrees(node))
+            node = self.postfix(Op("pow", (node, self.exponent())))
+        return node
+
+    def degrees(self, node: Node) -> Node:
+        if self.next.text in ("C", "F") and self.next.kind in ("name", "word"):
+            unit = unit_of(["deg" + self.step().text])
+            assert unit is not None
+            return Quantity(node, unit)
+        return Op("degrees", (node,))
+
+    def exponent(self) -> Node:
+        if self.accept("{"):
+            node = self.answer(("}",))
+            self.take("}")
+            return node
+        if self.next.kind in ("-", "+"):
+            return Op("neg", (self.exponent(),)) if self.step().kind == "-" else self.exponent()
+        node = self.atom(mixed=False)
+        return Op("pow", (node, self.exponent())) if self.accept("^") else node
+
+    def postfix(self, node: Node) -> Node:
+        while True:
+            if self.next.kind == "!":
+                self.step()
+                node = Op("factorial2" if self.accept("!") else "factorial", (node,))
+            elif self.next.kind == "%":
+                self.step()
+                node = Op("percent", (node,))
+            else:
+                return node
+
+    def atom(self, mixed: bool = True) -> Node:
+        token = self.next
+        if token.kind == "number":
+            number = self.number()
+            return self.mixed(number) if mixed and token.text.isdigit() and number == Number(Fraction(token.text)) else number
+        if token.kind == "name":
+            return self.symbol(self.step().text)
+        if token.kind == "function":
+            return self.function(self.step().text)
+        if token.kind in ("(", "[", "\\{"):
+            return self.brackets()
+        if token.kind == "{":
+            return self.braces()
+        if token.kind == "|":
+            self.step()
+            self.bars += 1
+            node = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return Op("abs", (node,))
+        name = token.kind.removeprefix("\\")
+        if token.kind in ("\\frac", "\\binom"):
+            self.step()
+            args = (self.argument(), self.argument())
+            return Op("div" if name == "frac" else "binom", args)
+        if token.kind == "\\sqrt":
+            return self.function(self.step().text)
+        if token.kind in ("\\lfloor", "\\lceil"):
+            self.step()
+            node = self.sum()
+            self.take(token.kind.replace("l", "r", 1))
+            return Op("floor" if name == "lfloor" else "ceil", (node,))
+        if token.kind == "\\begin":
+            return self.matrix()
+        if name in OTHER_NAME:
+            self.step()
+            return self.symbol(name) if OTHER_NAME[name] == PI else OTHER_NAME[name]
+        if name in ("angle", "triangle"):
+            self.step()
+            letters = ""
+            while self.next.kind == "name":
+                part = self.symbol(self.step().text)
+                letters += part.name if isinstance(part, Symbol) else ""
+            return Symbol(f"{name} {letters}")
+        if name in MARKS:
+            self.step()
+            return self.symbol(f"{name} {self.raw()}")
+        if name in LETTERS:
+            return self.symbol(self.step().text)
+        self.fail()
+
+    def number(self) -> Node:
+        text = self.take("number").text
+        if self.next.kind == "_":
+            self.step()
+            base = self.raw()
+            if not text.isdigit() or not base.isdigit() or len(base) > 2:
+                self.fail()
+            return Number(Fraction(int(text)), base=int(base))
+        if "." in text and self.next.kind in ("\\overline", "\\bar", "\\dot"):
+            self.step()
+            return self.repeating(text, self.raw())
+        if "." in text and self.next.kind == "\\ldots" and (same := re.search(r"(\d)\1\1$", text)):
+            self.step()
+            return self.repeating(text[: -len(same[0])], same[1])
+        digits, _, power = text.partition("e")
+        if len(digits) > LONGEST or abs(int(power or 0)) > 30_000:
+            self.fail()
+        whole, _, places = digits.partition(".")
+        value = Fraction(int((whole + places) or 0), 10 ** len(places)) * Fraction(10) ** int(power or 0)
+        return Number(value, len(places) - int(power or 0) if places or power else None)
+
+    def repeating(self, text: str, digits: str) -> Node:
+        if not digits.isdigit():
+            self.fail()
+        whole, _, places = text.partition(".")
+        start = Fraction(int(whole + places), 10 ** len(places))
+        return Number(start + Fraction(int(digits), (10 ** len(digits) - 1) * 10 ** len(places)))
+
+    def mixed(self, whole: Number) -> Node:
+        r"""1\frac{1}{4} and 1 1/4: a proper fraction of integers right after an integer is added."""
+        start = self.at
+        try:
+            if self.accept("\\frac"):
+                top, bottom = self.argument(), self.argument()
+            elif self.next.kind == "number" and self.next.gap and self.next.text.isdigit():
+                top = Number(Fraction(self.step().text))
+                self.take("/")
+                bottom = Number(Fraction(self.take("number").text))
+            else:
+                return whole
+        except NotMathematics:
+            self.at = start
+            return whole
+        proper = isinstance(top, Number) and isinstance(bottom, Number) and 0 < top.value < bottom.value
+        if proper and top.value.denominator == bottom.value.denominator == 1:
+            return Number(whole.value + top.value / bottom.value)
+        self.at = start
+        return whole
+
+    def symbol(self, name: str) -> Node:
+        while self.next.kind in ("_", "'"):
+            name += "'" if self.step().kind == "'" else f"_{self.raw()}"
+        if name in ("f", "g", "h", "F", "G", "H") or name.rstrip("'") != name:
+            if self.next.kind == "(":
+                return Op(f"call {name}", self.arguments())
+        elif self.next.kind == "(" and self.tokens[self.at + 1].text == "0" and self.tokens[self.at + 2].kind == ")":
+            return Op(f"call {name}", self.arguments())  # I(0) is no product
+        return Symbol(name)
+
+    def raw(self) -> str:
+        """The text of a group or of one token: a subscript, or what a mark is over."""
+        if not self.accept("{"):
+            return self.step().text if self.next.kind != "end" else self.fail()
+        parts, depth = [], 1
+        while True:
+            token = self.step()
+            if token.kind == "end":
+                raise NotMathematics("{")
+            depth += {"{": 1, "}": -1}.get(token.kind, 0)
+            if depth == 0:
+                return "".join(parts)
+            parts.append(token.text)
+
+    def argument(self) -> Node:
+        r"""A group in braces, or one digit, letter or command: the arguments of \frac."""
+        token = self.next
+        if token.kind == "{":
+            return self.braces()
+        if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+            self.tokens[self.at] = Token("number", token.text[1:])
+            return Number(Fraction(token.text[0]))
+        if token.kind == "number":
+            return Number(Fraction(self.step().text))
+        return self.atom()
+
+    def arguments(self) -> tuple[Node, ...]:
+        self.take("(")
+        found = self.answer((")",))
+        self.take(")")
+        return found.items if isinstance(found, Group) and found.kind == "list" else (found,)
+
+    def function(self, name: str) -> Node:
+        if name == "sqrt":
+            index: Node = Number(Fraction(2))
+            if self.accept("["):
+                index = self.sum()
+                self.take("]")
+            operand = self.braces() if self.next.kind == "{" else self.atom(mixed=False)
+            return Op("root", (operand, index))
+        power, base = None, None
+        while self.next.kind in ("^", "_", "'"):
+            if self.next.kind == "^":
+                self.step()
+                power = self.exponent()
+            elif self.next.kind == "_" and name == "log":
+                self.step()
+                base = self.argument()
+            else:
+                self.fail()
+        if self.accept("^"):
+            power = self.exponent()
+        args = self.arguments() if self.next.kind == "(" else (self.operand(),)
+        if name == "log" and base is not None:
+            node = Op("log", (*args, base))
+        else:
+            node = Op("ln" if name == "log" and len(args) == 1 else name, args)
+        if power is None:
+            return node
+        if power == Op("neg", (Number(Fraction(1)),)) and name in TRIGONOMETRIC:
+            return Op(f"arc{name}", args)
+        return Op("pow", (node, power))
+
+    def operand(self) -> Node:
+        """What a function without brackets is of: \\sin 2t, up to the next sign or function."""
+        if self.next.kind in ("-", "+"):
+            return Op("neg", (self.operand(),)) if self.step().kind == "-" else self.operand()
+        node = self.power()
+        while self.starts_factor() and self.next.kind not in ("function", "(", "["):
+            node = Op("mul", (node, self.power()))
+        return node
+
+    def braces(self) -> Node:
+        self.take("{")
+        if self.accept("}"):
+            self.fail()
+        node = self.infix(("}",))
+        self.take("}")
+        return Group("set", node.items) if isinstance(node, Group) and node.kind == "list" else node
+
+    def brackets(self) -> Node:
+        opening = self.step().kind
+        closings = ("\\}",) if opening == "\\{" else (")", "]")
+        bars, self.bars = self.bars, 0
+        if self.next.kind in closings and opening == "\\{":
+            self.step()
+            self.bars = bars
+            return Symbol("emptyset")
+        node = self.answer(closings)
+        self.bars = bars
+        if self.next.kind not in closings:
+            self.fail()
+        closing = self.step().kind
+        items = node.items if isinstance(node, Group) and node.kind == "list" else (node,)
+        if opening == "\\{":
+            return Group("set", items)
+        if len(items) == 1 and not isinstance(items[0], Quantity):
+            if opening + closing not in ("()", "[]"):
+                self.fail()
+            return items[0]
+        return Group(opening + closing, items)
+
+    def matrix(self) -> Node:
+        self.step()
+        kind = self.raw()
+        if kind not in ("pmatrix", "bmatrix", "matrix", "array", "vmatrix", "Bmatrix", "smallmatrix"):
+            self.fail()
+        if kind == "array":
+            self.raw()
+        rows: list[Group] = []
+        row: list[Node] = []
+        while True:
+            row.append(self.element())
+            if self.accept("&"):
+                continue
+            if self.accept("\\\\") and self.next.kind != "\\end":
+                rows.append(Group("row", tuple(row)))
+                row = []
+                continue
+            rows.append(Group("row", tuple(row)))
+            self.take("\\end")
+            if self.raw() != kind:
+                self.fail()
+            return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))
+
+
+def _compound(items: Sequence[Node]) -> Quantity | None:
+    """5 hours (and) 20 minutes as one quantity; None where the items are not one in smaller and smaller units."""
+    quantities = [item for item in items if isinstance(item, Quantity) and item.unit.known and item.unit.powers]
+    first = quantities[0] if len(quantities) == len(items) else None
+    if first is None or any(each.unit.powers != first.unit.powers for each in quantities):
+        return None
+    if any(small.unit.factor >= large.unit.factor for large, small in pairwise(quantities)):
+        return None
+    value = first.value
+    for each in quantities[1:]:
+        value = Op("add", (value, Op("mul", (Number(each.unit.factor / first.unit.factor), each.value))))
+    return Quantity(value, first.unit, compound=True)
+
+
+def _plain_number(node: Node) -> bool:
+    """A number as one writes it before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5 is none."""
+    if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
+        return all(_plain_number(part) for part in node.args)
+    return isinstance(node, Number)

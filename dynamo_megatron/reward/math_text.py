@@ -1,0 +1,215 @@
+r"""The normal form of an answer's text: Unicode, LaTeX formatting and words, written in one way.
+
+The text after `normal_form` is plain LaTeX with ASCII signs. `same_text` compares two such texts.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# Superscripts before NFKC, which makes 4² into 42.
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
+SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()")
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎]+")
+VULGAR = re.compile("[¼½¾⅐-⅞]")
+GREEK = dict(
+    zip(
+        "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩϕϵϑ",
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
+        "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi epsilon theta".split(),
+        strict=True,
+    )
+)
+SIGNS = {
+    **{sign: "-" for sign in "−–—‒‐‑﹣－"},  # noqa: RUF001: the look-alikes are the point
+    **{sign: f"\\{name} " for sign, name in GREEK.items()},
+    "×": r"\times ",  # noqa: RUF001
+    "⋅": r"\cdot ",
+    "·": r"\cdot ",
+    "∙": r"\cdot ",
+    "•": r"\cdot ",
+    "∗": "*",  # noqa: RUF001
+    "÷": "/",
+    "⁄": "/",
+    "∕": "/",  # noqa: RUF001
+    "√": r"\sqrt ",
+    "∛": r"\sqrt[3]",
+    "∞": r"\infty ",
+    "∪": r"\cup ",  # noqa: RUF001
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "⩽": r"\le ",
+    "⩾": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "≡": r"\equiv ",
+    "±": r"\pm ",
+    "∓": r"\mp ",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+    "℃": r"^\circ C",
+    "℉": r"^\circ F",
+    "∠": r"\angle ",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
+    "…": r"\ldots ",
+    "⋯": r"\ldots ",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}",
+    "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}",
+    "∖": r"\setminus ",  # noqa: RUF001
+    "′": "'",  # noqa: RUF001
+    "’": "'",  # noqa: RUF001
+    "‘": "'",  # noqa: RUF001
+    "″": "''",
+    "、": ",",
+    "。": ".",
+    "،": ",",  # noqa: RUF001
+    "\u200b": "",
+    "\ufeff": "",
+}
+SAME_COMMAND = {
+    **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "frac"),
+    **dict.fromkeys(["dbinom", "tbinom"], "binom"),
+    **dict.fromkeys(["leq", "leqslant", "leqq"], "le"),
+    **dict.fromkeys(["geq", "geqslant", "geqq"], "ge"),
+    **dict.fromkeys(["neq"], "ne"),
+    **dict.fromkeys(["lt"], "lt"),
+    **dict.fromkeys(["cdots", "dots", "dotsc", "dotsb", "dotso", "dotsm", "hdots"], "ldots"),
+    **dict.fromkeys(["varnothing"], "emptyset"),
+    **dict.fromkeys(["lbrace"], "{"),
+    **dict.fromkeys(["rbrace"], "}"),
+    **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
+    **dict.fromkeys(["varphi"], "phi"),
+    **dict.fromkeys(["varepsilon"], "epsilon"),
+    **dict.fromkeys(["degree", "degrees", "textdegree"], "circ"),
+    **dict.fromkeys(["ast"], "cdot"),
+    **dict.fromkeys(["div"], "/"),
+    **dict.fromkeys(["mod"], "bmod"),
+}
+COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
+# Formatting that a reader does not see, or that does not change the value.
+REMOVED = re.compile(
+    r"\\(?:left|right|[bB]ig+[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}"
+    r"|vspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|tag\*?\{[^{}]*\}|label\{[^{}]*\}|color\{[^{}]*\}|bf|rm|it|sf|large|Large"
+    r"|normalsize|boldmath|null)(?![A-Za-z])\.?"
+)
+SPACE = re.compile(r"(?<!\\)\\[,;:>! ]|~|\\thinspace(?![A-Za-z])|[\s\u00a0\u2000-\u200a\u202f\u205f\u3000]+")
+ROW_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")
+STYLED = re.compile(
+    r"\\(?:textcolor\s*\{[^{}]*\}|colorbox\s*\{[^{}]*\}|boldsymbol|pmb|bm|underline|uline|underbar|boxed|fbox|ensuremath"
+    r"|mathit|mathnormal|mathsf|mathtt|mathcal|mathscr|emph|textit|textsl|small|mathop|mathord|mathrel|mathbin"
+    r"|displaylines)\s*(?=\{)"
+)
+WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
+LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
+LABEL = r"\(?\s*[A-J]\s*[).:]?"
+# "(C) 7", "\text{(C) } 7", "C. 7", "\text{Answer: } 7"
+LABELLED = re.compile(rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\)\s|[A-J][):]\s|[A-J]\.\s)\s*(?![-+*/=^_]|\\cdot|\\times)")
+ONLY_LABEL = re.compile(rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\))")
+INTRODUCED = re.compile(
+    r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution)(?:\s+is)?\s*[:=]?\s*\}?\s*"
+    r"(?=[^a-z\s}])",
+    re.IGNORECASE,
+)
+
+
+
+
+def normal_form(text: str) -> str:
+    r"""`text` with Unicode signs as LaTeX, one command for each meaning (`\frac` for `\dfrac`), and without formatting,
+    delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""
+    text = VULGAR.sub(_vulgar, text.strip().strip("*`").strip())
+    text = RAISED.sub(lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
+    text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)
+    text = "".join(SIGNS.get(sign, sign) for sign in text)
+    if not text.isascii():
+        text = "".join(SIGNS.get(sign, _digit(sign)) for sign in unicodedata.normalize("NFKC", text))
+    text = re.sub(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))", "{,}", ROW_GAP.sub(r"\\\\", text))
+    text = LETTERS.sub(r"\\mathrm{", WORDS.sub(r"\\text{", STYLED.sub("", text)))
+    text = re.sub(r"\\(?:text|mathrm)(?=\{[^{}]*(?:\{|\\[A-Za-z]))", "", text)  # \mathbf{\frac{1}{2}}
+    text = re.sub(r"\\mathrm\{\s*(?:\\?~|\\,|\\ )", r"\\text{ ", text)  # Minerva's 5 \mathrm{~cm}
+    text = SPACE.sub(" ", REMOVED.sub(" ", text))
+    text = COMMAND.sub(lambda found: f"\\{SAME_COMMAND.get(found[1], found[1])} ", text)
+    for written, meant in (("\\/ ", "/"), ("\\| ", "|"), ("\\text {", "\\text{"), ("\\mathrm {", "\\mathrm{")):
+        text = text.replace(written, meant)
+    text = re.sub(r"\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime", lambda found: "'" * found[0].count("prime"), text)
+    text = re.sub(r"\^\s*\{\s*\\circ\s*\}", r"^\\circ ", text)
+    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)  # the delimiters \( \) \[ \]
+    text = re.sub(r"\\text\{[\s.,;:]*\}", " ", re.sub(r"\.{3,}", r"\\ldots ", text))
+    text = text.replace("\\$", "\\dollar ").replace("$", " ").replace("\\%", "%").replace("**", "^")
+    return trimmed(re.sub(r" +", " ", text))
+
+
+def trimmed(text: str) -> str:
+    """`text` without marks and spaces at its ends, and without braces around all of it."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip(" *`").rstrip(".,;: ").removesuffix("\\\\").lstrip(",;: ")
+        if text.startswith("{") and text.endswith("}") and _one_group(text):
+            text = text[1:-1]
+    return text
+
+
+def same_text(first: str, second: str) -> bool:
+    """Whether two normal forms are one text, up to spaces and braces; up to case where they are in words."""
+    return _bare(first) == _bare(second) or (in_words(first) and _bare(first).casefold() == _bare(second).casefold())
+
+
+def in_words(text: str) -> bool:
+    """Whether a normal form is words only: "even" is no product, and "Yes" is "yes". Short words count in `\\text{}`."""
+    words = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
+    long = r"[^\W\d_]{4,}|\b(?:yes|no|odd|all|one|two|six|ten|none)\b"
+    plain = re.fullmatch(r"[^\W\d_][^\d\\_^={}+*/<>|()\[\]]*", words)
+    return bool(plain and (re.search(long, words, re.IGNORECASE) or re.search(r"\\text\{[^{}]{2,}\}", text)))
+
+
+def label_of(text: str) -> tuple[str | None, str]:
+    r"""(letter, rest) of a choice: ("C", "7") of `\text{(C) } 7`, ("C", "") of `(C)`, (None, text) without a letter."""
+    found = ONLY_LABEL.fullmatch(text) or LABELLED.match(text)
+    if found is None:
+        return None, text
+    return re.search("[A-J]", found[0].replace("\\text", ""))[0], trimmed(text[found.end() :])
+
+
+def without_introduction(text: str) -> str:
+    r"""`text` without "Answer:" or `\text{Answer: }` at its beginning."""
+    found = INTRODUCED.match(text)
+    return trimmed(text[found.end() :]) if found else text
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"(?<![\\A-Za-z])[A-Z]?[a-z]{3,}(?![A-Za-z])", lambda word: word[0].lower(), text)  # June, june
+    text = re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
+    text = re.sub(r"(?<![A-Za-z])\{([^{}\\])\}", r"\1", text)  # x^{2}
+    return re.sub(r"\\frac(?:\{([^{}])\}|([0-9]))(?:\{([^{}])\}|([0-9]))", r"\\frac\1\2\3\4", text)
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", found[0]).partition("⁄")
+    return f"\\frac{{{top}}}{{{bottom}}}" if bottom else found[0]
+
+
+def _digit(sign: str) -> str:
+    return str(unicodedata.digit(sign)) if sign.isdecimal() else sign
+
+
+def _one_group(text: str) -> bool:
+    depth = 0
+    for place, sign in enumerate(text):
+        if sign in "{}" and text[place - 1 : place] != "\\":
+            depth += 1 if sign == "{" else -1
+        if depth == 0 and place < len(text) - 1:
+            return False
+    return depth == 0

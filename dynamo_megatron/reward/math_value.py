@@ -1,0 +1,290 @@
+"""Values of parsed expressions (`math_parser`): exactly where they are rational, else at a high precision, and with
+variables at chosen points."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from mpmath import mp
+
+from dynamo_megatron.reward.math_parser import TRIGONOMETRIC, Group, Node, Number, Op, Quantity, Relation, Symbol
+
+TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
+DIGITS = 50  # decimal digits of a value
+MOST_DIGITS = {True: 800, False: 200}  # where terms differ much in size, of a number and of an expression with variables
+SURE = 30  # digits that two exact values have in common if they are equal
+BITS = 100_000  # of an exact number
+HUGE = 10**12  # no value above 2^HUGE, and no argument of a function above it
+POINTS, ENOUGH = 12, 4  # points of variables; on how many both sides must have a value
+INTEGERS = frozenset("nmkNMKdpqjlLPS")  # names of variables that may be integers only
+CONSTANTS = {"pi": lambda: +mp.pi, "e": lambda: +mp.e, "i": lambda: mp.mpc(0, 1)}
+FUNCTIONS = {
+    **{name: getattr(mp, name) for name in TRIGONOMETRIC if hasattr(mp, name)},
+    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{name: getattr(mp, name) for name in ("sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh")},
+    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sinh", "cosh", "tanh")},
+    **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "factorial2": mp.fac2},
+}
+DISCRETE = frozenset(["floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm"])
+BRANCHED = frozenset(["root", "ln", "log", "lg", "lb", "sqrt", "cbrt"])
+
+
+class Undefined(Exception):
+    """The expression has no value at this point, or none that can be computed."""
+
+
+def equal_values(first: Node, second: Node) -> bool:
+    """Whether two expressions have the same value, wherever both have one.
+
+    Where neither is written with a decimal point they must agree exactly; else within `TOLERANCE`, and of two decimal
+    numbers one must be the other, rounded or cut.
+    """
+    rounded = any(isinstance(part, Number) and part.places is not None for part in walk(first, second))
+    mine, other = exact(first), exact(second)
+    if mine is not None and other is not None:
+        if mine == other or not rounded or abs(mine - other) > TOLERANCE * abs(mine):
+            return mine == other
+        places = [_places(first), _places(second)]
+        return None in places or abs(mine - other) < Fraction(10) ** -min(places)  # type: ignore[type-var]
+    names = sorted({part.name for part in walk(first, second) if isinstance(part, Symbol)} - CONSTANTS.keys())
+    tolerance = mp.mpf(TOLERANCE.numerator) / TOLERANCE.denominator if rounded else mp.mpf(10) ** -SURE
+    if not names:
+        return _equal_at([{}], first, second, tolerance, 1)
+    operations = {part.name for part in walk(first, second) if isinstance(part, Op)}
+    kinds = ["real"]
+    if all(name[0] in INTEGERS for name in names) and (operations & DISCRETE or _integer_powers(first, second)):
+        kinds.append("integer")
+    if operations & BRANCHED or _fractional_powers(first, second):
+        kinds.append("positive")
+    return any(_equal_at(list(points(names, kind)), first, second, tolerance, ENOUGH) for kind in kinds)
+
+
+def walk(*nodes: Node) -> Iterator[Node]:
+    """The nodes and all nodes in them."""
+    for node in nodes:
+        yield node
+        match node:
+            case Op(args=parts) | Group(items=parts) | Relation(members=parts):
+                yield from walk(*parts)
+            case Quantity():
+                yield from walk(node.value)
+
+
+def points(names: list[str], kind: str) -> Iterator[dict[str, Fraction]]:
+    """Values for variables, always the same ones: "real" of both signs, "positive", or "integer" from 1 on."""
+    for k in range(POINTS if kind != "integer" else 4 * POINTS):
+        point = {}
+        for name in names:
+            drawn = int.from_bytes(hashlib.sha256(f"{name} {k}".encode()).digest()[:6], "big")
+            if kind == "integer":
+                point[name] = Fraction(1 + drawn % (3 + k))
+            else:
+                value = Fraction(3, 10) + Fraction(drawn, 2**47)
+                point[name] = -value if kind == "real" and drawn % 2 else value
+        yield point
+
+
+def exact(node: Node) -> Fraction | None:
+    """The value of rational arithmetic on numbers; None for everything else, and beyond BITS bits."""
+    if isinstance(node, Number):
+        return node.value if node.base is None else Fraction(in_base(node))
+    if not isinstance(node, Op):
+        return None
+    args = []
+    for arg in node.args:
+        value = exact(arg)
+        if value is None:
+            return None
+        args.append(value)
+    try:
+        found = _exact_operation(node.name, *args)
+    except ZeroDivisionError:
+        return None
+    return found if found is not None and _bits(found) <= BITS else None
+
+
+def in_base(number: Number) -> int:
+    digits = str(number.value.numerator)
+    base = number.base or 10
+    if max(map(int, digits)) >= base or base < 2:
+        return -1
+    return sum(int(digit) * base**k for k, digit in enumerate(reversed(digits)))
+
+
+def _exact_operation(name: str, *args: Fraction) -> Fraction | None:
+    if name == "pow":
+        base, power = args
+        if power.denominator != 1 or abs(power) * max(1, _bits(base)) > BITS:
+            return None
+        return base ** int(power)
+    if name in ("factorial", "binom") and all(arg.denominator == 1 and 0 <= arg <= 5000 for arg in args):
+        return Fraction(math.factorial(int(args[0])) if name == "factorial" else math.comb(int(args[0]), int(args[1])))
+    if name == "root" and args[0] >= 0 and args[1] == 2:
+        top, bottom = (math.isqrt(part) for part in (args[0].numerator, args[0].denominator))
+        return Fraction(top, bottom) if Fraction(top, bottom) ** 2 == args[0] else None
+    if name in ("gcd", "lcm") and all(arg.denominator == 1 for arg in args):
+        return Fraction(getattr(math, name)(*map(int, args)))
+    match name, args:
+        case "add", (a, b):
+            return a + b
+        case "sub", (a, b):
+            return a - b
+        case ("mul" | "times"), (a, b):
+            return a * b
+        case "div", (a, b):
+            return a / b
+        case "neg", (a,):
+            return -a
+        case "percent", (a,):
+            return a / 100
+        case "abs", (a,):
+            return abs(a)
+        case "floor", (a,):
+            return Fraction(math.floor(a))
+        case "ceil", (a,):
+            return Fraction(math.ceil(a))
+        case ("max" | "min"), _:
+            return max(args) if name == "max" else min(args)
+    return None
+
+
+def _bits(value: Fraction) -> int:
+    return value.numerator.bit_length() + value.denominator.bit_length()
+
+
+def _places(node: Node) -> int | None:
+    if isinstance(node, Op) and node.name == "neg":
+        return _places(node.args[0])
+    if isinstance(node, Number) and node.value.denominator != 1 and node.places is None:
+        return None
+    return (node.places or 0) if isinstance(node, Number) else None
+
+
+def _integer_powers(*nodes: Node) -> bool:
+    powers = (part for part in walk(*nodes) if isinstance(part, Op) and part.name == "pow")
+    return any(not (isinstance(power.args[1], Number)) and (exact(power.args[0]) or 1) < 0 for power in powers)
+
+
+def _fractional_powers(*nodes: Node) -> bool:
+    powers = (part for part in walk(*nodes) if isinstance(part, Op) and part.name == "pow")
+    return any((value := exact(power.args[1])) is None or value.denominator != 1 for power in powers)
+
+
+def _equal_at(where: list[dict[str, Fraction]], first: Node, second: Node, tolerance: mp.mpf, enough: int) -> bool:
+    met = set()
+    for point in where:
+        try:
+            mine, other = value_at(first, point), value_at(second, point)
+        except Undefined:
+            continue
+        if abs(mine - other) > tolerance * abs(mine):
+            return False
+        met.add(tuple(point.values()))
+    return len(met) >= enough
+
+
+def value_at(node: Node, point: Mapping[str, Fraction]) -> mp.mpf | mp.mpc:
+    """The value at DIGITS digits or more, as many as the sums in it need. Raises Undefined."""
+    digits = DIGITS
+    while digits <= MOST_DIGITS[not point]:
+        with mp.workdps(digits):
+            evaluation = _Evaluation(point, digits)
+            try:
+                value = evaluation.of(node)
+            except (ZeroDivisionError, OverflowError, ValueError, TypeError, mp.NoConvergence) as error:
+                raise Undefined(str(error)) from error
+            if not mp.isfinite(value):
+                raise Undefined("infinite")
+        if evaluation.needed <= digits - SURE:
+            return value
+        digits = evaluation.needed + SURE + 20
+    raise Undefined("terms of too different sizes")
+
+
+class _Evaluation:
+    """One evaluation. `needed`: how many digits the terms of its sums differ in size."""
+
+    def __init__(self, point: Mapping[str, Fraction], digits: int) -> None:
+        self.point, self.digits, self.needed = point, digits, 0
+
+    def of(self, node: Node) -> mp.mpf | mp.mpc:
+        if isinstance(node, Symbol):
+            if node.name in CONSTANTS:
+                return CONSTANTS[node.name]()
+            node = Number(self.point[node.name])
+        if isinstance(node, Number):
+            value = node.value if node.base is None else Fraction(in_base(node))
+            return mp.mpf(value.numerator) / value.denominator
+        if not isinstance(node, Op):
+            raise Undefined("no expression")
+        value = self.operation(node.name, [self.of(arg) for arg in node.args])
+        if value and mp.isfinite(value) and abs(_size(value)) > HUGE:
+            raise Undefined("too large")
+        return value
+
+    def operation(self, name: str, args: list) -> mp.mpf | mp.mpc:
+        if name in ("add", "sub"):
+            return self.sum(args[0], args[1] if name == "add" else -args[1])
+        if name in ("mul", "times"):
+            return args[0] * args[1]
+        if name == "div":
+            return args[0] / args[1]
+        if name == "neg":
+            return -args[0]
+        if name in ("percent", "degrees"):
+            return args[0] / 100 if name == "percent" else args[0] * mp.pi / 180
+        if name == "pow":
+            return self.power(*args)
+        if name == "root":
+            return self.root(*args)
+        if name.startswith("call "):
+            return self.unknown_function(name, args)
+        if any(abs(arg) > HUGE for arg in args):
+            raise Undefined("too large")
+        if name in ("factorial", "binom"):
+            return mp.factorial(args[0]) if name == "factorial" else mp.binomial(*args)
+        if name in ("ln", "log", "lg", "lb"):
+            base = {"ln": mp.e, "lg": 10, "lb": 2}.get(name) or args[1]
+            return mp.log(args[0]) / mp.log(base)
+        if name in ("max", "min"):
+            return (max if name == "max" else min)(args)
+        if name in FUNCTIONS and len(args) == 1:
+            return FUNCTIONS[name](args[0])
+        raise Undefined(name)
+
+    def sum(self, a: mp.mpf, b: mp.mpf) -> mp.mpf:
+        if not a or not b:
+            return a + b
+        total = a + b
+        largest, smallest = max(_size(a), _size(b)), min(_size(a), _size(b))
+        if total == 0 or largest - _size(total) > (self.digits - 12) * 3.33:
+            total = mp.mpf(0)  # the terms cancel
+        else:
+            smallest = min(smallest, _size(total))
+        self.needed = max(self.needed, int((largest - smallest) / 3.32))
+        return total
+
+    def power(self, base: mp.mpf, power: mp.mpf) -> mp.mpf:
+        if base and abs(power) * max(1, abs(_size(base))) > HUGE:
+            raise Undefined("too large")
+        return base**power
+
+    def root(self, value: mp.mpf, index: mp.mpf) -> mp.mpf:
+        if mp.im(value) == 0 and mp.re(value) < 0 and mp.isint(index) and int(index) % 2:
+            return -((-value) ** (1 / index))
+        return value ** (1 / index)
+
+    def unknown_function(self, name: str, args: list) -> mp.mpf:
+        """A value that depends on the arguments alone, so that f(2x) is f(x + x)."""
+        text = " ".join([name, *(mp.nstr(arg, 15) for arg in args)])
+        return 1 + mp.mpf(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")) / 2**48
+
+
+def _size(value: mp.mpf | mp.mpc) -> int:
+    """The binary exponent."""
+    return int(mp.mag(value))
+
+
