@@ -6,18 +6,18 @@ import re
 from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
-FINAL = re.compile(r"</think(?:ing)?>|\[/THINK\]|<\|channel\|>final(?: [^<]{0,50})?<\|message\|>|◁/think▷|</seed:think>")
+FINAL = re.compile(
+    r"</think(?:ing)?>|\[/THINK\]|<\|channel\|>final(?: [^<]{0,50})?<\|message\|>|◁/think▷|</seed:think>"
+)
 THINKING = re.compile(r"<think(?:ing)?>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
 BOX = re.compile(r"\\(?P<kind>boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}\\]|[{}]")
 GROUP = r"\{[^{}]{0,1000}\}"
 UNBRACED = re.compile(
     rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z])"
 )
-SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n\s*\n")
+SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
-SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
 
 
 def after_thinking(text: str) -> str | None:
@@ -104,14 +104,6 @@ def fenced(text: str, languages: Collection[str]) -> str | None:
                 found[bool(language)] = indented.sub("", block) if indented else block
             opening = None
     return found.get(True, found.get(False))
-
-
-def join_thousands(text: str) -> str:
-    """Removes thousands separators ("1,000", "1{,}000"). A text with brackets is returned as it is: there a comma may
-    separate numbers."""
-    if any(bracket in text for bracket in ("(", "[", "\\{")):
-        return text
-    return THOUSANDS.sub(lambda match: SEPARATOR.sub("", match[0]), text)
 
 
 def last_number(text: str) -> str | None:

@@ -8,16 +8,18 @@ from functools import lru_cache
 from typing import Any
 
 from dynamo_megatron.reward.extraction import SENTENCE_END, after_thinking, boxed, last_boxes, last_line
-from dynamo_megatron.reward.math_equality import equal
-from dynamo_megatron.reward.math_parser import Node, NotMathematics, parse
-from dynamo_megatron.reward.math_text import (
+from dynamo_megatron.reward.mathematics.equality import equal
+from dynamo_megatron.reward.mathematics.nodes import Node
+from dynamo_megatron.reward.mathematics.parser import parse
+from dynamo_megatron.reward.mathematics.text import (
     in_words,
     label_of,
     normal_form,
     same_text,
     without_introduction,
 )
-from dynamo_megatron.reward.math_units import MAGNITUDES, is_unit
+from dynamo_megatron.reward.mathematics.tokens import NotMathematics
+from dynamo_megatron.reward.mathematics.units import MAGNITUDES, is_unit
 from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
@@ -49,14 +51,15 @@ def math_answer(prompt: Prompt, response: str) -> float:
     r"""Returns 1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
 
     `final_answer` says what of the response is compared. Two answers are equal if their normal forms are the same text
-    (`math_text`), or if both can be parsed whole and are mathematically equal (`math_equality`), so 1/2 = 0.5, {1,2} =
+    (`mathematics.text`), or if both can be parsed whole and are mathematically equal (`mathematics.equality`), so 1/2 = 0.5, {1,2} =
     {2,1}, 10% = 10 and 3+4 = 7: an answer that is not worked out counts.
     `prompt.answer` is a number or text: plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises
     ValueError for anything else.
     """
-    reference = _reference(prompt.answer)
-    choices = [normal_form(text) for text in final_answers(response, in_words(normal_form(reference)))]
-    return float(any(equal_answers(normal_form(reference), choice) for choice in choices if choice))
+    reference = normal_form(_reference(prompt.answer))
+    words = in_words(reference) or _parsed_reference(reference) is None
+    choices = [normal_form(text) for text in final_answers(response, words)]
+    return float(any(equal_answers(reference, choice) for choice in choices if choice))
 
 
 def equal_answers(reference: str, answer: str) -> bool:
@@ -84,8 +87,8 @@ def final_answers(response: str, words: bool = False) -> list[str]:
 
     After the last `</think>` or `<answer>`: the last box or the last line of the form `#### 72`, whichever is later,
     else what the last sentence with "the answer is" (in many languages) names, else the last LaTeX span or expression
-    with a number, where the reference is in `words` the last line. Several boxes in one sentence are a list, and the
-    last of them.
+    with a number; where the reference is in `words` the last line, or the last LaTeX span in it. Several boxes in one
+    sentence are a list, and the last of them.
     """
     text = after_thinking(response)
     if text is None:
@@ -101,7 +104,7 @@ def final_answers(response: str, words: bool = False) -> list[str]:
         return [marked[-1][1]]
     if tagged:
         return [text]
-    return _unmarked(text, words)
+    return _unmarked(text.replace("\\$", "\\dollar "), words)
 
 
 def _unmarked(text: str, words: bool) -> list[str]:
@@ -109,15 +112,18 @@ def _unmarked(text: str, words: bool) -> list[str]:
         rest = LEADING.sub("", text[found.end() : found.end() + 2000])
         display = re.match(r"(?:\\\[|\$\$)(.{1,1000}?)(?:\\\]|\$\$)", rest, re.DOTALL)
         sentence = display[1] if display else SENTENCE_END.split(rest.partition("\n")[0], maxsplit=1)[0]
+        if not words:
+            sentence = REASON.split(sentence, maxsplit=1)[0]
         if not sentence.strip():
             continue
         if words or _parsed(normal_form(sentence)) is not None:
             return [sentence]
-        expression = last_expression(REASON.split(sentence, maxsplit=1)[0])
+        expression = last_expression(sentence)
         if expression is not None:
             return [expression]
     if words:
-        return [last_line(text)]
+        line = last_line(text)
+        return [line, *(next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:])]
     expression = last_expression(text)
     return [] if expression is None else [expression]
 
@@ -129,7 +135,7 @@ def last_expression(text: str) -> str | None:
     found = _last_run(text[end:])
     if found is not None or not spans:
         return found
-    span = next(group for group in spans[-1].groups() if group is not None)
+    span = next(filter(None, spans[-1].groups()))
     return span if _parsed(normal_form(span)) is not None else _last_run(span) or span
 
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from dynamo_megatron.reward.extraction import boxed, join_thousands, last_number, tagged
+from dynamo_megatron.reward.extraction import boxed, last_number, tagged
 from dynamo_megatron.reward.math_answer import math_answer
 from dynamo_megatron.types import Prompt
 
@@ -71,15 +71,15 @@ def test_an_answer_that_cannot_be_checked_is_an_error(answer):
 def test_extraction():
     assert boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}" and boxed(r"\boxed{\{1\}}") == r"\{1\}"
     assert boxed("no") is None and boxed(r"\boxed{1") is None
-    assert boxed(r"\boxed{1} or \fbox{2}") == "2"
+    assert boxed(r"\boxed{1} or \fbox{2}") == "1" and boxed(r"so \fbox{2}") == "2"
+    assert boxed(r"\boxed{7}. \boxed{}") == "7" and boxed(r"\boxed 2.") == "2"
+    assert boxed(r"$\boxed\frac12$") == r"\frac12" and boxed(r"\boxed{\frac{1}{2}") is None
     assert tagged("<answer>1</answer> <answer> 2\n</answer>") == "2" and tagged("</answer><answer>") is None
     assert last_number("3-5") == "5" and last_number("a -5.") == "-5" and last_number("1,234,567 x2") == "1234567"
     assert boxed(r"\boxed{\boxed{5} cm}") == "5" and boxed(r"} \boxed{1} {") == "1"
     assert boxed(r"\boxed{a\}b}") == r"a\}b"
     assert last_number("-1,234.5/6") == "-1234.5/6" and last_number("-.5") == "-.5" and last_number("-1,2") == "2"
     assert last_number("12,34") == "34" and last_number("v2") is None and last_number("to 1.5e-3.") == "1.5e-3"
-    assert join_thousands("(1,000)") == "(1,000)" and join_thousands("1,000,000") == "1000000"
-    assert join_thousands("1,2,3") == "1,2,3" and join_thousands("1234,567") == "1234,567"
 
 
 @pytest.mark.parametrize(

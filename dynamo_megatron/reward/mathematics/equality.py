@@ -1,4 +1,4 @@
-"""Whether two parsed answers (`math_parser`) are equal: values, quantities, lists, sets, intervals, relations."""
+"""Whether two parsed answers (`parser`) are equal: values, quantities, lists, sets, intervals, relations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamo_megatron.reward.math_parser import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
-from dynamo_megatron.reward.math_units import unit_of
-from dynamo_megatron.reward.math_value import Undefined, equal_values, exact, points, value_at, walk
+from dynamo_megatron.reward.mathematics.nodes import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.mathematics.units import unit_of
+from dynamo_megatron.reward.mathematics.value import Undefined, equal_values, exact, points, value_at, walk
 
 MOST_ITEMS = 100
 LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
@@ -16,8 +16,8 @@ DEGREE = unit_of(["degree"])
 
 
 def equal(reference: Node, answer: Node) -> bool:
-    """Whether a reader would take `answer` for `reference`. A unit, a percent sign, a base or "x =" may be missing in one
-    of them; lists and sets are equal in any order, tuples, intervals and sequences with dots in one."""
+    """Whether two answers are equal. A unit, a percent sign, a base or "x =" may be missing in one of them. The order
+    does not matter in lists and sets, and matters in tuples, intervals and sequences with dots."""
     reference, answer = _shape(reference), _shape(answer)
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
@@ -243,7 +243,7 @@ def _turned(relation: Relation) -> Relation:
 def _renamed(relation: Relation) -> Relation:
     """f(n) = n^2 with another name for n: the argument of a defined function has no meaning outside."""
     first = relation.members[0]
-    if not (isinstance(first, Op) and first.name.startswith("call ") and all(isinstance(a, Symbol) for a in first.args)):
+    if not isinstance(first, Op) or not first.name.startswith("call "):
         return relation
     names = {arg.name: f"argument {k}" for k, arg in enumerate(first.args) if isinstance(arg, Symbol)}
     return replace(relation, members=tuple(_with_names(member, names) for member in relation.members))

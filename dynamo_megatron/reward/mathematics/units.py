@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -12,9 +13,9 @@ MAGNITUDES = {
     **{"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8, "lakh": 10**5, "crore": 10**7},
 }
 # Words after a number that change its value, and which no table here knows: no unit.
-NO_UNIT = frozenset(
-    "half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths or and not plus minus times over "
-    "squared cubed factorial more less at least most about approximately per percent base mod modulo to the of by".split()
+NO_UNIT = re.compile(
+    r"hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th)s?|squared|cubed|factorial|times|plus|minus|over"
+    r"|more|less|at|least|most|about|approximately|per|percent|base|mod|modulo|to|the|of|by|or|and|not"
 )
 
 
@@ -65,9 +66,7 @@ for _dimension, _units in {
 COMPOUND = {"mph": ("mile", "/", "hour"), "kmh": ("km", "/", "hour"), "kph": ("km", "/", "hour")}
 AREA = {"平方": 2, "立方": 3, "square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Unit names that are also written outside of \text{}, where other letters are variables.
-BARE = frozenset(
-    "cm mm km kg mg lb lbs oz ft hr hrs mph kmh mL ml min mins sec secs nm dm Hz kHz MHz eV MeV kJ kW kPa yd sq".split()
-)
+BARE = re.compile("[cmkdn]m|[km]g|lbs?|oz|ft|yd|hrs?|mph|km?ph|kmh|m[lL]|mins?|secs?|[kM]?Hz|[kM]?eV|k[JW]|kPa|sq")
 CURRENCIES = "€£¥₹₩¢"
 
 
@@ -110,7 +109,7 @@ def unit_of(words: Sequence[str | int]) -> Unit | None:
                 power, word = raised, word.removeprefix(prefix)
         if not word:
             continue
-        if word.lower() in NO_UNIT or word.lower() in MAGNITUDES:
+        if NO_UNIT.fullmatch(word.lower()) or word.lower() in MAGNITUDES:
             return None
         after = flat[place + 1] if place + 1 < len(flat) else None
         unit.add(word, sign * (after if isinstance(after, int) else power))

@@ -1,4 +1,4 @@
-r"""Parses the normal form of an answer (`math_text`) whole, or not at all: LaTeX and plain mathematics as models write it.
+r"""Parses the normal form of an answer (`text`) whole, or not at all: LaTeX, or mathematics as plain text.
 
 Whatever the grammar does not know raises `NotMathematics`, so that nothing of an answer is ever dropped.
 """
@@ -7,223 +7,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import NoReturn
 
-from dynamo_megatron.reward.math_units import BARE, CURRENCIES, MAGNITUDES, Unit, is_unit, unit_of
-
-LONGEST, DEEPEST = 2000, 60  # characters; brackets in brackets
-
-
-class NotMathematics(Exception):
-    """The text is not an answer that this grammar knows."""
-
-
-@dataclass(frozen=True)
-class Number:
-    value: Fraction
-    places: int | None = None  # digits after the decimal point; None: an integer
-    base: int | None = None  # "204_5": value 204, base 5
-
-
-@dataclass(frozen=True)
-class Symbol:
-    name: str
-
-
-@dataclass(frozen=True)
-class Op:
-    name: str
-    args: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """`kind`: "list", "set", "union", "cap", "minus", "matrix", "row", or the two brackets of a tuple or an interval."""
-
-    kind: str
-    items: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """a = b < c: `signs` stand between `members`. `modulus` belongs to the sign "equiv"."""
-
-    signs: tuple[str, ...]
-    members: tuple[Node, ...]
-    modulus: Node | None = None
-
-
-@dataclass(frozen=True)
-class Quantity:
-    value: Node
-    unit: Unit
-    compound: bool = False  # 5 hours 20 minutes
-
-
-Node = Number | Symbol | Op | Group | Relation | Quantity
-
-DOTS = Symbol("...")
-INFINITY = Symbol("infinity")
-PI, E, I = Symbol("pi"), Symbol("e"), Symbol("i")
-TRIGONOMETRIC = [kind + name for kind in ("", "arc", "a") for name in ("sin", "cos", "tan", "cot", "sec", "csc")]
-FUNCTIONS = frozenset(
-    [*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "arcsinh", "arccosh", "arctanh", "asinh", "acosh", "atanh"]
-    + ["exp", "ln", "log", "lg", "lb", "sqrt", "cbrt", "abs", "floor", "ceil", "gcd", "lcm", "max", "min"]
+from dynamo_megatron.reward.mathematics.nodes import (
+    DOTS,
+    INFINITY,
+    PI,
+    Group,
+    Node,
+    Number,
+    Op,
+    Quantity,
+    Relation,
+    Symbol,
 )
+from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
+from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
+
+DEEPEST = 60  # brackets in brackets
 OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split()
-)
-LETTERS = GREEK | frozenset("hbar ell emptyset odot oplus nabla partial angle triangle aleph mho".split())
-MARKS = frozenset("vec hat bar overline dot ddot tilde widehat widetilde overrightarrow mathbb mathbf".split())
-RELATIONS = {"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<="} | {
-    ">=": ">=", "!=": "!=", "==": "=", "in": "in", "approx": "=", "equiv": "equiv", "sim": "sim", "propto": "propto"
-}  # fmt: skip
+LETTERS = re.compile(GREEK.pattern + "|hbar|ell|emptyset|odot|oplus|nabla|partial|angle|triangle|aleph|mho")
+MARKS = re.compile("vec|hat|bar|overline|d?dot|tilde|wide(?:hat|tilde)|overrightarrow|mathbb|mathbf")
+RELATIONS = {
+    **{"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<=", ">=": ">="},
+    **{"!=": "!=", "==": "=", "in": "in", "approx": "=", "equiv": "equiv", "sim": "sim", "propto": "propto"},
+}
 SETS = {"cup": "union", "cap": "cap", "setminus": "minus", "backslash": "minus"}
-BIG = frozenset(["bmod", "pmod"])
-TOKEN = re.compile(
-    r"(?P<time>(?<![\d:])\d{1,2}:[0-5]\d(?::[0-5]\d)? ?(?:[AaPp]\.? ?[Mm]\b\.?|\\text\{ ?[AaPp]\.?[Mm]\.? ?\})?(?![\d:]))"
-    r"|(?P<number>(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:\.(?!\d))?|\.\d+)"
-    r"|(?P<text>\\(?:text|mathrm)\{(?P<inside>[^{}]*)\})"
-    r"|(?P<row>\\\\)|(?P<command>\\(?:[A-Za-z]+|[{}|]))"
-    r"|(?P<letters>[A-Za-z]+)|(?P<sign><=|>=|(?<= )!=|==|[^\sA-Za-z0-9])"
-)
-EXPONENT = re.compile(r"[eE]([-+]?\d{1,6})(?![\d.\w{])")
-
-
-@dataclass(frozen=True)
-class Token:
-    kind: str  # "number", "name", "word", "unit", "function", "time", "end", or the sign or command itself
-    text: str
-    gap: bool = False  # white space before it
-
-
-class Tokens:
-    """The tokens of a text. `bracketed` counts open brackets: a comma in them separates, and joins no thousands."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > LONGEST:
-            raise NotMathematics("too long")
-        self.tokens: list[Token] = []
-        place, depth = 0, 0
-        while place < len(text):
-            if text[place] == " ":
-                place += 1
-                continue
-            found = TOKEN.match(text, place)
-            if found is None:
-                raise NotMathematics(text[place])
-            gap = place > 0 and text[place - 1] == " "
-            end = self._add(text, found, gap, depth)
-            depth += {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}.get(found[0], 0)
-            place = end
-        self.tokens.append(Token("end", ""))
-        self.place = 0
-
-    def _add(self, text: str, found: re.Match[str], gap: bool, depth: int) -> int:
-        kind, part = found.lastgroup, found[0]
-        if kind == "inside":
-            kind = "text"
-        if kind == "number":
-            if depth > 0 and "," in part.replace("{,}", ""):
-                part = part.partition(",")[0]
-            end = found.start() + len(part)
-            part = part.replace("{,}", "").replace(",", "")
-            power = EXPONENT.match(text, end)
-            if power and not part.endswith("."):
-                self.tokens.append(Token("number", f"{part}e{power[1]}", gap))
-                return power.end()
-            self.tokens.append(Token("number", part, gap))
-            return end
-        if kind == "text":
-            self._text(found["inside"], gap, roman=part.startswith("\\mathrm"))
-        elif kind == "command":
-            name = part[1:]
-            self.tokens.append(Token("function" if name in FUNCTIONS else f"\\{name}", name, gap))
-        elif kind == "letters":
-            self._letters(part, gap, text[found.end() : found.end() + 1])
-        elif part in CURRENCIES:
-            self.tokens.append(Token("currency", part, gap))
-        elif kind == "sign" and not part.isascii():
-            # CJK words and units: a run of letters of another script
-            run = re.compile(r"[^\W\dA-Za-z_]+").match(text, found.start())
-            if run is None:
-                raise NotMathematics(part)
-            self.tokens.append(Token("word", run[0], gap))
-            return run.end()
-        else:
-            self.tokens.append(Token("time" if kind == "time" else part, part, gap))
-        return found.end()
-
-    def _text(self, inside: str, gap: bool, roman: bool) -> None:
-        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "}", ")", "name", "word", "^")
-        for found in re.finditer(r"[^\W\d_]+|\d+(?:\.\d+)?|\S", inside):
-            part = found[0]
-            if part[0].isdigit():
-                self.tokens.append(Token("number", part, gap))
-            elif part.lower() in ("and", "or"):
-                self.tokens.append(Token(",", part, gap))
-            elif not part[0].isalpha():
-                self.tokens.append(Token(part, part, gap))
-            elif part in FUNCTIONS and not (after_number and is_unit(part)):
-                self.tokens.append(Token("function", part, gap))
-            elif len(part) > 1 or (after_number and not roman and is_unit(part)):
-                self.tokens.append(Token("word", part, gap))
-            else:
-                self.tokens.append(Token("name", part, gap))
-            gap, after_number = True, True
-
-    def _letters(self, run: str, gap: bool, after: str) -> None:
-        previous = self.tokens[-1].kind if self.tokens else ""
-        if run in FUNCTIONS:
-            self.tokens.append(Token("function", run, gap))
-        elif run in OTHER_NAME or run in GREEK:
-            self.tokens.append(Token("\\" + run, run, gap))
-        elif run.lower() in ("and", "or"):
-            self.tokens.append(Token(",", run, gap))
-        elif run == "mod":
-            self.tokens.append(Token("\\bmod", run, gap))
-        elif run == "in" and previous == "number" and len(self.tokens) > 1 and self.tokens[-2].kind == "word":
-            self.tokens.append(Token("word", run, gap))  # 5 ft 6 in
-        elif run in BARE and previous in ("number", "}", ")", "word", "name", "\\pi"):
-            self.tokens.append(Token("word", run, gap))
-        elif run == "np" and after == ".":
-            raise NotMathematics("np.")
-        elif (split := self._split(run)) is not None:
-            for part in split:
-                self._letters(part, gap, after)
-                gap = False
-        elif len(run) >= 4 or run.lower() in MAGNITUDES or (len(run) > 1 and previous == "word"):
-            self.tokens.append(Token("word", run, gap))
-        else:
-            self.tokens += [Token("name", letter, gap and k == 0) for k, letter in enumerate(run)]
-
-    @staticmethod
-    def _split(run: str) -> tuple[str, str] | None:
-        """ "xsin" and "piR": a function or pi beside a letter."""
-        if len(run) == 3 and run.startswith("pi"):
-            return "pi", run[2:]
-        for name in FUNCTIONS:
-            if len(name) > 2 and run.endswith(name) and len(run) - len(name) == 1:
-                return run[:1], name
-        return None
 
 
 def parse(text: str) -> Node:
     """The answer that a normal form writes. Raises NotMathematics where any of it is not understood."""
-    parser = _Parser(Tokens(re.sub(r"\b(?:np|math|sp|sympy)\.", "", text)))
+    parser = _Parser(tokens(re.sub(r"\b(?:np|math|sp|sympy)\.", "", text)))
     node = parser.infix(("end",))
     parser.take("end")
     return node
 
 
 class _Parser:
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens, self.at, self.depth, self.bars = tokens.tokens, 0, 0, 0
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, 0
 
     @property
     def next(self) -> Token:
@@ -401,14 +226,17 @@ class _Parser:
 
     def starts_factor(self) -> bool:
         kind = self.next.kind
-        if kind == "number":  # "3 4" is no product, "x 4" and ")4" are neither
-            return False
+        if kind == "number":  # "n 2^n" is a product, "3 4" and "x2" are none
+            before = self.tokens[self.at - 1].kind
+            return before in (")", "}") or (self.next.gap and (before == "name" or before.startswith("\\")))
         if kind == "|":
             return self.bars == 0
         if kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
             return False
-        known = kind in ("name", "function", "(", "[", "{", "\\frac", "\\sqrt", "\\binom", "\\lfloor", "\\lceil")
-        return known or kind.removeprefix("\\") in LETTERS | MARKS | OTHER_NAME.keys()
+        if kind in ("name", "function", "(", "[", "{", "\\frac", "\\sqrt", "\\binom", "\\lfloor", "\\lceil"):
+            return True
+        name = kind.removeprefix("\\")
+        return bool(name in OTHER_NAME or LETTERS.fullmatch(name) or MARKS.fullmatch(name))
 
     def unary(self) -> Node:
         sign = self.next.kind
@@ -464,7 +292,8 @@ class _Parser:
         token = self.next
         if token.kind == "number":
             number = self.number()
-            return self.mixed(number) if mixed and token.text.isdigit() and number == Number(Fraction(token.text)) else number
+            plain = mixed and token.text.isdigit() and isinstance(number, Number) and number.base is None
+            return self.mixed(number) if plain else number
         if token.kind == "name":
             return self.symbol(self.step().text)
         if token.kind == "function":
@@ -504,10 +333,10 @@ class _Parser:
                 part = self.symbol(self.step().text)
                 letters += part.name if isinstance(part, Symbol) else ""
             return Symbol(f"{name} {letters}")
-        if name in MARKS:
+        if MARKS.fullmatch(name):
             self.step()
             return self.symbol(f"{name} {self.raw()}")
-        if name in LETTERS:
+        if LETTERS.fullmatch(name):
             return self.symbol(self.step().text)
         self.fail()
 

@@ -1,4 +1,4 @@
-"""Values of parsed expressions (`math_parser`): exactly where they are rational, else at a high precision, and with
+"""Values of parsed expressions (`parser`): exactly where they are rational, else at a high precision, and with
 variables at chosen points."""
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from fractions import Fraction
 
 from mpmath import mp
 
-from dynamo_megatron.reward.math_parser import TRIGONOMETRIC, Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.mathematics.nodes import Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
 DIGITS = 50  # decimal digits of a value
-MOST_DIGITS = {True: 800, False: 200}  # where terms differ much in size, of a number and of an expression with variables
+MOST_DIGITS = {True: 800, False: 200}  # where terms differ much in size: of a number, of an expression with variables
 SURE = 30  # digits that two exact values have in common if they are equal
 BITS = 100_000  # of an exact number
 HUGE = 10**12  # no value above 2^HUGE, and no argument of a function above it
@@ -132,7 +133,7 @@ def _exact_operation(name: str, *args: Fraction) -> Fraction | None:
             return a + b
         case "sub", (a, b):
             return a - b
-        case ("mul" | "times"), (a, b):
+        case (("mul" | "times"), (a, b)):
             return a * b
         case "div", (a, b):
             return a / b
@@ -146,7 +147,7 @@ def _exact_operation(name: str, *args: Fraction) -> Fraction | None:
             return Fraction(math.floor(a))
         case "ceil", (a,):
             return Fraction(math.ceil(a))
-        case ("max" | "min"), _:
+        case (("max" | "min"), _):
             return max(args) if name == "max" else min(args)
     return None
 
@@ -286,5 +287,3 @@ class _Evaluation:
 def _size(value: mp.mpf | mp.mpc) -> int:
     """The binary exponent."""
     return int(mp.mag(value))
-
-

@@ -14,87 +14,33 @@ SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "012
 RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+")
 LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎]+")
 VULGAR = re.compile("[¼½¾⅐-⅞]")
-GREEK = dict(
-    zip(
-        "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩϕϵϑ",
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
-        "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi epsilon theta".split(),
-        strict=True,
-    )
-)
 SIGNS = {
-    **{sign: "-" for sign in "−–—‒‐‑﹣－"},  # noqa: RUF001: the look-alikes are the point
-    **{sign: f"\\{name} " for sign, name in GREEK.items()},
-    "×": r"\times ",  # noqa: RUF001
-    "⋅": r"\cdot ",
-    "·": r"\cdot ",
-    "∙": r"\cdot ",
-    "•": r"\cdot ",
-    "∗": "*",  # noqa: RUF001
-    "÷": "/",
-    "⁄": "/",
-    "∕": "/",  # noqa: RUF001
-    "√": r"\sqrt ",
-    "∛": r"\sqrt[3]",
-    "∞": r"\infty ",
-    "∪": r"\cup ",  # noqa: RUF001
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "⩽": r"\le ",
-    "⩾": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "≡": r"\equiv ",
-    "±": r"\pm ",
-    "∓": r"\mp ",
-    "°": r"^\circ ",
-    "º": r"^\circ ",
-    "℃": r"^\circ C",
-    "℉": r"^\circ F",
-    "∠": r"\angle ",
-    "⌊": r"\lfloor ",
-    "⌋": r"\rfloor ",
-    "⌈": r"\lceil ",
-    "⌉": r"\rceil ",
-    "…": r"\ldots ",
-    "⋯": r"\ldots ",
-    "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}",
-    "ℚ": r"\mathbb{Q}",
-    "ℂ": r"\mathbb{C}",
-    "∖": r"\setminus ",  # noqa: RUF001
-    "′": "'",  # noqa: RUF001
-    "’": "'",  # noqa: RUF001
-    "‘": "'",  # noqa: RUF001
-    "″": "''",
-    "、": ",",
-    "。": ".",
-    "،": ",",  # noqa: RUF001
-    "\u200b": "",
-    "\ufeff": "",
+    **dict.fromkeys("−–—‒‐‑﹣－", "-"),
+    **dict.fromkeys("⋅·∙•", r"\cdot "),
+    **dict.fromkeys("÷⁄∕", "/"),
+    **dict.fromkeys("…⋯", r"\ldots "),
+    **dict.fromkeys("≤⩽", r"\le "),
+    **dict.fromkeys("≥⩾", r"\ge "),
+    **dict.fromkeys("°º", r"^\circ "),
+    **dict.fromkeys("′’‘", "'"),
+    **dict.fromkeys("、،", ","),
+    **dict.fromkeys("\u200b\ufeff", ""),
+    **{"×": r"\times ", "∗": "*", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp "},
+    **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "∖": r"\setminus ", "∠": r"\angle "},
+    **{"≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil "},
+    **{"⌉": r"\rceil ", "℃": r"^\circ C", "℉": r"^\circ F", "″": "''", "。": "."},
+    **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
 }
 SAME_COMMAND = {
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "frac"),
     **dict.fromkeys(["dbinom", "tbinom"], "binom"),
     **dict.fromkeys(["leq", "leqslant", "leqq"], "le"),
     **dict.fromkeys(["geq", "geqslant", "geqq"], "ge"),
-    **dict.fromkeys(["neq"], "ne"),
-    **dict.fromkeys(["lt"], "lt"),
     **dict.fromkeys(["cdots", "dots", "dotsc", "dotsb", "dotso", "dotsm", "hdots"], "ldots"),
-    **dict.fromkeys(["varnothing"], "emptyset"),
-    **dict.fromkeys(["lbrace"], "{"),
-    **dict.fromkeys(["rbrace"], "}"),
     **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
-    **dict.fromkeys(["varphi"], "phi"),
-    **dict.fromkeys(["varepsilon"], "epsilon"),
     **dict.fromkeys(["degree", "degrees", "textdegree"], "circ"),
-    **dict.fromkeys(["ast"], "cdot"),
-    **dict.fromkeys(["div"], "/"),
-    **dict.fromkeys(["mod"], "bmod"),
+    **{"neq": "ne", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "varphi": "phi", "varepsilon": "epsilon"},
+    **{"ast": "cdot", "div": "/", "mod": "bmod"},
 }
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
@@ -113,16 +59,16 @@ STYLED = re.compile(
 WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
 LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
 LABEL = r"\(?\s*[A-J]\s*[).:]?"
-# "(C) 7", "\text{(C) } 7", "C. 7", "\text{Answer: } 7"
-LABELLED = re.compile(rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\)\s|[A-J][):]\s|[A-J]\.\s)\s*(?![-+*/=^_]|\\cdot|\\times)")
+# "(C) 7", "\text{(C) } 7", "C. 7"
+LABELLED = re.compile(
+    rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\)\s|[A-J][):]\s|[A-J]\.\s)\s*(?![-+*/=^_]|\\cdot|\\times)"
+)
 ONLY_LABEL = re.compile(rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\))")
 INTRODUCED = re.compile(
     r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution)(?:\s+is)?\s*[:=]?\s*\}?\s*"
     r"(?=[^a-z\s}])",
     re.IGNORECASE,
 )
-
-
 
 
 def normal_form(text: str) -> str:
@@ -133,7 +79,7 @@ def normal_form(text: str) -> str:
     text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text)
     if not text.isascii():
-        text = "".join(SIGNS.get(sign, _digit(sign)) for sign in unicodedata.normalize("NFKC", text))
+        text = "".join(SIGNS[sign] if sign in SIGNS else _ascii(sign) for sign in unicodedata.normalize("NFKC", text))
     text = re.sub(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))", "{,}", ROW_GAP.sub(r"\\\\", text))
     text = LETTERS.sub(r"\\mathrm{", WORDS.sub(r"\\text{", STYLED.sub("", text)))
     text = re.sub(r"\\(?:text|mathrm)(?=\{[^{}]*(?:\{|\\[A-Za-z]))", "", text)  # \mathbf{\frac{1}{2}}
@@ -167,7 +113,7 @@ def same_text(first: str, second: str) -> bool:
 
 
 def in_words(text: str) -> bool:
-    """Whether a normal form is words only: "even" is no product, and "Yes" is "yes". Short words count in `\\text{}`."""
+    """Whether a normal form is words only: "even" is no product. Short words count in `\\text{}`."""
     words = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
     long = r"[^\W\d_]{4,}|\b(?:yes|no|odd|all|one|two|six|ten|none)\b"
     plain = re.fullmatch(r"[^\W\d_][^\d\\_^={}+*/<>|()\[\]]*", words)
@@ -201,8 +147,15 @@ def _vulgar(found: re.Match[str]) -> str:
     return f"\\frac{{{top}}}{{{bottom}}}" if bottom else found[0]
 
 
-def _digit(sign: str) -> str:
-    return str(unicodedata.digit(sign)) if sign.isdecimal() else sign
+def _ascii(sign: str) -> str:
+    """Digits of all scripts, and Greek letters as commands."""
+    if sign.isdecimal():
+        return str(unicodedata.digit(sign))
+    greek = re.match(r"GREEK (SMALL LETTER |CAPITAL LETTER |)(?:FINAL |LUNATE )?([A-Z]+)", unicodedata.name(sign, ""))
+    if greek is None:
+        return sign
+    name = greek[2].replace("LAMDA", "LAMBDA")
+    return f"\\{name.capitalize() if greek[1].startswith('C') else name.lower()} "
 
 
 def _one_group(text: str) -> bool:

@@ -1,0 +1,1 @@
+"""Answers in mathematics: their normal form, a parser that understands all of an answer or nothing, and equality."""
