@@ -43,7 +43,7 @@ setup(
         "xxhash",
         "zstandard",
         "aiohttp",
-        "math-verify==0.9.0",
+        "mpmath==1.3.0",
         "matplotlib",
         "plotly>=6",
         "pyarrow",

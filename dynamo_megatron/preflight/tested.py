@@ -40,7 +40,7 @@ TRAINER = (
     Package("safetensors", "0.8.0", None, "the model's files"),
     Package("pydantic", "2.14.3", "2.11", "the configuration"),
     Package("aiohttp", "3.14.5", None, "requests to the server and to reward services"),
-    Package("math-verify", "0.9.0", None, "the reward `math`", needed=False),
+    Package("mpmath", "1.3.0", None, "the reward `math`", needed=False),
     Package("reasoning_gym", "0.1.25", None, "procedural problems and the reward `reasoning_gym`", needed=False),
     Package("triton", "3.9.0", None, "the policy head's kernels (kernels.backend: torch does without)", gpu_only=True),
     Package(

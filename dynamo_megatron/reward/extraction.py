@@ -6,14 +6,13 @@ import re
 from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
-FINAL = re.compile(
-    r"</think(?:ing)?>|\[/THINK\]|<\|channel\|>final(?: [^<]{0,50})?<\|message\|>|◁/think▷|</seed:think>"
-)
-THINKING = re.compile(r"<think(?:ing)?>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
+THINK = r"(?:think(?:ing)?|thought|reasoning)"
+FINAL = re.compile(rf"</{THINK}>|\[/THINK\]|<\|channel\|>final(?: [^<]{{0,50}})?<\|message\|>|◁/think▷|</seed:think>")
+THINKING = re.compile(rf"<{THINK}>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
 BOX = re.compile(r"\\(?P<kind>boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}\\]|[{}]")
 GROUP = r"\{[^{}]{0,1000}\}"
 UNBRACED = re.compile(
-    rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z])"
+    rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)

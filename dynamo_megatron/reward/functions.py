@@ -22,7 +22,7 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
-# Names, not imports: math-verify and reasoning-gym take seconds to import, and a run needs at most one of them.
+# Names, not imports: reasoning-gym takes seconds to import, and a run needs at most one of these functions.
 BUILT_IN = {
     "math": "dynamo_megatron.reward.math_answer:math_answer",
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",

@@ -50,9 +50,9 @@ DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 def math_answer(prompt: Prompt, response: str) -> float:
     r"""Returns 1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
 
-    `final_answer` says what of the response is compared. Two answers are equal if their normal forms are the same text
-    (`mathematics.text`), or if both can be parsed whole and are mathematically equal (`mathematics.equality`), so 1/2 = 0.5, {1,2} =
-    {2,1}, 10% = 10 and 3+4 = 7: an answer that is not worked out counts.
+    `final_answers` says what of the response is compared. Two answers are equal if their normal forms are the same text
+    (`mathematics.text`), or if both can be parsed whole and are mathematically equal (`mathematics.equality`), so
+    1/2 = 0.5, {1,2} = {2,1}, 10% = 10 and 3+4 = 7: an answer that is not worked out counts.
     `prompt.answer` is a number or text: plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises
     ValueError for anything else.
     """

@@ -89,7 +89,10 @@ def _equal_quantities(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Quantity) or not isinstance(answer, Quantity):
         quantity, bare = (reference, answer) if isinstance(reference, Quantity) else (answer, reference)
         assert isinstance(quantity, Quantity)
-        return not quantity.compound and equal(quantity.value, bare)
+        if quantity.compound:
+            return False
+        in_radians = quantity.unit is DEGREE and equal_values(Op("degrees", (quantity.value,)), bare)
+        return in_radians or equal(quantity.value, bare)
     if reference.unit.powers != answer.unit.powers:
         return False
     ratio = answer.unit.factor / reference.unit.factor
@@ -162,12 +165,15 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Relation) or not isinstance(answer, Relation):
         relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
         assert isinstance(relation, Relation)
-        value = _assigned(relation)
+        about = _approximated(relation)
+        if about is not None:
+            return any(equal(value, other) if relation is reference else equal(other, value) for value in about)
+        value = _assigned(relation, of_answer=relation is answer)
         if value is not None:
             return equal(value, other) if relation is reference else equal(other, value)
         interval = _interval(relation)
         return interval is not None and equal(interval, other)
-    intervals = [_interval(each) or _assigned(each, "in") for each in (reference, answer)]
+    intervals = [_interval(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
     if reference.signs[0] == answer.signs[0] == "equiv":
@@ -189,17 +195,49 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     return mine.signs == other.signs == ("!=",) and _proportional(mine, other, positive=False)
 
 
-def _assigned(relation: Relation, only: str = "") -> Node | None:
-    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3; the set of x \in [1, 2]; None for other relations."""
+def _element_of(relation: Relation) -> Node | None:
+    r"""The set of x \in [1, 2]; None for other relations."""
+    return relation.members[-1] if relation.signs == ("in",) else None
+
+
+def _assigned(relation: Relation, of_answer: bool) -> Node | None:
+    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of AB = 3; the set of x \in [1, 2]; else None."""
     first, last = relation.members[0], relation.members[-1]
-    if relation.signs == ("in",) and only in ("", "in"):
+    if set(relation.signs) != {"="}:
+        return _element_of(relation)
+    if _is_name(first, of_answer):
         return last
-    if only or set(relation.signs) != {"="}:
+    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*relation.members)):
         return None
-    if isinstance(first, Symbol) or (isinstance(first, Op) and first.name.startswith("call ")):
-        return last
-    numbers = [exact(member) for member in relation.members]
-    return last if None not in numbers and len(set(numbers)) == 1 else None
+    return last if all(equal_values(first, member) for member in relation.members[1:]) else None
+
+
+def _is_name(node: Node, combined: bool) -> bool:
+    """What is asked for, as the left side of an answer: x, f(2), and if `combined` AB, a + b, m/n, P(2); not 2x."""
+    match node:
+        case Symbol():
+            return True
+        case Op(name="mul", args=(Symbol(), Number())):
+            return combined
+        case Op(name=name, args=args):
+            return name.startswith("call ") or (combined and all(_is_name(arg, True) for arg in args))
+    return False
+
+
+def _approximated(relation: Relation) -> list[Node] | None:
+    """1/3 and 0.333 of x = 1/3 \\approx 0.333, if they are within 2 %; None for other relations."""
+    if relation.signs[-1] != "approx" or not set(relation.signs[:-1]) <= {"="}:
+        return None
+    *_, value, rounded = relation.members
+    if len(relation.members) == 2 and isinstance(value, Symbol):
+        return [rounded]
+    if any(isinstance(part, Group | Relation | Quantity) for part in walk(value, rounded)):
+        return None
+    try:
+        exactly, about = value_at(value, {}), value_at(rounded, {})
+    except Undefined:
+        return None
+    return [value, rounded] if abs(exactly - about) <= abs(exactly) / 50 else None
 
 
 def _interval(relation: Relation) -> Group | None:

@@ -33,7 +33,7 @@ LETTERS = re.compile(GREEK.pattern + "|hbar|ell|emptyset|odot|oplus|nabla|partia
 MARKS = re.compile("vec|hat|bar|overline|d?dot|tilde|wide(?:hat|tilde)|overrightarrow|mathbb|mathbf")
 RELATIONS = {
     **{"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<=", ">=": ">="},
-    **{"!=": "!=", "==": "=", "in": "in", "approx": "=", "equiv": "equiv", "sim": "sim", "propto": "propto"},
+    **{"!=": "!=", "==": "=", "in": "in", "approx": "approx", "equiv": "equiv", "sim": "sim", "propto": "propto"},
 }
 SETS = {"cup": "union", "cap": "cap", "setminus": "minus", "backslash": "minus"}
 
@@ -227,8 +227,8 @@ class _Parser:
     def starts_factor(self) -> bool:
         kind = self.next.kind
         if kind == "number":  # "n 2^n" is a product, "3 4" and "x2" are none
-            before = self.tokens[self.at - 1].kind
-            return before in (")", "}") or (self.next.gap and (before == "name" or before.startswith("\\")))
+            before, apart = self.tokens[self.at - 1].kind, self.next.gap or self.tokens[self.at + 1].kind == "^"
+            return before in (")", "}") or (apart and (before == "name" or before.startswith("\\")))
         if kind == "|":
             return self.bars == 0
         if kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
@@ -309,6 +309,8 @@ class _Parser:
             self.bars -= 1
             self.take("|")
             return Op("abs", (node,))
+        if token.kind == "word":
+            return self.named_in_words()
         name = token.kind.removeprefix("\\")
         if token.kind in ("\\frac", "\\binom"):
             self.step()
@@ -339,6 +341,13 @@ class _Parser:
         if LETTERS.fullmatch(name):
             return self.symbol(self.step().text)
         self.fail()
+
+    def named_in_words(self) -> Node:
+        r"""\text{Total area} in \text{Total area} = 5; words are nothing else here."""
+        words = []
+        while self.next.kind == "word":
+            words.append(self.step().text)
+        return Symbol(" ".join(words)) if self.next.kind in ("=", "\\approx") else self.fail()
 
     def number(self) -> Node:
         text = self.take("number").text

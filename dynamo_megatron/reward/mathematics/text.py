@@ -47,7 +47,7 @@ COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 REMOVED = re.compile(
     r"\\(?:left|right|[bB]ig+[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}"
     r"|vspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|tag\*?\{[^{}]*\}|label\{[^{}]*\}|color\{[^{}]*\}|bf|rm|it|sf|large|Large"
-    r"|normalsize|boldmath|null)(?![A-Za-z])\.?"
+    r"|normalsize|boldmath|null|blacksquare|square|Box|qed|checkmark|em)(?![A-Za-z])\.?"
 )
 SPACE = re.compile(r"(?<!\\)\\[,;:>! ]|~|\\thinspace(?![A-Za-z])|[\s\u00a0\u2000-\u200a\u202f\u205f\u3000]+")
 ROW_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")
@@ -58,12 +58,12 @@ STYLED = re.compile(
 )
 WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
 LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
-LABEL = r"\(?\s*[A-J]\s*[).:]?"
+WORD = r"\\(?:text|mathrm)\{"
+LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\)"
 # "(C) 7", "\text{(C) } 7", "C. 7"
-LABELLED = re.compile(
-    rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\)\s|[A-J][):]\s|[A-J]\.\s)\s*(?![-+*/=^_]|\\cdot|\\times)"
-)
-ONLY_LABEL = re.compile(rf"(?:\\text\{{\s*{LABEL}\s*\}}|\([A-J]\))")
+AFTER_LABEL = r"\s+(?![-+*/=^_]|\\cdot|\\times)|(?=\d|\\(?:frac|sqrt|text))"
+LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J]\)\s*\}}")
+ONLY_LABEL = re.compile(LABEL)
 INTRODUCED = re.compile(
     r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution)(?:\s+is)?\s*[:=]?\s*\}?\s*"
     r"(?=[^a-z\s}])",
@@ -86,7 +86,15 @@ def normal_form(text: str) -> str:
     text = re.sub(r"\\mathrm\{\s*(?:\\?~|\\,|\\ )", r"\\text{ ", text)  # Minerva's 5 \mathrm{~cm}
     text = SPACE.sub(" ", REMOVED.sub(" ", text))
     text = COMMAND.sub(lambda found: f"\\{SAME_COMMAND.get(found[1], found[1])} ", text)
-    for written, meant in (("\\/ ", "/"), ("\\| ", "|"), ("\\text {", "\\text{"), ("\\mathrm {", "\\mathrm{")):
+    for written, meant in (
+        ("\\/ ", "/"),
+        ("\\| ", "|"),
+        ("\\langle ", "("),
+        ("\\rangle ", ")"),
+        ("\\colon ", ":"),
+        ("\\text {", "\\text{"),
+        ("\\mathrm {", "\\mathrm{"),
+    ):
         text = text.replace(written, meant)
     text = re.sub(r"\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime", lambda found: "'" * found[0].count("prime"), text)
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}", r"^\\circ ", text)
@@ -101,7 +109,7 @@ def trimmed(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip(" *`").rstrip(".,;: ").removesuffix("\\\\").lstrip(",;: ")
+        text = text.strip(" *`").rstrip(".,;: ").removesuffix("\\\\").lstrip(",;:= ").removeprefix("\\approx ")
         if text.startswith("{") and text.endswith("}") and _one_group(text):
             text = text[1:-1]
     return text
@@ -125,7 +133,7 @@ def label_of(text: str) -> tuple[str | None, str]:
     found = ONLY_LABEL.fullmatch(text) or LABELLED.match(text)
     if found is None:
         return None, text
-    return re.search("[A-J]", found[0].replace("\\text", ""))[0], trimmed(text[found.end() :])
+    return re.search("[A-J]", found[0])[0], trimmed(text[found.end() :])
 
 
 def without_introduction(text: str) -> str:

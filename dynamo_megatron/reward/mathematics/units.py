@@ -14,7 +14,7 @@ MAGNITUDES = {
 }
 # Words after a number that change its value, and which no table here knows: no unit.
 NO_UNIT = re.compile(
-    r"hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten)th)s?|squared|cubed|factorial|times|plus|minus|over"
+    r"hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)th)s?|squared|cubed|factorial|times|plus|minus|over"
     r"|more|less|at|least|most|about|approximately|per|percent|base|mod|modulo|to|the|of|by|or|and|not"
 )
 

@@ -215,6 +215,8 @@ class _Evaluation:
         if isinstance(node, Symbol):
             if node.name in CONSTANTS:
                 return CONSTANTS[node.name]()
+            if node.name not in self.point:
+                raise Undefined(node.name)
             node = Number(self.point[node.name])
         if isinstance(node, Number):
             value = node.value if node.base is None else Fraction(in_base(node))
