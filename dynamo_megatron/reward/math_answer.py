@@ -44,6 +44,7 @@ ATOM = (
 )
 RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
+EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
 
@@ -121,6 +122,8 @@ def _unmarked(text: str, words: bool) -> list[str]:
         expression = last_expression(sentence)
         if expression is not None:
             return [expression]
+    if EMPTY_BOX.search(text):
+        return []
     if words:
         line = last_line(text)
         return [line, *(next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:])]

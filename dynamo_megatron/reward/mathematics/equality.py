@@ -217,6 +217,8 @@ def _is_name(node: Node, combined: bool) -> bool:
     match node:
         case Symbol():
             return True
+        case Group(kind="()", items=items):  # (x, y) = (1, 2)
+            return all(isinstance(item, Symbol) for item in items)
         case Op(name="mul", args=(Symbol(), Number())):
             return combined
         case Op(name=name, args=args):

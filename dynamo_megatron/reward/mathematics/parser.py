@@ -76,13 +76,16 @@ class _Parser:
 
     def answer(self, ends: tuple[str, ...]) -> Node:
         """A list, or its only element."""
-        items = [self.element()]
-        while self.accept(",", ";"):
+        items, either = [self.element()], False
+        while self.next.kind in (",", ";"):
+            either = self.step().text.lower() == "or"
             while self.accept(",", ";"):  # "1, 2, and 3"
                 pass
             if self.next.kind in ends:
                 break
             items.append(self.element())
+        if either and all(isinstance(item, Relation) and set(item.signs) <= {"<", "<=", ">", ">="} for item in items):
+            return Group("union", tuple(items))  # x < 2 or x > 3
         return items[0] if len(items) == 1 else _compound(items) or Group("list", tuple(items))
 
     def infix(self, ends: tuple[str, ...]) -> Node:

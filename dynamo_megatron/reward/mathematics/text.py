@@ -65,7 +65,7 @@ AFTER_LABEL = r"\s+(?![-+*/=^_]|\\cdot|\\times)|(?=\d|\\(?:frac|sqrt|text))"
 LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J]\)\s*\}}")
 ONLY_LABEL = re.compile(LABEL)
 INTRODUCED = re.compile(
-    r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution)(?:\s+is)?\s*[:=]?\s*\}?\s*"
+    r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)(?:\s+is)?\s*[:=]?\s*\}?\s*"
     r"(?=[^a-z\s}])",
     re.IGNORECASE,
 )
@@ -80,7 +80,7 @@ def normal_form(text: str) -> str:
     text = "".join(SIGNS.get(sign, sign) for sign in text)
     if not text.isascii():
         text = "".join(SIGNS[sign] if sign in SIGNS else _ascii(sign) for sign in unicodedata.normalize("NFKC", text))
-    text = re.sub(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))", "{,}", ROW_GAP.sub(r"\\\\", text))
+    text = re.sub(r"(?:\\!)?,\\!\s*|\\!,|(?<=\d)\\,(?=\d{3}(?!\d))", "{,}", ROW_GAP.sub(r"\\\\", text))
     text = LETTERS.sub(r"\\mathrm{", WORDS.sub(r"\\text{", STYLED.sub("", text)))
     text = re.sub(r"\\(?:text|mathrm)(?=\{[^{}]*(?:\{|\\[A-Za-z]))", "", text)  # \mathbf{\frac{1}{2}}
     text = re.sub(r"\\mathrm\{\s*(?:\\?~|\\,|\\ )", r"\\text{ ", text)  # Minerva's 5 \mathrm{~cm}
@@ -92,6 +92,7 @@ def normal_form(text: str) -> str:
         ("\\langle ", "("),
         ("\\rangle ", ")"),
         ("\\colon ", ":"),
+        ("{:}", ":"),
         ("\\text {", "\\text{"),
         ("\\mathrm {", "\\mathrm{"),
     ):
@@ -109,7 +110,8 @@ def trimmed(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip(" *`").rstrip(".,;: ").removesuffix("\\\\").lstrip(",;:= ").removeprefix("\\approx ")
+        text = re.sub(r"(?<=[A-Za-z0-9])[.,;:]+\s*\}$", "}", text.strip(" *`"))
+        text = text.rstrip(".,;: ").removesuffix("\\\\").lstrip(",;:= ").removeprefix("\\approx ")
         if text.startswith("{") and text.endswith("}") and _one_group(text):
             text = text[1:-1]
     return text
@@ -117,7 +119,10 @@ def trimmed(text: str) -> str:
 
 def same_text(first: str, second: str) -> bool:
     """Whether two normal forms are one text, up to spaces and braces; up to case where they are in words."""
-    return _bare(first) == _bare(second) or (in_words(first) and _bare(first).casefold() == _bare(second).casefold())
+    mine, other = _bare(first), _bare(second)
+    if mine == other or (in_words(first) and mine.casefold() == other.casefold()):
+        return True
+    return mine.count("=") == 1 and mine.split("=") == other.split("=")[::-1]
 
 
 def in_words(text: str) -> bool:
