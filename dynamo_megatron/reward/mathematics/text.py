@@ -66,7 +66,7 @@ LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J
 ONLY_LABEL = re.compile(LABEL)
 INTRODUCED = re.compile(
     r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)(?:\s+is)?\s*[:=]?\s*\}?\s*"
-    r"(?=[^a-z\s}])",
+    r"(?=[^a-z\s}]|[a-j](?![a-z]))",
     re.IGNORECASE,
 )
 
