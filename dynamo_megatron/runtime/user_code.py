@@ -19,6 +19,7 @@ from dynamo_megatron.runtime.plain_text import error_line
 
 OURS = str(Path(__file__).parents[1])
 NOT_THE_USERS = ("<frozen ", *(folder + os.sep for folder in (OURS, *sysconfig.get_paths().values())))
+LONGEST = 500  # characters of an error in a message, its place included
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -56,9 +57,10 @@ class UserFunction:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Raises UserCodeError for whatever the user's code raises inside."""
+        """Raises UserCodeError for whatever the user's code raises inside. Also as `forks_exit`."""
         try:
-            yield
+            with forks_exit():
+                yield
         except (Exception, SystemExit) as error:
             line, frames = failure(error)
             raise UserCodeError(f"{self.name} failed: {line}", frames) from error
@@ -67,6 +69,19 @@ class UserFunction:
         """Raises UserCodeError, "key: module:function `broken`", unless `kept`."""
         if not kept:
             raise UserCodeError(f"{self.name} {broken}")
+
+
+@contextlib.contextmanager
+def forks_exit() -> Iterator[None]:
+    """Around code of the user's, which may fork: a child process that leaves the context exits. It would go on in this
+    process's place, on the same sockets."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            error = sys.exception()
+            os._exit(0 if error is None or (isinstance(error, SystemExit) and not error.code) else 1)
 
 
 def load_callable(spec: str, key: str) -> Callable:
@@ -109,7 +124,7 @@ def load_callable(spec: str, key: str) -> Callable:
 
 def failure(error: BaseException) -> tuple[str, str]:
     """Returns ("Type: text (file, line N)", the frames as in a traceback) for an error that a function of the user's
-    raised.
+    raised. The text is cut so that the line has LONGEST characters at most.
 
     The frames are those of the user's files; the line names the innermost one. Where all are of installed packages,
     they are those outside of this package.
@@ -119,4 +134,4 @@ def failure(error: BaseException) -> tuple[str, str]:
     users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
     where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
     shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
-    return error_line(error) + where, "\n".join(shown)
+    return error_line(error, max(0, LONGEST - len(where) - len("..."))) + where, "\n".join(shown)
