@@ -84,6 +84,16 @@ def forks_exit() -> Iterator[None]:
             os._exit(0 if error is None or (isinstance(error, SystemExit) and not error.code) else 1)
 
 
+def spec_fault(spec: str) -> str | None:
+    """Says in one line why `spec` is not of the form module:function; None where it is."""
+    file, _, name = spec.rpartition(":")
+    folder, module_name = os.path.split(file.removesuffix(".py"))
+    if not SPEC.fullmatch(spec):
+        hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {module_name}:{name}"
+        return f"{spec!r} is not of the form module:function{hint if file.endswith('.py') else ''}"
+    return f"{spec!r} names a file; name its module: {module_name}:{name}" if file.endswith(".py") else None
+
+
 def load_callable(spec: str, key: str) -> Callable:
     """Returns the function that `spec` ("module:function") names, from the installed packages or the current folder.
 
@@ -92,16 +102,9 @@ def load_callable(spec: str, key: str) -> Callable:
     form, there is no such module, it fails while it is imported, or it has no such function or one that cannot be
     called.
     """
-    if not SPEC.fullmatch(spec):
-        file, _, name = spec.rpartition(":")
-        hint = ""
-        if file.endswith(".py"):
-            folder, name_of = os.path.split(file.removesuffix(".py"))
-            hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {name_of}:{name}"
-        raise InputError(f"{key}: {spec!r} is not of the form module:function{hint}")
+    if fault := spec_fault(spec):
+        raise InputError(f"{key}: {fault}")
     module_name, _, name = spec.partition(":")
-    if module_name.endswith(".py"):
-        raise InputError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
     # Appended, not put first: a folder next to the user's module must not replace an installed package of that name.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
