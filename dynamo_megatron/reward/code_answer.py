@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 
 from dynamo_megatron.config import RewardConfig
@@ -18,6 +19,7 @@ OUTPUT = 1 << 16  # bytes that a program may print beyond four times what is exp
 def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
     """Returns the reward function with the limits of `config.code`. Raises ValueError where no sandbox can be made."""
     sandbox, code = Sandbox(config.code), config.code
+    sys.set_int_max_str_digits(0)  # of expected and returned integers; `longest` bounds them
 
     def code_answer(prompt: Prompt, response: str) -> float:
         """Returns the share of the problem's tests that the program in `response` passes. With `score: all` returns
