@@ -99,7 +99,7 @@ class JudgeConfig(Section):
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: str = r"[Ss]core\**:[\s*]*(-?\d+(?:\.\d+)?)"
+    pattern: str = r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
     request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}  # further fields of the request
     concurrency: Positive = 32  # requests under way at once
