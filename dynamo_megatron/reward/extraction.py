@@ -7,9 +7,21 @@ from collections.abc import Collection
 
 NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d|,\d)")
+FINAL = re.compile(
+    r"</think(?:ing)?>|\[/THINK\]|<\|channel\|>final(?: [^<]{0,50})?<\|message\|>|◁/think▷|</seed:think>"
+)
+THINKING = re.compile(r"<think(?:ing)?>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
-ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
+ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
+MARKUP = re.compile(r"\\(?:text|math|bold)[a-z]*\b")
 SEPARATOR = re.compile(r"\{,\}|,\\!|\\,|,")
+
+
+def after_thinking(text: str) -> str | None:
+    """The text after the last `</think>` or the last marker of a final channel; all of it where there is no thinking.
+    None where a `<think>` is not finished."""
+    rest = text[max((found.end() for found in FINAL.finditer(text)), default=0) :]
+    return None if THINKING.search(rest) else rest
 
 
 def boxed(text: str) -> str | None:
@@ -41,12 +53,14 @@ def last_line(text: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""The content of the last `<answer>` tag, else of the last `\boxed{}`, else the `last_line`."""
-    for find in (tagged, boxed):
-        found = find(text)
-        if found is not None:
-            return found
-    return last_line(text)
+    r"""The content of the last `<answer>` tag, or of the last `\boxed{}` in it; else of the last `\boxed{}`, else the
+    `last_line`. Only the text `after_thinking` is searched; "" where there is none."""
+    found = after_thinking(text) or ""
+    inside = tagged(found)
+    box = boxed(found if inside is None else inside)
+    if box is not None:
+        return MARKUP.sub("", box)
+    return last_line(found) if inside is None else inside
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:

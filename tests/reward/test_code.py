@@ -312,6 +312,7 @@ def test_a_program_of_the_thoughts_is_not_the_answer(score):
     thought = f"<think>\n```python\n{ADD_LINES}\n```\n</think>\n"
     tests = prompt({"inputs": ["1 2"], "outputs": ["3"]})
     assert score(tests, thought + "It cannot be done.") == 0.0
+    assert score(tests, f"<think>{response(ADD_LINES)}") == 0.0
     assert score(tests, thought + response(ADD_LINES)) == 1.0
 
 
