@@ -27,6 +27,7 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, Selection, joined, outcomes
 from dynamo_megatron.rounds_ahead import RoundsAhead
 from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
@@ -122,7 +123,8 @@ class Controller:
             budget, origin = further.budget, further.prompts
         elif rule := self.config.algorithm.sequential:
             budget = rule.round_n * len(prompts)
-        allocation, baseline = self._allocator.decide(ids, budget, step=step), None
+        with forks_exit():  # the allocator may be the user's
+            allocation, baseline = self._allocator.decide(ids, budget, step=step), None
         if advantage.kind == "history":
             ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
             baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -10,8 +12,9 @@ import regex
 from pydantic import Field, field_validator, model_validator
 
 from dynamo_megatron.config.method import Positive, Section
+from dynamo_megatron.runtime.user_code import spec_fault
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Rate = Annotated[float, Field(gt=0)]
 Range = Annotated[list[float], Field(min_length=2, max_length=2)]
 JUDGE_TEMPLATE = """Judge the response to the problem.
@@ -27,6 +30,12 @@ Response:
 
 Give your reasons in a few sentences. Then write "Score: N" on the last line, where N is a number from 0 (useless) to \
 10 (correct and complete)."""
+NAMES = (
+    *("math", "qa_f1", "qa_exact", "choice", "format", "code", "reasoning_gym"),
+    *("judge", "reward_model", "prime"),
+)
+URLS = ("http://", "https://")
+MOST_WORKERS = 1024  # on a node
 TAG = re.compile(r"[A-Za-z][\w-]*")
 
 
@@ -61,7 +70,7 @@ class CodeConfig(Section):
     score: Literal["share", "all"] = "share"  # of the tests passed; all: 1 where every test passes, else 0
     tests: Positive | None = None  # the first N of a problem; None: all
     seconds: Seconds = 6.0  # a test; the tests after one that takes longer are not run and count as failed
-    cpu_seconds: Positive = 4  # a test
+    cpu_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = 4  # a test
     memory: Annotated[int, Field(ge=64 << 20)] = 1 << 30  # bytes of address space
     file_size: Positive = 16 << 20  # bytes of all files in the program's temporary folder
     python: str | None = None  # interpreter of the programs; None: the trainer's, without any packages
@@ -90,7 +99,7 @@ class JudgeConfig(Section):
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: str = r"[Ss]core\**:[\s*]*(-?\d+(?:\.\d+)?)"
+    pattern: str = r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
     request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}  # further fields of the request
     concurrency: Positive = 32  # requests under way at once
@@ -218,9 +227,36 @@ class RewardConfig(Section):
     def _one_is_a_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("functions")
+    @classmethod
+    def _are_known(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"a function is named twice in {value}")
+        for name in value:
+            if name in NAMES or name.startswith(URLS):
+                continue
+            if ":" not in name:
+                near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(name, NAMES, 1))
+                raise ValueError(
+                    f"no built-in {name!r}; give {', '.join(NAMES)}, module:function or an http:// URL{near}"
+                )
+            if fault := spec_fault(name):
+                raise ValueError(fault)
+        return value
+
+    @field_validator("workers")
+    @classmethod
+    def _can_be_started(cls, value: int) -> int:
+        if value > MOST_WORKERS:
+            raise ValueError(
+                f"{value} processes are more than a node can have ({MOST_WORKERS} at most); about one per CPU is "
+                f"enough, and this machine has {os.cpu_count()}"
+            )
+        return value
+
     @model_validator(mode="after")
     def _key_of_one_host(self) -> RewardConfig:
-        hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(("http://", "https://"))})
+        hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(URLS)})
         if self.api_key_env is not None and len(hosts) != 1:
             raise ValueError(
                 f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"

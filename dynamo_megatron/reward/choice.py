@@ -6,7 +6,7 @@ import re
 import string
 from typing import Any
 
-from dynamo_megatron.reward.extraction import boxed, tagged
+from dynamo_megatron.reward.extraction import MARKUP, after_thinking, boxed, tagged
 from dynamo_megatron.types import Prompt
 
 # A capital letter by itself, with any marks around it: "(B)", "**B**", "B.". Not the pronoun I, nor "A" before a noun.
@@ -14,8 +14,14 @@ LETTER = re.compile(
     r"(?<![\w'’])(?!I['’ ])(?!A (?!(?:is|and|or|because|since|as|but|only|here|seems)\b)[a-z])([A-Z])(?![\w'’])"
 )
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
-STATED = re.compile(r"\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*:)([^\n]{0,200})", re.IGNORECASE)
-MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\b")
+STATED = re.compile(
+    r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
+    re.IGNORECASE,
+)
+# What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
+CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
+ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
 
 def choice_answer(prompt: Prompt, response: str) -> float:
@@ -28,25 +34,42 @@ def choice_answer(prompt: Prompt, response: str) -> float:
 
 
 def chosen(response: str) -> str | None:
-    r"""The letter in the last `<answer>` tag, else in the last `\boxed{}`, else after the last "answer is X" or
-    "Answer: X", else the last capital letter by itself. None where there is no letter, or where one of the first three
-    places has several.
+    r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
+    in this box, else in the last "answer is X", else the last capital letter by itself. None where there is no letter,
+    where one of these places has several, and where a box holds no choice and nothing states the answer. Only the text
+    `after_thinking` is searched.
     """
-    for find in (tagged, boxed):
-        inside = find(response)
-        if inside is not None:
-            text = MARKUP.sub("", inside)
-            bare = text.strip(string.whitespace + string.punctuation)
-            return bare.upper() if re.fullmatch("[a-z]", bare) else _first(text)
-    for text in reversed(STATED.findall(response)):
-        letter = LETTER.search(text)
-        if letter and not re.search(r"\bnot\b|n['’]t\b", text[: letter.start()]):
-            return _first(text)
-    letters = LETTER.findall(response)
-    return letters[-1] if letters else None
+    text = after_thinking(response)
+    if text is None:
+        return None
+    if (inside := tagged(text)) is not None:
+        return _letter(MARKUP.sub("", inside))
+    box = boxed(text)
+    if box is None:
+        stated, letters = _stated(text), LETTER.findall(text)
+        return _letter(stated) if stated else (letters[-1] if letters else None)
+    content = MARKUP.sub("", box)
+    if stated := _stated(text[max(text.rfind("\\boxed"), text.rfind("\\fbox")) :]):
+        return _letter(stated)
+    if ALONE.fullmatch(content) or CHOICE.match(content):
+        return _letter(content)
+    if stated := _stated(text):
+        return _letter(stated)
+    return None if FORMULA.search(content) else _letter(content)
 
 
-def _first(text: str) -> str | None:
+def _stated(text: str) -> str:
+    """What follows the last "answer is" that a letter follows; "" where there is none."""
+    for said in reversed(STATED.findall(text)):
+        letter = LETTER.search(said)
+        if letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()]):
+            return said
+    return ""
+
+
+def _letter(text: str) -> str | None:
+    if alone := ALONE.fullmatch(text):
+        return alone[1].upper()
     letter = LETTER.search(text)
     return None if letter is None or ANOTHER.match(text, letter.end()) else letter[1]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward.code_tests import AssertTest, CallTest, StreamTest, problem_tests, same_text
-from dynamo_megatron.reward.extraction import fenced
+from dynamo_megatron.reward.extraction import after_thinking, fenced
 from dynamo_megatron.reward.sandbox import Sandbox
 from dynamo_megatron.types import Prompt
 
@@ -18,17 +19,18 @@ OUTPUT = 1 << 16  # bytes that a program may print beyond four times what is exp
 def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
     """Returns the reward function with the limits of `config.code`. Raises ValueError where no sandbox can be made."""
     sandbox, code = Sandbox(config.code), config.code
+    sys.set_int_max_str_digits(0)  # of expected and returned integers; `longest` bounds them
 
     def code_answer(prompt: Prompt, response: str) -> float:
         """Returns the share of the problem's tests that the program in `response` passes. With `score: all` returns
         1.0 where the program passes every test, else 0.0. Returns 0.0 where `response` has no program.
 
         The program is the last complete fenced block marked as Python, else the last unmarked block; only the text
-        after the last `</think>`, if any, is searched. No expected output enters a sandbox that has the program.
+        `after_thinking` is searched. No expected output enters a sandbox that has the program.
         Raises ValueError for tests that cannot be parsed (`problem_tests`).
         """
         tests = problem_tests(prompt)[: code.tests]
-        found = fenced(response.rpartition("</think>")[2], PYTHON)
+        found = fenced(after_thinking(response) or "", PYTHON)
         if found is None:
             return 0.0
         program, passed = found.encode(errors="replace"), 0

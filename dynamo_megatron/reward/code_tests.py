@@ -5,13 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from dynamo_megatron.types import Prompt
 
 TOLERANCE = 1e-6  # relative, below 1 absolute; for expected numbers with a decimal point or an exponent
+# Without leading zeros: "0011" may be a text of digits.
+INTEGER, NUMBER = (
+    re.compile(r"[-+]?(?:0|[1-9][0-9]*)"),
+    re.compile(r"[-+]?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,9})?"),
+)
 RUNNING = (ast.Assert, ast.For, ast.While, ast.If, ast.With, ast.Try)
 
 
@@ -74,7 +81,7 @@ def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
 
 def same_text(output: str, expected: str) -> bool:
     """Compares word by word. Where a number with a decimal point or an exponent is expected, a number within TOLERANCE
-    is equal."""
+    is equal; where an integer is expected, the same value in another notation ("1.0") is."""
     found, right = output.split(), expected.split()
     return len(found) == len(right) and all(map(_same_word, found, right))
 
@@ -97,6 +104,8 @@ def same_value(value: Any, expected: Any) -> bool:
 def _same_word(found: str, right: str) -> bool:
     if found == right:
         return True
+    if INTEGER.fullmatch(right):
+        return NUMBER.fullmatch(found) is not None and Decimal(found) == Decimal(right)
     if not any(mark in right for mark in ".eE"):
         return False
     try:

@@ -126,7 +126,7 @@ class Judge:
         end, groups = on_one_line(text[-SHOWN:]), [match[1] for match in matches]
         if not groups or groups[-1] is None:
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
-        if cut_off and matches[-1].end(1) == len(text):
+        if cut_off and not text[matches[-1].end(1) :].strip(".eE+-"):
             raise NoScore(
                 f"the judge's reply was cut off in its number, {end!r}; raise max_tokens in reward.judge.request"
             )

@@ -12,11 +12,13 @@ THINKING = re.compile(rf"<{THINK}>|\[THINK\]|<\|channel\|>analysis|◁think▷|<
 BOX = re.compile(r"\\(?P<kind>boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}\\]|[{}]")
 GROUP = r"\{[^{}]{0,1000}\}"
 UNBRACED = re.compile(
-    rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
+    rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?"
+    rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
-ANSWER_IS = re.compile(r"^(?:####|.*\banswer\b(?:\s+is\b)?)[\s:]*", re.IGNORECASE)
+ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
+MARKUP = re.compile(r"\\(?:text|math|bold)[a-z]*\b")
 
 
 def after_thinking(text: str) -> str | None:
@@ -79,12 +81,14 @@ def last_line(text: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""The content of the last `<answer>` tag, else of the last `\boxed{}`, else the `last_line`."""
-    for find in (tagged, boxed):
-        found = find(text)
-        if found is not None:
-            return found
-    return last_line(text)
+    r"""The content of the last `<answer>` tag, or of the last `\boxed{}` in it; else of the last `\boxed{}`, else the
+    `last_line`. Only the text `after_thinking` is searched; "" where there is none."""
+    found = after_thinking(text) or ""
+    inside = tagged(found)
+    box = boxed(found if inside is None else inside)
+    if box is not None:
+        return MARKUP.sub("", box)
+    return last_line(found) if inside is None else inside
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:

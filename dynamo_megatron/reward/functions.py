@@ -35,7 +35,6 @@ CONFIGURED = {
     "format": "dynamo_megatron.reward.response_format:format_reward",
     "code": "dynamo_megatron.reward.code_answer:code_reward",
 }
-URLS = ("http://", "https://")
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
 SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration sections have the addresses
 
@@ -45,9 +44,6 @@ def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], An
     such function, and where `code` has no sandbox on this machine."""
     if name in CONFIGURED:
         return load_callable(CONFIGURED[name], "reward.functions")(config)
-    if ":" not in name and name not in BUILT_IN:
-        known = ", ".join([*BUILT_IN, *CONFIGURED, *SERVICES])
-        raise ValueError(f"reward.functions: no built-in {name!r}; give {known}, module:function or an http:// URL")
     return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
 
 

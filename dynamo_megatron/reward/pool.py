@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.addresses import Address, Addresses
-from dynamo_megatron.reward.functions import SERVICES, URLS, Step
+from dynamo_megatron.reward.functions import SERVICES, Step
 from dynamo_megatron.reward.outcomes import Outcome, RewardError
 from dynamo_megatron.reward.workers import Workers
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -57,8 +58,6 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
         """`servers`: the addresses of the servers of `config.servers`, which the caller starts and stops."""
-        if len(set(config.functions)) < len(config.functions):
-            raise InputError(f"reward.functions: a function is named twice in {config.functions}")
         self.notes: list[str] = []  # messages for the user since the list was last emptied
         self._config, self._servers = config, servers
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]

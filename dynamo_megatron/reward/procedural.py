@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from dynamo_megatron.data.sources import reasoning_gym_dataset
-from dynamo_megatron.reward.extraction import boxed, last_number, tagged
+from dynamo_megatron.reward.extraction import after_thinking, boxed, last_number, tagged
 from dynamo_megatron.types import Prompt
 
 # Some datasets give 0.01 or 0.05 to an empty answer, others to any text. A score that these answers would get earns no
@@ -38,13 +38,13 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
 
 def extract_answer(response: str, right_answer: str) -> str:
     """The answer in `response`. Only the form of `right_answer` is used: a number, one line or several lines."""
+    text = (after_thinking(response) or "").strip()
     for find in (tagged, boxed):
-        found = find(response)
+        found = find(text)
         if found is not None:
             return found
     if re.fullmatch(r"-?\d+(\.\d+)?", right_answer):
-        return last_number(response) or ""
-    text = response.strip()
+        return last_number(text) or ""
     return text if "\n" in right_answer.strip() else text.partition("\n")[0].strip()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from dynamo_megatron.reward.extraction import final_answer
 from dynamo_megatron.types import Prompt
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Besides SQuAD's: typographic and full-width marks.
+MARKS = [mark for mark in map(chr, range(128, 1 << 16)) if unicodedata.category(mark).startswith("P")]
+PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(MARKS))
 REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R1 and TriviaQA
 
 
@@ -52,6 +55,7 @@ def references(answer: Any) -> list[str]:
 
 def normalised(text: str) -> str:
     """`text` in lower case, without punctuation, articles and repeated white space, removed in SQuAD's order."""
+    text = unicodedata.normalize("NFC", text)
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 

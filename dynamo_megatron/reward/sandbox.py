@@ -30,7 +30,10 @@ NAMESPACES = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
 NOBODY = "65534"
 IF_THERE = ("/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **{"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+    **{"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"},  # 0: programs may print integers of any length
+}
 HARNESS = "/harness.py"
 START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
 MESSAGE = 4096  # bytes of what bubblewrap or the harness says

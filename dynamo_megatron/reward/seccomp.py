@@ -19,6 +19,8 @@ DENIED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),

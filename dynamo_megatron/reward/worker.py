@@ -1,8 +1,9 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
 
 Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message).
-From then on it answers each (prompt, response) with one `Outcome` per function, in the functions' order, each as soon
-as it is computed. It exits when the socket is closed.
+From then on it answers each (number, prompt, response) with one (number, `Outcome`) per function, in the functions'
+order, each as soon as it is computed. It exits when the socket is closed. A process that a function has forked, and
+that comes back from the function, exits: it has the socket too, and would answer in place of the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dynamo_megatron.reward.functions import checked_steps, load_function
 from dynamo_megatron.reward.outcomes import Outcome
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.runtime.user_code import failure
+from dynamo_megatron.runtime.user_code import failure, forks_exit
 from dynamo_megatron.types import Prompt
 
 
@@ -32,15 +33,16 @@ def main(descriptor: int) -> None:
     try:
         names, config = connection.recv()
         try:
-            functions = {name: load_function(name, config) for name in names}
+            with forks_exit():
+                functions = {name: load_function(name, config) for name in names}
         except ValueError as error:
             connection.send(("failed", str(error)))
             return
         connection.send(("ready",))
         while True:
-            prompt, response = connection.recv()
+            number, prompt, response = connection.recv()
             for name, function in functions.items():
-                connection.send(_outcome(name, function, prompt, response))
+                connection.send((number, _outcome(name, function, prompt, response)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -48,10 +50,11 @@ def main(descriptor: int) -> None:
 def _outcome(name: str, function: Callable, prompt: Prompt, response: str) -> Outcome:
     state = "crashed"
     try:
-        value = function(prompt, response)
+        with forks_exit():
+            value = function(prompt, response)
         state = "wrong_format"
         return Outcome(name, "scored", *checked_steps(value, len(response)))
-    except (Exception, SystemExit) as error:  # the user's function may raise anything; the parent decides
+    except BaseException as error:  # the user's function may raise anything; the parent decides
         text, frames = failure(error)
         return Outcome(name, state, text=text, frames=frames)
 

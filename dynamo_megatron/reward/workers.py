@@ -21,7 +21,12 @@ from dynamo_megatron.types import Prompt
 
 SHOWN = 300  # characters of a worker's start error in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+ATTEMPTS = 3  # workers that a sample gets if another process answers in their place
 END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
+
+
+class _StrayReply(Exception):
+    """A worker's socket had a reply that is none to the sample."""
 
 
 class Workers:
@@ -91,23 +96,30 @@ class Workers:
         try:
             if worker.process.poll() is not None:
                 worker = self._replace(worker)
-            worker.wait_ready(time.monotonic() + START_TIMEOUT)
-            outcomes, usable = worker.run(prompt, response, self._config.deadline)
-            if not usable:
-                # Replaced before the next sample comes, so that the sample need not wait for the imports.
-                worker = self._replace(worker)
+            for _ in range(ATTEMPTS):
+                worker.wait_ready(time.monotonic() + START_TIMEOUT)
+                try:
+                    outcomes, usable = worker.run(prompt, response, self._config.deadline)
+                except _StrayReply:
+                    worker = self._replace(worker)
+                    continue
+                if not usable:
+                    # Replaced before the next sample comes, so that the sample need not wait for the imports.
+                    worker = self._replace(worker)
+                return outcomes
+            text = f"{ATTEMPTS} workers got replies that are not theirs: another process writes to their sockets"
         except (ValueError, OSError) as error:  # a worker cannot be started any more
             text = on_one_line(str(error), SHOWN)
-            outcomes = [Outcome(name, "crashed", text=text) for name in self._functions]
         finally:
             self._idle.put(worker)
-        return outcomes
+        return [Outcome(name, "crashed", text=text) for name in self._functions]
 
 
 class _Worker:
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
         self._functions = functions
         self._ready = False
+        self._samples = 0  # number of the last one
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
@@ -141,16 +153,20 @@ class _Worker:
 
     def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[Outcome], bool]:
         """(one outcome per function, up to the first one that took all of the `deadline` seconds or ended the process;
-        whether the worker can be used again)."""
+        whether the worker can be used again). Raises _StrayReply."""
         end = time.monotonic() + deadline
         outcomes: list[Outcome] = []
+        self._samples += 1
         try:
-            self.connection.send((prompt, response))
+            self.connection.send((self._samples, prompt, response))
             for name in self._functions:
                 if not self.connection.poll(max(0.0, end - time.monotonic())):
                     text = f"no value within reward.deadline ({deadline:g} s)"
                     return [*outcomes, Outcome(name, "timed_out", text=text)], False
-                outcomes.append(self.connection.recv())
+                number, outcome = self.connection.recv()
+                if (number, outcome.function) != (self._samples, name):
+                    raise _StrayReply
+                outcomes.append(outcome)
         except RecursionError:
             text = "the problem is nested too deep to be sent to a worker"
             return [Outcome(name, "crashed", text=text) for name in self._functions], True

@@ -19,6 +19,7 @@ from dynamo_megatron.runtime.plain_text import error_line
 
 OURS = str(Path(__file__).parents[1])
 NOT_THE_USERS = ("<frozen ", *(folder + os.sep for folder in (OURS, *sysconfig.get_paths().values())))
+LONGEST = 500  # characters of an error in a message, its place included
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -56,9 +57,10 @@ class UserFunction:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Raises UserCodeError for whatever the user's code raises inside."""
+        """Raises UserCodeError for whatever the user's code raises inside. Also as `forks_exit`."""
         try:
-            yield
+            with forks_exit():
+                yield
         except (Exception, SystemExit) as error:
             line, frames = failure(error)
             raise UserCodeError(f"{self.name} failed: {line}", frames) from error
@@ -69,6 +71,29 @@ class UserFunction:
             raise UserCodeError(f"{self.name} {broken}")
 
 
+@contextlib.contextmanager
+def forks_exit() -> Iterator[None]:
+    """Around code of the user's, which may fork: a child process that leaves the context exits. It would go on in this
+    process's place, on the same sockets."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            error = sys.exception()
+            os._exit(0 if error is None or (isinstance(error, SystemExit) and not error.code) else 1)
+
+
+def spec_fault(spec: str) -> str | None:
+    """Says in one line why `spec` is not of the form module:function; None where it is."""
+    file, _, name = spec.rpartition(":")
+    folder, module_name = os.path.split(file.removesuffix(".py"))
+    if not SPEC.fullmatch(spec):
+        hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {module_name}:{name}"
+        return f"{spec!r} is not of the form module:function{hint if file.endswith('.py') else ''}"
+    return f"{spec!r} names a file; name its module: {module_name}:{name}" if file.endswith(".py") else None
+
+
 def load_callable(spec: str, key: str) -> Callable:
     """Returns the function that `spec` ("module:function") names, from the installed packages or the current folder.
 
@@ -77,16 +102,9 @@ def load_callable(spec: str, key: str) -> Callable:
     form, there is no such module, it fails while it is imported, or it has no such function or one that cannot be
     called.
     """
-    if not SPEC.fullmatch(spec):
-        file, _, name = spec.rpartition(":")
-        hint = ""
-        if file.endswith(".py"):
-            folder, name_of = os.path.split(file.removesuffix(".py"))
-            hint = f"; start in the folder {folder}, or put it on PYTHONPATH, and give {name_of}:{name}"
-        raise InputError(f"{key}: {spec!r} is not of the form module:function{hint}")
+    if fault := spec_fault(spec):
+        raise InputError(f"{key}: {fault}")
     module_name, _, name = spec.partition(":")
-    if module_name.endswith(".py"):
-        raise InputError(f"{key}: {spec!r} names a file; name its module: {module_name.removesuffix('.py')}:{name}")
     # Appended, not put first: a folder next to the user's module must not replace an installed package of that name.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -109,7 +127,7 @@ def load_callable(spec: str, key: str) -> Callable:
 
 def failure(error: BaseException) -> tuple[str, str]:
     """Returns ("Type: text (file, line N)", the frames as in a traceback) for an error that a function of the user's
-    raised.
+    raised. The text is cut so that the line has LONGEST characters at most.
 
     The frames are those of the user's files; the line names the innermost one. Where all are of installed packages,
     they are those outside of this package.
@@ -119,4 +137,4 @@ def failure(error: BaseException) -> tuple[str, str]:
     users = users or [f for f in frames if not f.filename.startswith(NOT_THE_USERS[:2])]
     where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
     shown = [f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in users]
-    return error_line(error) + where, "\n".join(shown)
+    return error_line(error, max(0, LONGEST - len(where) - len("..."))) + where, "\n".join(shown)

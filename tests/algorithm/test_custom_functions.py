@@ -1,5 +1,6 @@
 """Advantages and losses by functions of the user's: contracts, the tests of them, what a config refuses, the page."""
 
+import os
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.policy.batch import TrainBatch
+from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.testing import check_advantage, check_allocator, check_loss, check_shaping
 from dynamo_megatron.train_job import check_functions
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
@@ -329,6 +331,12 @@ def test_the_kl_term_needs_a_function_to_be_left_to():
     ):
         compose([], words, DEFAULTS)
     assert compose([], [*FUNCTION, *words], DEFAULTS)[0].algorithm.kl.where == "function"
+
+
+def test_a_child_that_a_function_forks_exits():
+    with UserFunction(rloo, "m:f").named():
+        child = os.fork()
+    assert child > 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_acts_before_the_loss_goes_with_a_function():

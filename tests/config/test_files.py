@@ -1,6 +1,7 @@
 """What is wrong with configs: every fault in one answer, a line each that names file, key and the way out."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -223,6 +224,27 @@ def test_parameters_of_urls_are_secrets_by_their_whole_names():
 
 def test_one_reward_function_needs_no_list():
     assert compose([], ["reward.functions=my:f"], NEEDED)[0].reward.functions == ["my:f"]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("functions=[maths]", "no built-in 'maths'; give math, qa_f1, qa_exact, choice, format, code, reasoning_gym, "),
+        ("functions=[judg]", "reward_model, prime, module:function or an http:// URL; did you mean judge?"),
+        ("functions=[math,math]", "a function is named twice in ['math', 'math']"),
+        ("functions=['my.py:f:x']", "'my.py:f:x' is not of the form module:function"),
+        ("functions=['my.py:f']", "'my.py:f' names a file; name its module: my:f"),
+        ("functions=[./src/r.py:f]", "start in the folder ./src, or put it on PYTHONPATH, and give r:f"),
+        ("deadline=1e300", "less than or equal to 1000000"),
+        ("code.seconds=1e18", "less than or equal to 1000000"),
+        ("code.cpu_seconds=1000000000000000000", "less than or equal to 1000000"),
+        ("workers=100000", f"one per CPU is enough, and this machine has {os.cpu_count()}"),
+    ],
+)
+def test_rewards_that_cannot_be_are_found_with_the_other_faults(word, says):
+    other, ours = refused(f"reward.{word}", "trainer.stepps=3")
+    assert ours.startswith(f"the command line: reward.{word.partition('=')[0]}: ") and says in ours
+    assert "trainer.stepps" in other
 
 
 def test_a_key_goes_to_services_of_one_host():

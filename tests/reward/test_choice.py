@@ -19,6 +19,22 @@ from dynamo_megatron.types import Prompt
         (r"\boxed{A/B}", None),
         (r"\boxed{AB}", None),
         (r"\boxed{12}", None),
+        (r"The energy is $\boxed{\langle H\rangle \ll \Delta E}$. **Answer: D**", "D"),
+        (r"**Answer: D**, since $\boxed{E = mc^2}$", "D"),
+        (r"$\boxed{E = mc^2}$", None),
+        (r"$\boxed{P(A)}$, so the answer is (C).", "C"),
+        (r"\boxed{12}. The answer is (B).", "B"),
+        (r"\boxed{H}. So the answer is D.", "D"),
+        (r"Is the answer A? The answer is B. No: \boxed{C}", "C"),
+        (r"The answer is $\boxed{\mathbf{B}}$", "B"),
+        (r"\boxed{\textbf{(C)}\ \frac{1}{2}}", "C"),
+        (r"\boxed{\text{B. } E = mc^2}", "B"),
+        (r"\boxed{\text{Option B}}", "B"),
+        (r"<think>\boxed{A}, the answer is A</think>The answer is B", "B"),
+        (r"I guess \boxed{A}</think>\boxed{B}", "B"),
+        (r"<think>The answer is A. \boxed{A}", None),
+        ("答案：C", "C"),
+        ("所以答案是（B）。", "B"),
         ("The answer is (B).", "B"),
         ("The correct answer is option C, not A.", "C"),
         ("**Answer: D**", "D"),
@@ -58,3 +74,4 @@ def test_a_row_without_a_letter_is_an_error(answer):
 @pytest.mark.parametrize("part", ["A, ", "answer is ", "(((", "answer: * ", " , ", "A or "])
 def test_a_long_response_takes_no_time(part):
     chosen(part * (1_000_000 // len(part)))
+    chosen(f"\\boxed{{{part * (1_000_000 // len(part))}}}")

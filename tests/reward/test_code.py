@@ -298,10 +298,21 @@ def test_the_program_is_the_last_block_of_python():
 
 
 @needs_sandbox
+def test_integers_of_any_length_are_printed_returned_and_compared(score):
+    long = "1" + "0" * 5000
+    returned = {"fn_name": "f", "inputs": [[5000]], "outputs": ["LONG"]}
+    for answer in ({"inputs": [""], "outputs": [long]}, json.dumps(returned).replace('"LONG"', long)):
+        program = "def f(n): return 10**n\nif __name__ == '__main__': print(f(5000))"
+        assert score(prompt(answer), response(program)) == 1.0
+        assert score(prompt(answer), response(program.replace("10**n", "10**n + 1"))) == 0.0
+
+
+@needs_sandbox
 def test_a_program_of_the_thoughts_is_not_the_answer(score):
     thought = f"<think>\n```python\n{ADD_LINES}\n```\n</think>\n"
     tests = prompt({"inputs": ["1 2"], "outputs": ["3"]})
     assert score(tests, thought + "It cannot be done.") == 0.0
+    assert score(tests, f"<think>{response(ADD_LINES)}") == 0.0
     assert score(tests, thought + response(ADD_LINES)) == 1.0
 
 
@@ -316,7 +327,14 @@ def test_a_program_of_the_thoughts_is_not_the_answer(score):
         ("0.34", "0.33", False),
         ("3", "3.0", True),
         ("100000000000001", "100000000000002", False),
-        ("3.0", "3", False),
+        ("3.0", "3", True),
+        ("1e+16", "10000000000000000", True),
+        ("3.0000001", "3", False),
+        ("100000000000001.0", "100000000000002", False),
+        ("0011", "11", False),
+        ("11.0", "0011", False),
+        ("1_0", "10", False),
+        ("nan", "1", False),
         ("nan", "1.5", False),
         ("1.5.1", "1.5", False),
         ("", "", True),

@@ -63,8 +63,12 @@ def test_the_default_template_and_pattern_go_together(judge):
     assert scored(pool, "it is 2")[0].reward == 1.0
 
 
-@pytest.mark.parametrize("line", ["**Score:** 9", "**Score**: 9", "**Score: 9**", "Score: **9**", "score:9/10"])
-def test_the_default_pattern_reads_bold_lines(judge, line):
+BOLD = ["**Score:** 9", "**Score**: 9", "**Score: 9**", "Score: **9**", "score:9/10", "_Score_: 9"]
+OTHER = ["SCORE: 9", "Score : 9", "Score：9", "score：９", "Score: 9.", "Score: +9.0", "Score: 90e-1", '{"score": 9}']
+
+
+@pytest.mark.parametrize("line", [*BOLD, *OTHER])
+def test_the_default_pattern_reads_usual_lines(judge, line):
     _, pool = judge(lambda request, number: completion(f"Score: 2 would be too low.\n{line}"))
     assert scored(pool, "x")[0].parts == {"judge": 0.9}
 
@@ -75,6 +79,7 @@ WRONG = [
         "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It",
     ),
     (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
+    (completion("Score: 5\nScore: −1"), "the judge's score '−1' is not a number"),
     (completion("Score: -1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
     (completion(None), "the answer is no chat completion with a text but "),
     (completion(["Score: 1"]), "the answer is no chat completion with a text but "),
@@ -98,13 +103,17 @@ def test_a_reply_without_a_number_is_of_the_wrong_format_at_once(judge, answer, 
 
 
 def test_a_number_that_was_cut_off_is_no_score(judge):
+    replies = ["Score: 1", "Score: 1.", "Score: 1e", "Score: 1e-", "Score: 1. It is"]
+
     def answer(request, number):
-        reply = completion("Score: 1" if number == 1 else "Score: 1. It is")
+        reply = completion(replies[number - 1])
         reply["choices"][0]["finish_reason"] = "length"
         return reply
 
     _, pool = judge(answer)
-    assert scored(pool, "x")[0].failure.startswith("judge: the judge's reply was cut off in its number, 'Score: 1'")
+    for text in replies[:-1]:
+        failure = f"judge: the judge's reply was cut off in its number, '{text}'"
+        assert scored(pool, "x")[0].failure.startswith(failure)
     assert scored(pool, "x")[0].parts == {"judge": 0.1}
 
 

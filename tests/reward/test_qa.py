@@ -21,6 +21,12 @@ def prompt(answer):
         ("", "Paris", 0.0, 0.0),
         ("the", "a", 0.0, 0.0),  # the script: 1
         ("1492", 1492, 1.0, 1.0),
+        ("O’Brien", "O'Brien", 1.0, 1.0),  # from here on the script: 0
+        ("“Paris”…", "Paris", 1.0, 1.0),
+        ("1990–1995", "1990-1995", 1.0, 1.0),
+        ("北京。", "北京", 1.0, 1.0),
+        ("cafe\u0301", "café", 1.0, 1.0),
+        ("10²", "102", 0.0, 0.0),
     ],
 )
 def test_values_of_squads_script(response, answer, exact, f1):
@@ -59,10 +65,19 @@ def test_the_best_of_several_references_counts(answer):
         "Rome?\nNo. So the answer is: Paris.",
         "Let me think.\n\nParis\n\n",
         r"\boxed{Rome} <answer>Rome</answer> <answer>Paris</answer>",
+        r"<answer>It is \boxed{\text{Paris}}</answer>",
+        r"<think>\boxed{Rome} <answer>Rome</answer></think>Paris",
+        r"\boxed{Rome}</think>It is \boxed{\mathrm{Paris}}.",
+        "Answer：Paris",
+        "所以答案是Paris。",
     ],
 )
 def test_the_answer_is_that_of_the_tag_the_box_or_the_last_line(response):
     assert qa_exact(prompt("Paris"), response) == 1.0
+
+
+def test_thoughts_that_are_not_finished_have_no_answer():
+    assert qa_exact(prompt("Paris"), r"<think>It is \boxed{Paris}") == 0.0
 
 
 @pytest.mark.parametrize("answer", [None, [], "", {}, {"text": []}, [None], {"other": "x"}])

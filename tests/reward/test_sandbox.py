@@ -177,6 +177,17 @@ print("still here")
                 assert victim.wait(timeout=60) == -9
 
 
+def test_descriptors_of_processes_are_refused(sandbox):
+    program = """
+import ctypes, errno
+call = ctypes.CDLL(None, use_errno=True).syscall
+for number, *arguments in ((434, 1, 0), (438, 0, 0, 0)):  # pidfd_open, pidfd_getfd
+    assert call(number, *arguments) == -1
+    print(errno.errorcode[ctypes.get_errno()])
+"""
+    assert printed(sandbox, program).output.split() == [b"EPERM", b"EPERM"]
+
+
 @pytest.mark.parametrize(
     "start",
     [

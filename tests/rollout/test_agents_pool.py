@@ -36,6 +36,12 @@ async def agent(prompt, session):
     if what == "fork":
         child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         open(prompt.meta["file"], "w").write(str(child.pid))
+    if what == "process":  # the child comes back, and the parent waits for it
+        child = os.fork()
+        if child == 0:
+            await asyncio.sleep(0)
+            return 9.0
+        os.waitpid(child, 0)
     if what == "wait":
         await asyncio.sleep(prompt.meta["wait"])
     assert prompt.messages[0]["content"] == "2+2" and session.base_url == "http://x/v1"
@@ -155,6 +161,13 @@ def test_a_process_that_ends_is_replaced(pool):
 
     lost, next_one = pool(work)
     assert [kind for kind, _ in lost] == [AgentLost, AgentLost] and next_one == 0.5
+
+
+def test_a_child_that_an_agent_forks_answers_for_no_episode(pool):
+    async def work(ask):
+        return await outcomes(*(ask(what, 60.0, wait=0.5) for what in ["wait", "process", "right"] * 5))
+
+    assert pool(work) == [0.5] * 15
 
 
 def test_nothing_that_an_agent_started_is_left(pool, tmp_path):

@@ -10,6 +10,7 @@ process. The process ends when the socket is closed.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import math
@@ -113,8 +114,13 @@ async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
 
 async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
+    process = os.getpid()
+    # A process that an agent forks has this socket and all episodes: it exits once it is back in the event loop.
+    os.register_at_fork(after_in_child=functools.partial(asyncio.get_running_loop().call_soon, os._exit, 0))
 
     def answer(**fields: Any) -> None:
+        if os.getpid() != process:
+            os._exit(0)
         writer.write(json.dumps(fields).encode() + b"\n")
 
     try:
