@@ -1,4 +1,5 @@
 import asyncio
+import sys
 
 import pytest
 from reward_service import Service, lengths
@@ -53,3 +54,11 @@ def score():
         return asyncio.run(gathered())
 
     return all_of
+
+
+@pytest.fixture(autouse=True)
+def digits_of_integers():
+    """The reward `code` lifts the interpreter's limit, in what is a process of its own outside of tests."""
+    limit = sys.get_int_max_str_digits()
+    yield
+    sys.set_int_max_str_digits(limit)
