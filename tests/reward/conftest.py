@@ -56,7 +56,7 @@ def score():
     return all_of
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def digits_of_integers():
     """The reward `code` lifts the interpreter's limit, in what is a process of its own outside of tests."""
     limit = sys.get_int_max_str_digits()
