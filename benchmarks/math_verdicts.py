@@ -132,79 +132,62 @@ def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
     return {"versions": versions, "MB": peak, "found": found}
 
 
-def asked(python: str, name: str, pairs: list[list[str]], deadline: int = 0) -> dict[str, Any] | None:
-    """`judged` in a process of its own; None where the deadline has ended it."""
+def asked(python: str, name: str, pairs: list[list[str]], deadline: int = 0) -> dict[str, Any]:
+    """`judged` in a process of its own; {"exit code"} where it ended otherwise, -SIGALRM at the deadline."""
     command = [python, "-P", __file__, "--judge", name, "--deadline", str(deadline)]
     done = subprocess.run(command, input=json.dumps(pairs), capture_output=True, text=True, cwd=ROOT)
-    if done.returncode == -signal.SIGALRM:
-        return None
     if done.returncode:
-        sys.exit(f"{name} in {python} ended with {done.returncode}: {done.stderr[-500:]}")
+        return {"exit code": done.returncode, "log": done.stderr[-500:]}
     return json.loads(done.stdout)
 
 
-def counts(rows: list[dict[str, Any]], rewarded: list[bool]) -> dict[str, Any]:
-    """False positives and negatives with the wrong and right pairs that they are of."""
-    of = {want: [got for row, got in zip(rows, rewarded, strict=True) if row["want"] == want] for want in (0, 1)}
-    positives, negatives = sum(of[0]), len(of[1]) - sum(of[1])
-    shares = {"false positives": (positives, len(of[0])), "false negatives": (negatives, len(of[1]))}
-    return {
-        name: {"count": count, "of": total, "%": round(100 * count / total, 2) if total else None}
-        for name, (count, total) in shares.items()
-    }
-
-
 def one_box(row: dict[str, Any]) -> bool:
-    """A response whose answer every judge finds: one box, nothing before it that is not part of the answer."""
-    return len(re.findall(r"\\boxed\{", row["response"])) == 1 and not re.search(r"<|\\fbox", row["response"])
+    """The answer is in the only box, where every judge finds it."""
+    thought, _, answer = row["response"].rpartition("</think>")
+    outside = thought + answer.replace(r"\boxed{", "", 1)
+    return r"\boxed{" in answer and not re.search(r"\\f?box|<answer>|<\|", outside) and "<think>" not in answer
 
 
-def compared(rows: list[dict[str, Any]], rewarded: list[bool]) -> dict[str, Any]:
-    kinds = sorted({row["kind"] for row in rows})
-    chosen = {kind: [row["kind"] == kind for row in rows] for kind in kinds}
-    boxes = [one_box(row) for row in rows]
+def counts(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
+    """False positives and negatives of (row, rewarded?), and the wrong and right rows that they are of."""
+    found = {}
+    for want, name in ((0, "false positives"), (1, "false negatives")):
+        of = [rewarded for row, rewarded in verdicts if row["want"] == want]
+        if of:
+            count = sum(rewarded != want for rewarded in of)
+            found[name] = {"count": count, "of": len(of), "%": round(100 * count / len(of), 2)}
+    return found
 
-    def only(mask: list[bool]) -> dict[str, Any]:
-        kept = [pair for pair, keep in zip(zip(rows, rewarded, strict=True), mask, strict=True) if keep]
-        return counts([row for row, _ in kept], [got for _, got in kept])
 
+def compared(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
+    kinds = sorted({row["kind"] for row, _ in verdicts})
     return {
-        "all": counts(rows, rewarded),
-        "one box": only(boxes),
-        "by kind": {
-            kind: {name: f"{each['count']} of {each['of']}" for name, each in only(mask).items() if each["of"]}
-            for kind, mask in chosen.items()
-        },
+        "all": counts(verdicts),
+        "one box": counts([each for each in verdicts if one_box(each[0])]),
+        "by kind": {kind: counts([each for each in verdicts if each[0]["kind"] == kind]) for kind in kinds},
     }
 
 
-def hostile() -> dict[str, Any]:
-    """By expression, of each reference: seconds and whether it is rewarded, or that the deadline ended it."""
+def hostile() -> dict[str, list[dict[str, Any]]]:
+    """By expression, of each reference: whether it is rewarded, seconds and megabytes, or how the process ended."""
 
     def outcome(reference: str, expression: str) -> dict[str, Any]:
         done = asked(sys.executable, "math", [[reference, rf"The answer is \boxed{{{expression}}}."]], DEADLINE)
-        if done is None:
+        if done.get("exit code") == -signal.SIGALRM:
             return {"ended after s": DEADLINE}
-        right, took, raised = done["found"][0]
-        return {"rewarded": right, "s": round(took / 1000, 4), "MB": done["MB"]} | (
-            {"raised": raised} if raised else {}
-        )
+        if "found" not in done:
+            return done
+        rewarded, took, raised = done["found"][0]
+        return {"rewarded": rewarded, "raised": raised, "s": round(took / 1000, 4), "MB": done["MB"]}
 
     return {name: [outcome(each, expression) for each in REFERENCES] for name, expression in HOSTILE.items()}
 
 
 def markdown(results: dict[str, Any]) -> str:
     """The table of docs/rewards.md."""
-    names = {
-        "prime_math": "verl `prime_math`",
-        "math_dapo": "verl `math_dapo`",
-        "accuracy_reward": "TRL `accuracy_reward`",
-    }
-    head = (
-        "| judge | wrong ones rewarded, % | right ones lost, % | the same with one box: wrong ones rewarded, % | right "
-        "ones lost, % |"
-    )
-    lines = [head, "|---|---:|---:|---:|---:|"]
+    project = {"prime_math": "verl ", "math_dapo": "verl ", "accuracy_reward": "TRL "}
+    lines = ["| | wrong, but rewarded, % | right, but lost, % | one box: wrong, but rewarded, % | right, but lost, % |"]
+    lines.append("|---|---:|---:|---:|---:|")
     for name, found in results["judges"].items():
         shares = [f"{each['%']:.1f}" for part in ("all", "one box") for each in found[part].values()]
         lines.append(f"| {project.get(name, '')}`{name}` | {' | '.join(shares)} |")
@@ -236,13 +219,15 @@ def main() -> None:
     for name, call in JUDGES.items():
         python = sys.executable if name in OURS else options.peers
         done = asked(python, name, [[row["gold"], row["response"]] for row in rows])
+        if "found" not in done:
+            sys.exit(f"{name} in {python} ended with exit code {done['exit code']}: {done['log']}")
         rewarded, times, raised = zip(*done["found"], strict=True)
         cuts = statistics.quantiles(times, n=100)
         took = {"p50": cuts[49], "p99": cuts[98], "max": max(times)}
         results["judges"][name] = {
             "call": call,
             "versions": done["versions"],
-            **compared(rows, list(rewarded)),
+            **compared(list(zip(rows, rewarded, strict=True))),
             "raised": len(raised) - raised.count(None),
             "ms": {key: round(value, 2) for key, value in took.items()},
         }
