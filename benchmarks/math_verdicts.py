@@ -110,8 +110,8 @@ def judge(name: str) -> Callable[[str, str], bool]:
 
 
 def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
-    """Versions, megabytes at most, and [rewarded?, milliseconds, exception] of each pair. SIGALRM, which nothing
-    catches, ends the process `deadline` seconds after the imports, unless that is 0."""
+    """Versions, and [rewarded?, milliseconds, exception] of each pair. SIGALRM, which nothing catches, ends the process
+    `deadline` seconds after the imports, unless that is 0."""
     verdict, found = judge(name), []
     with contextlib.suppress(Exception):
         verdict("1", r"\boxed{x}")  # imports
@@ -128,8 +128,7 @@ def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return {"versions": versions, "MB": peak, "found": found}
+    return {"versions": versions, "found": found}
 
 
 def asked(python: str, name: str, pairs: list[list[str]], deadline: int = 0) -> dict[str, Any]:
@@ -164,12 +163,18 @@ def compared(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
     return {
         "all": counts(verdicts),
         "one box": counts([each for each in verdicts if one_box(each[0])]),
-        "by kind": {kind: counts([each for each in verdicts if each[0]["kind"] == kind]) for kind in kinds},
+        "by kind": {
+            kind: {
+                name: f"{each['count']} of {each['of']}"
+                for name, each in counts([pair for pair in verdicts if pair[0]["kind"] == kind]).items()
+            }
+            for kind in kinds
+        },
     }
 
 
 def hostile() -> dict[str, list[dict[str, Any]]]:
-    """By expression, of each reference: whether it is rewarded, seconds and megabytes, or how the process ended."""
+    """By expression, of each reference: whether it is rewarded and the seconds, or how the process ended."""
 
     def outcome(reference: str, expression: str) -> dict[str, Any]:
         done = asked(sys.executable, "math", [[reference, rf"The answer is \boxed{{{expression}}}."]], DEADLINE)
@@ -178,7 +183,7 @@ def hostile() -> dict[str, list[dict[str, Any]]]:
         if "found" not in done:
             return done
         rewarded, took, raised = done["found"][0]
-        return {"rewarded": rewarded, "raised": raised, "s": round(took / 1000, 4), "MB": done["MB"]}
+        return {"rewarded": rewarded, "raised": raised, "s": round(took / 1000, 4)}
 
     return {name: [outcome(each, expression) for each in REFERENCES] for name, expression in HOSTILE.items()}
 
