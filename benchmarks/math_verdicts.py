@@ -42,7 +42,7 @@ JUDGES = {
     "a response with a box has a last line 'Answer: CONTENT OF THE BOX' besides, the form that it asks models for",
     "accuracy_reward": "trl.rewards.accuracy_reward([[{'content': response}]], [$reference$])[0]; None is no reward",
 }
-OURS = ("math", "math-verify")  # in this interpreter
+OURS = ("math",)  # in this interpreter
 DEEP = 400
 HOSTILE = {
     "tower of powers": "9^{9^{9^{9}}}",
