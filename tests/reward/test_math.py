@@ -62,6 +62,83 @@ def test_answers(answer, right, wrong):
     assert {r: score(answer, r) for r in wrong} == dict.fromkeys(wrong, 0.0)
 
 
+# (response, reference, right?): where in a response without a box the answer is
+PLACES = [
+    ("The answer is −5.", "5", 0),
+    ("The answer is −5.", "-5", 1),
+    ("答案是5。", "5", 1),
+    ("答えは5です", "5", 1),
+    ("I think 7 or 8. Final answer: **7**", "7", 1),
+    ("Therefore she makes $18 every day at the farmers' market.", "18", 1),
+    ("She makes 9 * 2 = $18 every day.", "18", 1),
+    ("The final answer is 3. I hope it is correct.", "3", 1),
+    ("The answer is $\\frac{1}{2}$.", "1/2", 1),
+    ("The answer is\n\\[ x = 5 \\]", "5", 1),
+    ("**Answer:** 5", "5", 1),
+    ("Answer\n5", "5", 1),
+    ("The answer is even.", "even", 1),
+    ("Hence it's even", "even", 0),
+    ("The length is 12 cm.", "12 cm", 1),
+    ("The length is 12 cm.", "12 m", 0),
+    ("### Final Answer\n\n42", "42", 1),
+    ("<think>a</think>\n\nThe answer is 5. <think>", "5", 0),
+    ("Thus there are 10 ways, so the answer is 10 ways.", "10", 1),
+    ("La respuesta es 4.", "4", 1),
+    ("Die Antwort ist 4.", "4", 1),
+    ("La réponse est 4.", "4", 1),
+    ("Ответ: 4", "4", 1),
+    ("정답은 4입니다.", "4", 1),
+    ("الجواب هو ٤", "4", 1),
+    ("A resposta é 4", "4", 1),
+    ("the answer is 1, 2", "2", 0),
+    ("the answer is 1, 2", "1,2", 1),
+    ("The area is 3π.", "3", 0),
+    ("The area is 3π.", "3\\pi", 1),
+    ("So the value is 4².", "16", 1),
+    ("2√5", "5", 0),
+    ("The answer is 2 1/4.", "2 1/4", 1),
+    ("<answer>5</answer> I checked it 3 times.", "3", 0),
+    ("<answer>The answer is 5</answer>", "5", 1),
+    ("<answer> 5 apples </answer>", "5", 1),
+    ("<|channel|>analysis<|message|>is it 4?<|end|><|start|>assistant<|channel|>final<|message|>It is 5.", "5", 1),
+    ("<|channel|>analysis<|message|>is it 5?", "5", 0),
+    ("#### 72", "72", 1),
+    ("**72**", "72", 1),
+    ("#### Step 1: 3\nthus 18", "18", 1),
+    ("#### 10,000\n\nQuestion: 3", "10000", 1),
+    ("It is -3", "-3", 1),
+    ("Steps:\n- 5 apples", "5", 1),
+    ("I need 3 + 8 = 11", "11", 1),
+    ("a total of 1,234 clips", "1234", 1),
+    ("The result is x+1", "x+1", 1),
+    ("So we get $f(x)=x+1$.", "x+1", 1),
+    ("The answer is 7 because 3+4=7.", "7", 1),
+    ("So the answer is 7, not 8.", "7", 1),
+    ("the answer is (C) 7", "7", 1),
+    ("The answer is (C).", "\\text{(C)}", 1),
+    ("The answer is C", "C", 1),
+    ("The answer should be 9", "9", 1),
+    ("Answer = 9", "9", 1),
+    ("answer: $9$ dollars", "9", 1),
+    ("The probability is 50%.", "0.5", 1),
+    ("so the sum is $1+2+3=6$", "6", 1),
+    ("Answer:\n\n$$8$$", "8", 1),
+    ("So, 2^3 = 8", "8", 1),
+    ("pays $18 for one and $20 for two", "20", 1),
+    ("One is $5. Total: 18$.", "18", 1),
+    ("The answer is 5\n\nLet me verify: 2+3=5, yes 100%.", "5", 1),
+    ("答案：5", "5", 1),
+    ("P = 3/4", "3/4", 1),
+    ("Answer: \\(5\\)", "5", 1),
+    ("so the length is 2√5 cm", "2\\sqrt5", 1),
+]
+
+
+def test_the_place_of_the_answer():
+    otherwise = [row for row in PLACES if score(row[1], row[0]) != row[2]]
+    assert not otherwise
+
+
 @pytest.mark.parametrize("answer", [None, "", "  ", [1], {"a": 1}])
 def test_an_answer_that_cannot_be_checked_is_an_error(answer):
     with pytest.raises(ValueError, match="math reward needs an answer"):
