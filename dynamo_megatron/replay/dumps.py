@@ -17,6 +17,7 @@ import numpy as np
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.replay.recording import RecordedStep, Recording
 from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.types import LARGEST_REWARD
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def read_verl(folder: Path, threshold: float, reward_key: str | None) -> Recordi
         samples = []
         for number, row in enumerate(read_rows(path), 1):
             where = f"{path}:{number}"
-            if "input" not in row:
+            if not isinstance(row.get("input"), str):
                 raise InputError(f"{where}: no 'input'; expected a line of verl's trainer.rollout_data_dir")
             samples.append(Sample(row["input"], row["input"], _reward(row, key, where)))
         steps[step] = path, samples
@@ -109,9 +110,13 @@ def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float 
 
 
 def _reward(row: dict[str, Any], key: str, where: str) -> float:
-    if not isinstance(row.get(key), int | float):
-        raise InputError(f"{where}: {key!r} is {row.get(key)!r}, not a number; name the reward with --reward-key")
-    return float(row[key])
+    reward = row.get(key)
+    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # also NaN
+        raise InputError(
+            f"{where}: {key!r} is {reward!r:.40}, not a finite number; remove the line, or name the reward with "
+            "--reward-key"
+        )
+    return float(reward)
 
 
 def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sample]]], threshold: float) -> Recording:
