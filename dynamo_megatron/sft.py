@@ -67,7 +67,9 @@ class SFTJob(Job):
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
-        self._stream = open_stream(config.prompt_stream, self._encode, longest, before, progress.count)
+        self._stream = open_stream(
+            config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True
+        )
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)

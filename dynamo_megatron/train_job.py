@@ -106,7 +106,10 @@ class TrainJob(Job):
         limit = max_prompt_length(config, spec)
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
-        self._stream = open_stream(config.prompt_stream, encode, limit, before, progress.count)
+        needs_answer = config.needs_answers
+        self._stream = open_stream(
+            config.prompt_stream, encode, limit, before, progress.count, needs_answer=needs_answer
+        )
         prompts = self._stream.prompts
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))

@@ -29,7 +29,7 @@ from dynamo_megatron.config.method import (
     Section,
     check_loss_fits,
 )
-from dynamo_megatron.config.reward import RewardConfig
+from dynamo_megatron.config.reward import COMPARING, RewardConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -238,6 +238,11 @@ class Config(Section):
         """`data` with the seed of its order and the prompts of the first step."""
         seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
         return self.data.model_copy(update={"shuffle_seed": seed, "batch_prompts": self.batch_prompts})
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a reward compares each response with the answer of its row."""
+        return self.rollout.agent is None and not COMPARING.isdisjoint(self.reward.functions)
 
     @property
     def chooses_shape(self) -> bool:

@@ -66,6 +66,8 @@ class DataConfig(Section):
     selection: SelectionConfig = SelectionConfig()
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
+    # of a row that is no problem, or lacks the answer that a reward needs; skipped rows are counted
+    on_bad_row: Literal["skip", "error"] = "skip"
 
     @field_validator("selection", mode="before")
     @classmethod

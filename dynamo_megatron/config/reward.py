@@ -37,6 +37,7 @@ NAMES = (
 URLS = ("http://", "https://")
 MOST_WORKERS = 1024  # on a node
 TAG = re.compile(r"[A-Za-z][\w-]*")
+COMPARING = frozenset(("math", "qa_f1", "qa_exact", "choice", "code"))  # rewards that fail on a row without an answer
 
 
 class FormatConfig(Section):

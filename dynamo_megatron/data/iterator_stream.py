@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
@@ -14,7 +15,9 @@ from dynamo_megatron.data.sources import content_digest, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
-SKIPPED_IN_A_ROW = 10_000  # too long prompts in a row are an error: an endless iterator may have no others
+log = logging.getLogger(__name__)
+
+SKIPPED_IN_A_ROW = 10_000  # skipped items in a row are an error: an endless iterator may have no others
 
 
 def _nothing() -> None:
@@ -23,8 +26,8 @@ def _nothing() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The position in the iterator: `taken` items of the epoch, with `digest`, a hash of their ids and contents, and
-    `skipped` prompts that were too long, counted over all epochs."""
+    """The position in the iterator: `taken` problems of the epoch, with `digest`, a hash of their ids and contents, and
+    `skipped`, the prompts that were too long and the rows that were no problem, counted over all epochs."""
 
     epoch: int = 0
     taken: int = 0
@@ -54,12 +57,16 @@ class IteratorStream:
         encode: Callable[[Prompt], list[int]],
         max_prompt_length: int | None,
         on_progress: Callable[[int], None] | None = None,
+        *,
+        needs_answer: bool = False,
     ) -> None:
         self._config, self._encode, self._limit = config, encode, max_prompt_length
+        self._needs_answer = needs_answer
+        self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
         self._known: dict[str, int] = {}
         self._thread = ReadingThread()
         self._drawn = self._read = _Place()
-        self._items = located_prompts(config)
+        self._items = self._opened()
         self._ahead: deque[tuple[Prompt, _Place]] = deque()
         while len(self._ahead) < config.batch_prompts:
             self._ahead.append(self._draw(_nothing))
@@ -70,7 +77,8 @@ class IteratorStream:
 
     @property
     def skipped(self) -> int:
-        """The number of too long prompts before the prompt drawn last. A prompt that occurs again counts again."""
+        """The number of too long prompts and of rows that are no problem before the prompt drawn last. A prompt that
+        occurs again counts again."""
         return self._drawn.skipped
 
     @property
@@ -97,31 +105,49 @@ class IteratorStream:
     def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
         for _ in range(SKIPPED_IN_A_ROW):
             prompt = self._take(on_poll)
-            tokens = self._encode(prompt)
-            if self._limit is None or len(tokens) <= self._limit:
-                return dataclasses.replace(prompt, tokens=tokens), self._read
-            if self._config.on_long_prompt == "error":
-                raise InputError(
-                    f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
-                    "raise data.max_prompt_length or set data.on_long_prompt: skip"
-                )
+            if prompt is not None:
+                tokens = self._encode(prompt)
+                if self._limit is None or len(tokens) <= self._limit:
+                    return dataclasses.replace(prompt, tokens=tokens), self._read
+                if self._config.on_long_prompt == "error":
+                    raise InputError(
+                        f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
+                        "raise data.max_prompt_length or set data.on_long_prompt: skip"
+                    )
             self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
+        others = "" if self._bad is None else f", or cannot be used ({self._bad})"
         raise InputError(
             f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
-            f"{self._limit} tokens"
+            f"{self._limit} tokens{others}"
         )
 
-    def _take(self, on_poll: Callable[[], None]) -> Prompt:
-        """The iterator's next item; where the iterator has ended, the first item of the next epoch."""
+    def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
+        return located_prompts(self._config, needs_answer=self._needs_answer)
+
+    def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
+        """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
+        first item of the next epoch."""
         source, place = self._config.source, self._read
         item = self._thread.next(self._items, on_poll)
         if item is None:
+            if not place.taken and self._bad is not None:
+                raise self._bad
             if not place.taken:
                 again = " when it was called again: it has to return a new iterator each time" if place.epoch else ""
                 raise InputError(f"data.source: {source} has no prompts{again}")
-            self._items, self._read = located_prompts(self._config), _Place(place.epoch + 1, skipped=place.skipped)
+            self._items, self._read = self._opened(), _Place(place.epoch + 1, skipped=place.skipped)
             return self._take(on_poll)
         where, prompt = item
+        if isinstance(prompt, InputError):
+            if self._bad is None:
+                self._bad = prompt
+                log.warning(
+                    "data.source: %s: rows that cannot be used are skipped (data.on_bad_row) and counted in "
+                    "data/skipped_prompts, the first: %s",
+                    source,
+                    prompt,
+                )
+            return None
         content = content_digest(prompt)
         if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
             raise InputError(
@@ -141,7 +167,7 @@ class IteratorStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
         the tokenizer or template has changed."""
-        self._items, self._read = located_prompts(self._config), _Place(state["epoch"])
+        self._items, self._read = self._opened(), _Place(state["epoch"])
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
             self._take(_nothing)

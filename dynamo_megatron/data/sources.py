@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,13 @@ USUAL_KEYS = {
 }
 
 
-def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None = None) -> list[Prompt]:
+def load_prompts(
+    config: DataConfig,
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    needs_answer: bool = False,
+    say: Callable[[str], None] = log.warning,
+) -> list[Prompt]:
     """All prompts of `config.source` in their order there, or the first `config.limit`.
 
     A source has rows or prompts. It is one of:
@@ -56,75 +63,99 @@ def load_prompts(config: DataConfig, on_progress: Callable[[int], None] | None =
       `config.limit` is set (`IteratorStream` reads endless ones).
 
     In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. Where a key is
-    None, the first column that the row has is used: "problem", "question" or "prompt" for the prompt, "answer" or
-    "reward_model.ground_truth" for the answer. A conversation that ends with an assistant's message needs no
-    answer beside it. All other columns are kept in `Prompt.meta`. A row without an id gets one from the hash of its
-    prompt and answer, which does not depend on the row's place.
+    None, the first column that the row has, and that is not empty, is used: "problem", "question" or "prompt" for the
+    prompt, "answer" or "reward_model.ground_truth" for the answer. A conversation that ends with an assistant's message
+    needs no answer beside it. All other columns are kept in `Prompt.meta`. A row without an id gets one from the hash
+    of its prompt and answer, which does not depend on the row's place.
 
-    One problem has one id. A row that repeats an id with the same content is dropped (one warning counts these rows);
-    with other content it is an error. Rows without an id are the same problem where prompt and answer are equal.
+    A row that is no problem, or that has no answer where `needs_answer`, is skipped or an error (`config.on_bad_row`);
+    it is an error where more than half of the rows are so. One problem has one id. A row that repeats an id with the
+    same content is dropped; with other content it is an error. Rows without an id are the same problem where prompt and
+    answer are equal. `say` is called with a line that counts the skipped rows, and one that counts the dropped ones.
     `on_progress` is called with the number of problems read so far. Raises ValueError (one line, with `path:line` or
     `path row N` where there is one).
     """
-    return _unique(located_prompts(config), config, on_progress)
-
-
-def located_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
-    """(place in the source, prompt) of every row, including repeated rows. Raises ValueError as `load_prompts`."""
-    source = config.source
-    if source.startswith(REASONING_GYM):
-        located = _reasoning_gym_prompts(source)
-    elif source.startswith(DATASETS):
-        located = _row_prompts(_checked(dataset_rows(source)), config)
-    elif source.endswith(".jsonl"):
-        located = _row_prompts(jsonl_rows(Path(source)), config)
-    elif source.endswith(".parquet"):
-        located = _row_prompts(_checked(parquet_rows(Path(source))), config)
-    elif SPEC.fullmatch(source):
-        located = _user_prompts(config)
-    else:
-        raise InputError(
-            f"data.source: {source!r} is no known source; "
-            "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
-        )
-    for where, prompt in located:
-        if config.template != "chat" and prompt.messages is not None:
-            raise InputError(f"{where}: {NEEDS_CHAT}")
-        prompt.where = where
-        yield where, prompt
-
-
-def _unique(
-    located: Iterable[tuple[str, Prompt]], config: DataConfig, on_progress: Callable[[int], None] | None
-) -> list[Prompt]:
     first: dict[str, Prompt] = {}
-    repeated = in_a_row = 0
-    for where, prompt in located:
-        known = first.setdefault(prompt.prompt_id, prompt)
-        if known is prompt:
+    bad: InputError | None = None  # the first
+    skipped = repeated = in_a_row = 0
+    for where, prompt in located_prompts(config, needs_answer=needs_answer):
+        if isinstance(prompt, InputError):
+            bad, skipped = bad or prompt, skipped + 1
+        elif _is_new(prompt, first, where, config.id_key):
             if on_progress is not None:
                 on_progress(len(first))
             if len(first) == config.limit:
                 break
             in_a_row = 0
             continue
-        if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
-            raise InputError(
-                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
-                f"give every problem its own id (data.id_key: {config.id_key})"
-            )
-        repeated += 1
+        else:
+            repeated += 1
         in_a_row += 1
         if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
             raise InputError(
-                f"data.limit: {in_a_row:,} items of {config.source} in a row repeat earlier ones; it has "
-                f"{len(first):,} different problems so far: lower the limit to that"
+                f"data.limit: {in_a_row:,} items of {config.source} in a row repeat earlier ones or cannot be used; it "
+                f"has {len(first):,} different problems so far: lower the limit to that"
             )
+    if bad is not None:
+        counted = f"{skipped:,} of {skipped + repeated + len(first):,} rows cannot be used"
+        if skipped > repeated + len(first):
+            raise InputError(f"{bad}; {counted}") if first else bad
+        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
-        log.warning("data.source: %s: dropped %d rows that repeat another one", config.source, repeated)
+        say(f"data.source: {config.source}: dropped {repeated} rows that repeat another one")
     return list(first.values())
+
+
+def located_prompts(
+    config: DataConfig, *, needs_answer: bool = False
+) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
+    """(place in the source, prompt) of every row, including repeated rows; of a row that `config.on_bad_row` skips,
+    what is wrong with it takes the prompt's place. Raises ValueError as `load_prompts`."""
+    source, in_arrow = config.source, False
+    items: Iterable[tuple[str, Any]]
+    if source.startswith(REASONING_GYM):
+        items = _reasoning_gym_prompts(source)
+    elif source.startswith(DATASETS):
+        items, in_arrow = _checked(dataset_rows(source)), True
+    elif source.endswith(".jsonl"):
+        items = jsonl_rows(Path(source))
+    elif source.endswith(".parquet"):
+        items, in_arrow = _checked(parquet_rows(Path(source))), True
+    elif SPEC.fullmatch(source):
+        items = _user_items(source)
+    else:
+        raise InputError(
+            f"data.source: {source!r} is no known source; "
+            "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
+        )
+    for where, item in items:
+        try:
+            prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
+            _check_content(prompt, where, needs_answer)
+        except InputError as error:
+            if config.on_bad_row == "error":
+                raise
+            yield where, error
+            continue
+        if config.template != "chat" and prompt.messages is not None:
+            raise InputError(f"{where}: {NEEDS_CHAT}")
+        prompt.where = where
+        yield where, prompt
+
+
+def _is_new(prompt: Prompt, first: dict[str, Prompt], where: str, id_key: str) -> bool:
+    """Adds `prompt` to `first` where its id is new. Raises InputError where it has other content than the known one."""
+    known = first.setdefault(prompt.prompt_id, prompt)
+    if known is prompt:
+        return True
+    if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
+        raise InputError(
+            f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
+            f"give every problem its own id (data.id_key: {id_key})"
+        )
+    return False
 
 
 def _has_digest_as_id(prompt: Prompt) -> bool:
@@ -150,17 +181,22 @@ def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _row_prompts(rows: Iterable[tuple[str, Any]], config: DataConfig) -> Iterator[tuple[str, Prompt]]:
-    return ((where, _prompt_from_row(row, where, config)) for where, row in rows)
+def _is_empty(value: Any) -> bool:
+    """Whether a cell holds nothing: null, or what files have in its place."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or (isinstance(value, list | dict) and not value)
 
 
 def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None) -> tuple[str, Any]:
-    """(key, value) of the column that data.`name` selects in this row. Raises InputError where there is none."""
+    """(key, value) of the column that data.`name` selects in this row: the first that is not empty, else the first.
+    Raises InputError where there is none."""
     keys = USUAL_KEYS[name] if configured is None else (configured,)
-    for key in keys:
-        found, value = look_up(row, key)
-        if found:
-            return key, value
+    columns = [(key, value) for key in keys for found, value in [look_up(row, key)] if found]
+    if columns:
+        return next((column for column in columns if not _is_empty(column[1])), columns[0])
     looked_for = " or ".join(map(repr, keys))
     has = f"the row has {', '.join(map(str, row))}"
     if configured is not None:
@@ -183,14 +219,18 @@ def _inside(row: dict[str, Any], key: str) -> str | None:
 
 def _answer(row: dict[str, Any], where: str, content: list[Any] | str, configured: str | None) -> tuple[str, Any]:
     """(key, value) of the answer's column; ("", None) where the row has none and its conversation ends with one."""
-    last = content[-1] if isinstance(content, list) and content else None
-    answered = isinstance(last, dict) and last.get("role") == "assistant"
-    if answered and configured is None and not any(look_up(row, key)[0] for key in USUAL_KEYS["answer_key"]):
+    no_column = configured is None and not any(look_up(row, key)[0] for key in USUAL_KEYS["answer_key"])
+    if no_column and _ends_with_answer(content):
         return "", None
     return _resolved(row, where, "answer_key", configured)
 
 
-def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
+def _ends_with_answer(content: Any) -> bool:
+    last = content[-1] if isinstance(content, list) and content else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _prompt_from_row(row: Any, where: str, config: DataConfig, in_arrow: bool) -> Prompt:
     if not isinstance(row, dict):
         raise InputError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     prompt_key, content = _resolved(row, where, "prompt_key", config.prompt_key)
@@ -199,30 +239,45 @@ def _prompt_from_row(row: Any, where: str, config: DataConfig) -> Prompt:
         raise InputError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
     answer_key, answer = _answer(row, where, content, config.answer_key)
     if isinstance(content, list):
-        content = [_without_nulls(message) for message in content]
+        content = [_message(message, in_arrow) for message in content]
     has_id, row_id = look_up(row, config.id_key)
     if not has_id:
         row_id = _digest(content, answer)
     elif isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
         raise InputError(f"{where}: the id in {config.id_key!r} must be text or a whole number, not {row_id!r:.80}")
-    prompt = Prompt(
+    meta = {k: v for k, v in row.items() if k not in (prompt_key, answer_key, config.id_key)}
+    if in_arrow and "tools" in meta:
+        meta["tools"] = _without_nulls(meta["tools"])
+    return Prompt(
         prompt_id=str(row_id),
         messages=content if isinstance(content, list) else None,
         text=content if isinstance(content, str) else None,
         answer=answer,
         source=config.source,
-        meta={k: v for k, v in row.items() if k not in (prompt_key, answer_key, config.id_key)},
+        meta=meta,
     )
-    _check_content(prompt, where)
-    return prompt
 
 
-def _without_nulls(message: Any) -> Any:
-    # In Arrow files a field of one message is null in the others; chat templates test whether a field exists.
-    return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
+def _message(message: Any, in_arrow: bool) -> Any:
+    """Without its fields that are null: chat templates test whether a field exists. A message that only calls tools has
+    an empty text."""
+    if not isinstance(message, dict):
+        return message
+    fields = {k: _without_nulls(v) if in_arrow else v for k, v in message.items() if v is not None}
+    return {"content": "", **fields} if fields.get("tool_calls") else fields
 
 
-def _check_content(prompt: Prompt, where: str) -> None:
+def _without_nulls(value: Any) -> Any:
+    """In Arrow, a field of one object in a list is null in the others, at every depth."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
+    if needs_answer and _is_empty(prompt.answer) and not _ends_with_answer(prompt.messages):
+        said = "null" if prompt.answer is None else repr(prompt.answer)
+        raise InputError(f"{where}: the answer is {said}; there must be one to compare with or to train on")
     if prompt.text is not None:
         if not prompt.text.strip():
             raise InputError(f"{where}: the prompt is empty")
@@ -234,23 +289,21 @@ def _check_content(prompt: Prompt, where: str) -> None:
         raise InputError(f"{where}: the prompt is empty")
 
 
-def _user_prompts(config: DataConfig) -> Iterator[tuple[str, Prompt]]:
-    function = load_callable(config.source, "data.source")
+def _user_items(source: str) -> Iterator[tuple[str, Any]]:
+    """(place, `Prompt` or row) of what the user's function yields."""
+    function = load_callable(source, "data.source")
     try:
         items = function()
     except Exception as error:  # the user's function may raise anything
-        raise InputError(f"data.source: {config.source} failed: {failure(error)[0]}") from error
+        raise InputError(f"data.source: {source} failed: {failure(error)[0]}") from error
     if not isinstance(items, Iterable):
-        raise InputError(f"data.source: {config.source} returned {type(items).__name__}, not prompts one after another")
-    for number, item in enumerate(_guarded(items, config.source), 1):
-        where = f"{config.source} row {number}"
+        raise InputError(f"data.source: {source} returned {type(items).__name__}, not prompts one after another")
+    for number, item in enumerate(_guarded(items, source), 1):
+        where, values = f"{source} row {number}", item
         if isinstance(item, Prompt):
-            _check_values((item.prompt_id, item.messages, item.text, item.answer, item.meta), where)
-            _check_content(item, where)
-            yield where, item
-        else:
-            _check_values(item, where)
-            yield where, _prompt_from_row(item, where, config)
+            values = (item.prompt_id, item.messages, item.text, item.answer, item.meta)
+        _check_values(values, where)
+        yield where, item
 
 
 def _checked(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -24,10 +24,12 @@ def open_stream(
     max_prompt_length: int | None,
     before: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
+    *,
+    needs_answer: bool = False,
 ) -> PromptStream | IteratorStream:
     """The stream of `config.source`. `before`: the state that the run will load, None for a new run. A run that began
     with a `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the
-    number of problems read so far.
+    number of problems read so far; `needs_answer`: as for `load_prompts`.
 
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
     """
@@ -37,8 +39,17 @@ def open_stream(
             "shuffles them",
             config.source,
         )
-        return IteratorStream(config, encode, max_prompt_length, on_progress)
-    return PromptStream(load_prompts(config, on_progress), config, encode, max_prompt_length)
+        return IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
+    prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
+    stream = PromptStream(prompts, config, encode, max_prompt_length)
+    if stream.size < config.batch_prompts:
+        log.warning(
+            "data.batch_prompts: %d is more than the %d problems that can be drawn: a step has the same problem more "
+            "than once",
+            config.batch_prompts,
+            stream.size,
+        )
+    return stream
 
 
 class PromptStream:

@@ -66,7 +66,7 @@ def is_local(source: str) -> bool:
 
 def training_prompts(config: Config) -> Iterator[Prompt]:
     """Yields the prompts of `data.source`, or of its first `data.limit` rows. Raises ValueError as `load_prompts`."""
-    rows = (prompt for _, prompt in located_prompts(config.data))
+    rows = (prompt for _, prompt in located_prompts(config.data) if isinstance(prompt, Prompt))
     return itertools.islice(rows, config.data.limit)
 
 
@@ -74,8 +74,8 @@ def _first_problems(config: Config, source: str) -> list[Prompt]:
     of_training = config.data.limit if config.eval.data is None else None
     data = config.data.model_copy(update={"source": source, "limit": config.eval.limit or of_training})
     if not data.streamed:
-        return load_prompts(data)
-    prompts = load_prompts(data.model_copy(update={"limit": UNLIMITED + 1}))
+        return load_prompts(data, needs_answer=config.needs_answers)
+    prompts = load_prompts(data.model_copy(update={"limit": UNLIMITED + 1}), needs_answer=config.needs_answers)
     if len(prompts) > UNLIMITED:
         raise InputError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
     return prompts

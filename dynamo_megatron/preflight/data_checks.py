@@ -39,6 +39,8 @@ def data(subject: Subject) -> Iterator[Finding]:
         )
     which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
     yield ok(f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
+    for line in subject.data_notes:
+        yield note(line)
     if long:
         yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.batch_prompts:

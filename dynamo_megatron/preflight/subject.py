@@ -21,6 +21,7 @@ class Subject:
 
     def __init__(self, config: Config, ranks: int, ranks_here: int):
         self.config, self.ranks, self.ranks_here = config, ranks, ranks_here
+        self.data_notes: list[str] = []  # lines about rows that were left out of `prompts`
 
     @property
     def leads(self) -> bool:
@@ -39,7 +40,9 @@ class Subject:
     def prompts(self) -> list[Prompt]:
         """All prompts; of a source that is read during the run, those of a first step."""
         data = self.config.data
-        return load_prompts(data.model_copy(update={"limit": self.config.batch_prompts}) if data.streamed else data)
+        if data.streamed:
+            data = data.model_copy(update={"limit": self.config.batch_prompts})
+        return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)

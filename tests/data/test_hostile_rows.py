@@ -60,7 +60,7 @@ def row(value: bytes, column: bytes = b"level") -> bytes:
 def test_a_row_that_cannot_be_read_names_its_line(tmp_path, line, said):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
-    why = refused(path)
+    why = refused(path, on_bad_row="error")
     assert why.startswith(f"{path}:2: ") and said in why
 
 
@@ -131,7 +131,7 @@ def test_altered_rows_are_read_as_what_they_say_or_named(tmp_path, count):
         alteration = alter(rng, json.dumps(rng.choice(rows)).encode(), kinds=CONTENT)
         path.write_bytes(GOOD + b"\n" + alteration.body + b"\n")
         try:
-            prompts = load(path)
+            prompts = load(path, on_bad_row="error")
         except ValueError as error:
             why = str(error)
             assert re.match(rf"{path}:[23]: ", why) and why.isprintable() and len(why) < 700, f"{number}: {alteration}"

@@ -1,4 +1,3 @@
-import itertools
 import json
 
 import pytest
@@ -34,6 +33,15 @@ def long_ones():
 def too_long():
     for number in itertools.count():
         yield {"problem": f"{number} " + "x" * 40, "answer": "1"}
+def bad_ones():
+    for number in itertools.count():
+        yield row(number) if number % 3 else {"problem": None, "answer": "1"}
+def all_bad():
+    yield {"problem": None, "answer": "1"}
+def endless_bad():
+    yield row(0)
+    while True:
+        yield {"problem": None, "answer": "1"}
 def fails():
     yield row(0)
     yield {"problem": {}["absent"]}
@@ -115,6 +123,14 @@ def test_the_state_is_of_a_fixed_size_and_counts_what_was_skipped(functions):
     assert many["skipped"] == 1002 and len(json.dumps(many)) < len(json.dumps(few)) + 20
 
 
+def test_rows_that_are_no_problem_are_skipped_and_counted(functions, caplog):
+    s = stream(functions, "bad_ones")
+    assert ids(s.next(5)) == ["1", "2", "4", "5", "7"] and s.skipped == 3
+    assert caplog.text.count("counted in data/skipped_prompts, the first: ") == 1
+    with pytest.raises(ValueError, match="row 1: 'problem' must be text"):
+        stream(functions, "bad_ones", on_bad_row="error")
+
+
 def test_an_iterator_that_ends_starts_anew_in_its_order(functions):
     s = stream(functions, "five")
     assert ids(s.next(7)) == ["0", "1", "2", "3", "4", "0", "1"] and s.epoch == 1
@@ -122,7 +138,8 @@ def test_an_iterator_that_ends_starts_anew_in_its_order(functions):
     assert ids(s.next(7)) == ["0", "1", "2", "0", "1", "2", "0"] and s.epoch == 0
 
 
-@pytest.mark.parametrize(("function", "before"), [*itertools.product(["endless", "five", "long_ones"], [0, 1, 3])])
+@pytest.mark.parametrize("function", ["endless", "five", "long_ones", "bad_ones"])
+@pytest.mark.parametrize("before", [0, 1, 3])
 def test_resume_goes_on_as_the_straight_stream(functions, function, before):
     straight = stream(functions, function)
     for _ in range(before):
@@ -164,6 +181,8 @@ def test_a_run_that_read_its_iterator_at_the_start_goes_on_so(functions):
     [
         ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
         ("too_long", "10,000 prompts of .* in a row have more than 20 tokens"),
+        ("all_bad", "^.*:all_bad row 1: 'problem' must be text or a list of messages, not null$"),
+        ("endless_bad", "10,000 prompts .*, or cannot be used .*:endless_bad row 2: 'problem' must be text"),
         ("nothing", "has no prompts$"),
         ("fails", r"^data\.source: .*:fails failed after 1 items: KeyError: 'absent' \(.*\.py, line \d+\)$"),
         ("fails_at_once", r"^data\.source: .*:fails_at_once failed: KeyError: 'absent' \(.*\.py, line \d+\)$"),
@@ -182,7 +201,7 @@ def test_a_limit_reads_so_many_at_the_start_of_any_source(functions, tmp_path):
     rows = [{"id": i, "problem": "q", "answer": "1"} for i in (0, 0, 1, 2)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert ids(load_prompts(DataConfig(source="a.jsonl", limit=2))) == ["0", "1"]
-    with pytest.raises(ValueError, match=r"10,000 items .* repeat earlier ones; it has 3 different problems"):
+    with pytest.raises(ValueError, match=r"10,000 items .* or cannot be used; it has 3 different problems"):
         load_prompts(DataConfig(source=f"{functions}:cycle", limit=4))
 
 

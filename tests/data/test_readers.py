@@ -87,7 +87,7 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
 )
 def test_a_bad_parquet_row_is_named(tmp_path, bad, words):
     path = parquet(tmp_path / "a.parquet", [GOOD, bad], row_group_size=1)
-    message = refused(path)
+    message = refused(path, on_bad_row="error")
     assert message.startswith(f"{path} ") and words in message
 
 

@@ -14,8 +14,8 @@ def write(path, *rows):
     return str(path)
 
 
-def load(source, **settings):
-    return load_prompts(DataConfig(source=source, **settings))
+def load(source, needs_answer=False, **settings):
+    return load_prompts(DataConfig(source=source, **settings), needs_answer=needs_answer)
 
 
 def refused(source, **settings):
@@ -77,8 +77,34 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
     path = write(tmp_path / "a.jsonl", GOOD, "", bad)
-    message = refused(path)
+    message = refused(path, on_bad_row="error")
     assert message.startswith(f"{path}:3: ") and words in message
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"problem": "q", "answer": None},
+        {"problem": "q", "answer": " "},
+        {"problem": "q", "answer": None, "reward_model": {"ground_truth": None}},
+        {"problem": None, "answer": "1"},
+        {"problem": [{"role": "user"}], "answer": "1"},
+        {"answer": "1"},
+    ],
+)
+def test_a_row_that_is_no_problem_is_skipped_and_counted(tmp_path, caplog, bad):
+    path = write(tmp_path / "a.jsonl", GOOD, bad, bad)
+    assert refused(path, needs_answer=True).startswith(f"{path}:2: ")  # most rows are bad
+    path = write(tmp_path / "b.jsonl", GOOD, bad, GOOD)
+    assert [p.prompt_id for p in load(path, needs_answer=True)] == ["a"]
+    counted = "1 of 3 rows cannot be used and are skipped (data.on_bad_row), the first: "
+    assert f"data.source: {path}: {counted}{path}:2: " in caplog.text
+    assert refused(path, needs_answer=True, on_bad_row="error").startswith(f"{path}:2: ")
+
+
+def test_an_answer_may_be_null_where_no_reward_compares_with_it(tmp_path):
+    path = write(tmp_path / "a.jsonl", GOOD, {"id": "b", "problem": "q", "answer": None})
+    assert [p.answer for p in load(path, on_bad_row="error")] == ["1", None]
 
 
 def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
@@ -91,11 +117,20 @@ def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
     prompts = load(path)
     assert [(p.text, p.answer) for p in prompts] == [("a", 1), ("b", 2), ("c", 3)]
     assert prompts[0].meta == {"prompt": "c", "question": "b"}
-    assert refused(path, prompt_key="problem").endswith(
+    empty = write(
+        tmp_path / "empty.jsonl",
+        {"problem": None, "question": "2+2?", "answer": None, "reward_model": {"ground_truth": "4"}},
+        {"problem": " ", "prompt": "2+3?", "answer": "", "reward_model": {"ground_truth": "5"}},
+    )
+    assert [(p.text, p.answer) for p in load(empty, needs_answer=True, on_bad_row="error")] == [
+        ("2+2?", "4"),
+        ("2+3?", "5"),
+    ]
+    assert refused(path, prompt_key="problem", on_bad_row="error").endswith(
         ":2: no 'problem'; the row has prompt, question, answer, reward_model (set data.prompt_key)"
     )
     assert ":3: no 'answer'; the row has prompt, reward_model (set data.answer_key)" in refused(
-        path, prompt_key="prompt", answer_key="answer"
+        path, prompt_key="prompt", answer_key="answer", on_bad_row="error"
     )
 
 
@@ -167,7 +202,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
-    assert "my_data_c1:bad_row row 2: no 'answer'" in refused("my_data_c1:bad_row")
+    assert "my_data_c1:bad_row row 2: no 'answer'" in refused("my_data_c1:bad_row", on_bad_row="error")
     assert "returned NoneType" in refused("my_data_c1:none")
     assert "has no 'nothing'" in refused("my_data_c1:nothing")
     assert "cannot be called" in refused("my_data_c1:number")

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import PromptStream
+from dynamo_megatron.data import PromptStream, open_stream
 from dynamo_megatron.types import Prompt
 
 ORDER_OF_SEED_0 = ["p1", "p3", "p0", "p2", "p5", "p4"]
@@ -33,8 +33,14 @@ def test_every_epoch_has_every_prompt_once_in_a_new_order():
     assert len({tuple(e) for e in epochs}) == 4 and s.epoch == 3
 
 
-def test_a_batch_larger_than_the_data_repeats_prompts():
+def test_a_batch_larger_than_the_data_repeats_prompts(tmp_path, caplog):
     assert set(Counter(ids(stream(prompts(3)).next(9))).values()) == {3}
+    rows = [{"problem": "x" * length, "answer": 1} for length in (1, 2, 3, 99)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for batch, lines in [(3, 0), (4, 1)]:
+        config = DataConfig(source=str(tmp_path / "a.jsonl"), batch_prompts=batch)
+        open_stream(config, lambda p: [1] * len(p.text), 10)
+        assert caplog.text.count("data.batch_prompts: 4 is more than the 3 problems") == lines
 
 
 def test_the_order_is_a_matter_of_the_seed_only():

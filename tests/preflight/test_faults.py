@@ -153,6 +153,16 @@ def test_unreadable_data(base, failure):
     assert "data.source: there is no file /no/such.jsonl" in failure("data", "data.source=/no/such.jsonl")
 
 
+def test_a_row_without_an_answer(base, check, failure):
+    with (base / "problems.jsonl").open("a") as file:
+        file.write('{"problem": "What is 9 + 1?", "answer": null}\n')
+    level, text = check("data")[-1]
+    assert level == "note" and "1 of 5 rows cannot be used and are skipped (data.on_bad_row), the first: " in text
+    assert "problems.jsonl:5: the answer is null" in text
+    assert "problems.jsonl:5: the answer is null" in failure("data", "data.on_bad_row=error")
+    assert {level for level, _ in check("data", "reward.functions=[own:score]")} == {"ok"}
+
+
 def test_prompts_that_are_all_too_long(failure):
     said = failure("data", "data.max_prompt_length=3")
     assert "all of the first 4 prompts" in said and "raise it, or lower rollout.max_new_tokens" in said

@@ -85,10 +85,16 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"input": "q"}', r"7.jsonl:1: 'score' is None, not a finite number; remove the line, or name the reward with --"),
+        (
+            '{"input": "q"}',
+            r"7.jsonl:1: 'score' is None, not a finite number; remove the line",
+        ),
         ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'; expected a line of verl's trainer.rollout_data_dir"),
         ('{"input": ["q"], "score": 1}', r"7.jsonl:1: no 'input'; expected a line"),
-        ('{"input": "q", "score": NaN}', r"7.jsonl:1: 'score' is nan, not a finite number; remove the line, or name the reward with --"),
+        (
+            '{"input": "q", "score": NaN}',
+            r"7.jsonl:1: 'score' is nan, not a finite number; remove the line",
+        ),
         ('{"input": "q", "score": 1e400}', r"7.jsonl:1: 'score' is inf, not a finite number"),
         ('{"input": "q", "score": 1' + "0" * 400 + "}", r"7.jsonl:1: 'score' is 10{39}, not a finite number"),
         ("nonsense", r"7.jsonl:1: not JSON"),
