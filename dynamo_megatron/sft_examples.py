@@ -14,6 +14,7 @@ from dynamo_megatron.data.templates import chat_messages, encode_prompt
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
+from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Data
 
 
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id]), prompt.meta.get("tools")
+    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id]), _tools(prompt)
     examples: list[Example] = []
     held = 0  # messages up to the last answer
     try:
@@ -74,6 +75,20 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
     except BadRequest as error:
         raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
     return examples
+
+
+def _tools(prompt: Prompt) -> list[Any] | None:
+    """The column `tools`, or each tool in it, may be JSON text. Raises InputError."""
+    where, tools = f"prompt {prompt.prompt_id!r}: the column 'tools'", prompt.meta.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = plain_json.parse(tools, where)
+    if not tools:
+        return None
+    if isinstance(tools, list):
+        tools = [plain_json.parse(tool, where) if isinstance(tool, str) else tool for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: a list of tools (objects) is expected, or its JSON text, not {tools!r:.80}")
+    return tools
 
 
 def _readable(message: Message) -> Message:

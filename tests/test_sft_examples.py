@@ -78,6 +78,28 @@ def test_calls_of_tools_are_trained_and_results_are_not(arguments):
     assert trained(ends) == f"use it\n{CALL}<|im_end|>"
 
 
+@pytest.mark.parametrize("tools", [json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
+def test_tools_may_be_text(tools):
+    messages = [said("user", "1"), said("assistant", "a")]
+    whole, text = (examples_of(Prompt("p", messages, meta={"tools": t}), TOKENIZER, DATA) for t in (TOOLS, tools))
+    assert whole == text and "Tools:" in TOKENIZER.decode(whole[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ("add, multiply", "prompt 'p': the column 'tools': not JSON: Expecting value at column 1"),
+        ([3], "prompt 'p': the column 'tools': a list of tools (objects) is expected, or its JSON text, not [3]"),
+        ({"a": 1}, "prompt 'p': the column 'tools': a list of tools (objects) is expected, or its JSON text, not {'a'"),
+    ],
+)
+def test_other_tools_are_one_line(tools, says):
+    prompt = Prompt("p", [said("user", "1"), said("assistant", "a")], meta={"tools": tools})
+    with pytest.raises(InputError) as refused:
+        examples_of(prompt, TOKENIZER, DATA)
+    assert str(refused.value).startswith(says)
+
+
 def test_a_template_without_tool_calls_is_one_line():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = PLAIN

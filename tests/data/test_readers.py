@@ -74,6 +74,27 @@ def test_a_field_that_only_one_message_has_is_not_null_in_the_others(tmp_path):
     assert load(path)[0].messages == messages
 
 
+def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth(tmp_path):
+    """Tools of two schemas, calls with arguments of two names, and a message that only calls."""
+    calls = [{"function": {"name": name, "arguments": {key: "x"}}} for name, key in [("find", "query"), ("go", "to")]]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": "done"},
+    ]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}}
+        for name, key in [("find", "query"), ("go", "to")]
+    ]
+    path = parquet(tmp_path / "a.parquet", [{"prompt": messages, "tools": tools, "seen": {"a": None, "b": 1}}])
+    (prompt,) = load(path)
+    assert prompt.messages == [messages[0], messages[1] | {"content": ""}, messages[2]]
+    assert prompt.meta == {"tools": tools, "seen": {"a": None, "b": 1}}
+    messages[1]["tool_calls"][0]["function"]["arguments"]["query"] = None  # JSON says null where null is meant
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
+    assert load(tmp_path / "a.jsonl")[0].messages[1] == messages[1] | {"content": ""}
+
+
 GOOD = {"id": "a", "problem": "q", "answer": "1"}
 
 
