@@ -16,6 +16,7 @@ from dynamo_megatron.runtime.plain_text import error_line
 
 DATASETS = "datasets:"
 LONGEST_LINE = 64 << 20  # bytes; a prompt of that length has more tokens than any model takes
+ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
 TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 
 
@@ -37,7 +38,7 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("path row N", row) with N from 1, its values as plain Python. One row group is in memory at a time.
+    """("path row N", row) with N from 1, its values as plain Python. ROWS rows are in memory at a time.
 
     Raises ValueError (one line) where there is no such file, where it is not a valid parquet file, and for a row that
     cannot be converted to Python values.
@@ -48,18 +49,17 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"data.source: there is no file {path}")
     unreadable = (OSError, ValueError, OverflowError, pyarrow.ArrowException)
 
-    def plain(table: pyarrow.Table) -> list[dict[str, Any]]:
-        return table.to_pylist(maps_as_pydicts="lossy")
+    def plain(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
+        return batch.to_pylist(maps_as_pydicts="lossy")
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group)
+            for batch in file.iter_batches(batch_size=ROWS):
                 try:
-                    rows: Iterable[dict[str, Any]] = plain(table)
+                    rows: Iterable[dict[str, Any]] = plain(batch)
                 except unreadable:  # row by row, so that the error names the row
-                    rows = (plain(table.slice(i, 1))[0] for i in range(len(table)))
+                    rows = (plain(batch.slice(i, 1))[0] for i in range(len(batch)))
                 for row in rows:
                     number += 1
                     yield f"{path} row {number}", row

@@ -54,7 +54,7 @@ def load_prompts(
 
     A source has rows or prompts. It is one of:
     - `PATH.jsonl`: one JSON object per line.
-    - `PATH.parquet`: read with pyarrow, one row group at a time.
+    - `PATH.parquet`: read with pyarrow, a few rows at a time.
     - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: read with the `datasets` library. NAME is a folder written by
       `save_to_disk`, or a name for `load_dataset`. The default split is "train".
     - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists. The default seed is 0, since the

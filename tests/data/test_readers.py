@@ -74,6 +74,16 @@ def test_a_field_that_only_one_message_has_is_not_null_in_the_others(tmp_path):
     assert load(path)[0].messages == messages
 
 
+def test_a_nested_column_of_more_than_2_gib_in_one_row_group(tmp_path):
+    """The file has the text once, and its rows refer to it."""
+    text = pa.DictionaryArray.from_arrays([0] * 300, ["x" * (8 << 20)])
+    messages = pa.StructArray.from_arrays([pa.array(["user"] * 300), text], ["role", "content"])
+    table = pa.table({"prompt": pa.ListArray.from_arrays(range(301), messages), "answer": map(str, range(300))})
+    pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
+    assert [p.answer for p in load(tmp_path / "a.parquet", limit=18)] == [str(i) for i in range(18)]
+
+
 def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth(tmp_path):
     """Tools of two schemas, calls with arguments of two names, and a message that only calls."""
     calls = [{"function": {"name": name, "arguments": {key: "x"}}} for name, key in [("find", "query"), ("go", "to")]]
