@@ -54,7 +54,7 @@ def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Data
 
 
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id]), _tools(prompt)
+    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id], config.template_args), _tools(prompt)
     examples: list[Example] = []
     held = 0  # messages up to the last answer
     try:

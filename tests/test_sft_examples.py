@@ -78,6 +78,15 @@ def test_calls_of_tools_are_trained_and_results_are_not(arguments):
     assert trained(ends) == f"use it\n{CALL}<|im_end|>"
 
 
+def test_variables_of_the_chat_template_reach_every_turn():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{%- if add_generation_prompt and terse -%}{{ 'short: ' }}{%- endif -%}"
+    messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
+    (example,) = examples_of(Prompt("p", messages), tokenizer, DataConfig(source="x", template_args={"terse": True}))
+    assert tokenizer.decode(example.tokens).count("assistant\nshort: ") == 2
+    assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
+
+
 @pytest.mark.parametrize("tools", [json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
 def test_tools_may_be_text(tools):
     messages = [said("user", "1"), said("assistant", "a")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -58,6 +58,7 @@ class DataConfig(Section):
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
     chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
+    template_args: dict[str, Any] = {}  # chat only: variables of the chat template, such as {enable_thinking: false}
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
@@ -89,7 +90,7 @@ class DataConfig(Section):
             raise ValueError("template: give 'chat' or a text that contains {prompt}")
         if self.template == "chat" and self.few_shot:
             raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
-        for key in ("system_prompt", "chat_template"):
+        for key in ("system_prompt", "chat_template", "template_args"):
             if self.template != "chat" and getattr(self, key):
                 raise ValueError(f"{key}: goes with template 'chat'")
         return self

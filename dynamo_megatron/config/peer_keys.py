@@ -28,6 +28,7 @@ TABLE = (
     Row("data.train_batch_size", "--rollout-batch-size", "data.batch_prompts"),
     Row("data.max_response_length rollout.response_length", "--rollout-max-response-len", "rollout.max_new_tokens"),
     Row("rollout.prompt_length", "--rollout-max-prompt-len", "data.max_prompt_length"),
+    Row("data.apply_chat_template_kwargs", "--apply-chat-template-kwargs", "data.template_args"),
     Row("data.filter_overlong_prompts data.truncation", "", "data.on_long_prompt", "`skip` or `error`"),
     Row(
         "rollout.n",

@@ -128,10 +128,15 @@ def _chat_tokens(
         raise InputError(
             f"data.template: the tokenizer of {tokenizer.name_or_path} has no chat template; set {WAYS}{otherwise}"
         )
+    if unknown := [name for name in config.template_args if name not in str(tokenizer.chat_template)]:
+        raise InputError(
+            f"data.template_args: the chat template of {config.chat_template or tokenizer.name_or_path} has no "
+            f"{unknown[0]}"
+        )
     messages = chat_messages(prompt, config.system_prompt)
     try:
         encoded = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **config.template_args
         )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(

@@ -95,7 +95,10 @@ def _settings(config: Config) -> dict[str, Any]:
     """The settings that responses and scores depend on, apart from the model: dotted key -> value."""
     plain = to_plain(config)
     keys = {
-        "data": ("prompt_key", "answer_key", "id_key", "template", "chat_template", "system_prompt", "few_shot"),
+        "data": (
+            *("prompt_key", "answer_key", "id_key"),
+            *("template", "chat_template", "template_args", "system_prompt", "few_shot"),
+        ),
         "rollout": ("temperature", "max_new_tokens", "stop", "agent", "agent_turns"),
         "eval": ("data", "limit", "samples", "k", "temperature", "max_new_tokens"),
         "reward": [name for name in plain["reward"] if name != "workers"],

@@ -111,7 +111,7 @@ class Generator:
         config = self._config
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
         length = config.model.max_length or load_model_config(config.model.path).max_positions
-        chat = ChatTokens(tokenizer, self._eos_token_ids)
+        chat = ChatTokens(tokenizer, self._eos_token_ids, config.data.template_args)
         agents = Agents(config, self._fleet, chat, length, self._vocab_size)
         await agents.open(self._stack)
         return agents

@@ -65,6 +65,20 @@ def test_refusals_are_one_line(prompt, chat, settings, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_variables_of_the_chat_template():
+    chat = CHAT + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<a>{% endif %}"
+    assert rendered(TEXT, chat) == "<u>1+1?<a>"
+    assert rendered(TEXT, chat, template_args={"enable_thinking": False}) == "<u>1+1?<a><a>"
+    for variables, words in [
+        ({"enable_thinkng": False}, "^data.template_args: the chat template of .* has no enable_thinkng$"),
+        ({"add_generation_prompt": False}, "^prompt 'a': the chat template of .* fails on it: TypeError: "),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            rendered(TEXT, chat, template_args=variables)
+    with pytest.raises(ValueError, match="template_args: goes with template 'chat'"):
+        DataConfig(source="a.jsonl", template="{prompt}", template_args={"a": 1})
+
+
 def test_a_template_that_refuses_system_messages_is_named_in_one_line():
     gemma = CHAT.replace("'tool'", "'system'").replace("no tools", "System role not supported")
     own = Prompt("s", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])

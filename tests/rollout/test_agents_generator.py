@@ -199,9 +199,9 @@ def test_a_question_that_the_model_cannot_read_fails_with_that_reason(episodes, 
 def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_generator, tmp_path, tiny_model):
     from dynamo_megatron.data.templates import load_tokenizer
 
-    tokenizer = load_tokenizer(str(tiny_model))
-    message = [{"role": "user", "content": "2+2"}]
-    tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}{{ ending }}")
+    data = {"chat_template": str(tmp_path / "own.jinja"), "template_args": {"ending": "=?"}}
+    tokens = load_tokenizer(str(tiny_model)).encode("2+2=?")
     found = []
     for run in (episodes, with_generator):
         server = Server(says(3))
@@ -209,7 +209,7 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
         async def work(generator, push):
             return await generator.generate(1, [prompt("once", tokens)], [2], 0)
 
-        options = {} if run is episodes else {"end": (END,)}
+        options = {"data": data} if run is episodes else {"end": (END,)}
         batch = run(work, server, **options).batch
         found.append((batch, sorted(server.seeds.values())))
         step_file(tmp_path, 1).unlink()

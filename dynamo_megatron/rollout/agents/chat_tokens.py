@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -18,17 +18,22 @@ ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts aft
 
 
 class ChatTokens:
-    """`end_token_ids`: the tokens that end a sampled answer."""
+    """`end_token_ids`: the tokens that end a sampled answer; `template_args`: variables of the chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]):
-        self._tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        template_args: Mapping[str, Any] | None = None,
+    ):
+        self._tokenizer, self._ends, self._args = tokenizer, frozenset(end_token_ids), template_args or {}
 
     def whole(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
         """Returns the ids of the conversation as `data.templates` renders a prompt: up to where the assistant begins.
         Raises BadRequest."""
         try:
             encoded = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **self._args
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
@@ -86,7 +91,7 @@ class ChatTokens:
     def _text(self, messages: list[Message], tools: list[Message] | None, begins_answer: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=begins_answer, tokenize=False
+                messages, tools=tools, add_generation_prompt=begins_answer, tokenize=False, **self._args
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
