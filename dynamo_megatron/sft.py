@@ -17,8 +17,9 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.data.templates import load_tokenizer, lost_characters
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.model_checks import check_vocabulary
@@ -70,6 +71,9 @@ class SFTJob(Job):
         self._stream = open_stream(
             config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True
         )
+        texts = [f"{problem_text(p)}{p.answer if isinstance(p.answer, str) else ''}" for p in self._stream.prompts]
+        if (line := lost_characters(texts, self._tokenizer)) is not None:
+            progress.say(line)
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.templates import lost_characters
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps, problem_text
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
@@ -39,7 +40,8 @@ def data(subject: Subject) -> Iterator[Finding]:
         )
     which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
     yield ok(f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]}")
-    for line in subject.data_notes:
+    lost = lost_characters([problem_text(prompt) for prompt in prompts], subject.tokenizer)
+    for line in [*subject.data_notes, *filter(None, [lost])]:
         yield note(line)
     if long:
         yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")

@@ -1,9 +1,11 @@
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from agents_chat import make_tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import encode_prompt, load_tokenizer
+from dynamo_megatron.data.templates import lost_characters
 from dynamo_megatron.types import Prompt
 
 CHAT = (
@@ -88,6 +90,24 @@ def test_a_template_that_refuses_system_messages_is_named_in_one_line():
         message = str(error.value)
         assert message.startswith(f"prompt {prompt.prompt_id!r}: the chat template of ") and "\n" not in message
         assert message.endswith("fails on it: TemplateError: System role not supported here")
+
+
+def test_problems_that_lose_characters_are_counted(tmp_path):
+    tokenizer = load_tokenizer(base_model(tmp_path))
+    assert lost_characters([], tokenizer) is lost_characters(["1+1=", "a b\n\u200bc"], tokenizer) is None
+    assert lost_characters(["1+1=", "1\u00d72=\u00e9\u00e9", "2+2="], tokenizer) == (
+        f"data.source: 1 of 3 problems have characters that the tokenizer of {tmp_path} lacks ('\u00d7\u00e9'): "
+        "the model does not see them"
+    )
+    with pytest.raises(ValueError, match=r"2 of 3 problems have .* see them; copy the model's own tokenizer files"):
+        lost_characters(["1\u00d72=", "2\u00d72=", "2+2="], tokenizer)
+
+
+def test_no_character_is_lost_where_the_tokenizer_normalises():
+    tokenizer = make_tokenizer()
+    assert lost_characters(["\u65e5\u672c \U0001f600 e\u0301 \ufb01ne \uff11"], tokenizer) is None
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    assert lost_characters(["Caf\u00c9 e\u0301 \ufb01ne \uff11 x\u00b2"], tokenizer) is None
 
 
 def test_load_tokenizer(tmp_path):

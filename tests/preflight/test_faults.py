@@ -163,6 +163,18 @@ def test_a_row_without_an_answer(base, check, failure):
     assert {level for level, _ in check("data", "reward.functions=[own:score]")} == {"ok"}
 
 
+def test_characters_that_the_tokenizer_lacks(base, check, failure):
+    with (base / "problems.jsonl").open("a") as file:
+        file.write('{"problem": "What is 3\u00d73?", "answer": "9"}\n')
+    level, text = check("data")[-1]
+    assert level == "note" and "1 of 5 problems have characters that the tokenizer of" in text and "('\u00d7')" in text
+    file = base / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["unused"] = tokenizer["model"]["vocab"].pop("?")
+    file.write_text(json.dumps(tokenizer))
+    assert "5 of 5 problems have characters that the tokenizer of" in failure("data")
+
+
 def test_prompts_that_are_all_too_long(failure):
     said = failure("data", "data.max_prompt_length=3")
     assert "all of the first 4 prompts" in said and "raise it, or lower rollout.max_new_tokens" in said
