@@ -66,8 +66,8 @@ class PromptSelection:
             self._rule.observe(step, rollouts.prompt_ids, rollouts.group_ids, rollouts.rewards, rollouts.successes)
 
     def metrics(self) -> dict[str, float]:
-        """`data/epoch` and `data/skipped_prompts` (too long) of the stream. Where prompts are chosen, also
-        `data/candidates`, the number of candidates in the last step, and the rule's metrics."""
+        """`data/epoch` and `data/skipped_prompts` (too long, or bad rows of a function) of the stream. Where prompts
+        are chosen, also `data/candidates`, the number of candidates in the last step, and the rule's metrics."""
         where = {"data/epoch": self.stream.epoch, "data/skipped_prompts": self.stream.skipped}
         return where if self._rule is None else {**where, "data/candidates": self._candidates, **self._rule.metrics()}
 
