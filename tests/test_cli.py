@@ -23,7 +23,8 @@ from dynamo_megatron.rollout.result import RolloutError
 
 @pytest.fixture
 def base(tiny_model, tmp_path) -> Path:
-    (tmp_path / "problems.jsonl").write_text('{"id": "a", "problem": "1+1", "answer": "2"}\n')
+    rows = [{"id": "a", "problem": "1+1", "answer": "2"}, {"id": "b", "problem": "1+2", "answer": "3"}]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 128},
         "data": {"source": str(tmp_path / "problems.jsonl"), "batch_prompts": 2, "template": "{prompt}"},
@@ -304,7 +305,7 @@ def jsonl(base: Path, text: str) -> list[str]:
         (lambda base, model: jsonl(base, '{"problem": "1", "answer": "1"}\n{"problem": "2"\n'), "bad.jsonl:2"),
         (lambda base, model: jsonl(base, '{"problem": "1"}\n'), "bad.jsonl:1"),
         (lambda base, model: ["data.max_prompt_length=2", "data.on_long_prompt=error"], "'a' has 3 tokens, above"),
-        (lambda base, model: ["data.max_prompt_length=2"], "all 1 prompts have more than 2 tokens"),
+        (lambda base, model: ["data.max_prompt_length=2"], "all 2 prompts have more than 2 tokens"),
         (lambda base, model: ["reward.functions=[nowhere:reward]"], "nowhere"),
         (lambda base, model: ["rollout.engine=recorded", f"rollout.recorded={base}"], "has no rollouts/ folder"),
     ],
