@@ -292,6 +292,9 @@ def corrupt(base: Path, tiny_model: Path) -> list[str]:
     return [f"model.path={copy}"]
 
 
+LOST = '{"problem": "1\u00d72=", "answer": "2"}\n{"problem": "2\u00d72=", "answer": "4"}\n'
+
+
 def jsonl(base: Path, text: str) -> list[str]:
     (base / "bad.jsonl").write_text(text)
     return [f"data.source={base / 'bad.jsonl'}"]
@@ -304,12 +307,17 @@ def jsonl(base: Path, text: str) -> list[str]:
         (lambda base, model: jsonl(base, ""), "bad.jsonl"),
         (lambda base, model: jsonl(base, '{"problem": "1", "answer": "1"}\n{"problem": "2"\n'), "bad.jsonl:2"),
         (lambda base, model: jsonl(base, '{"problem": "1"}\n'), "bad.jsonl:1"),
+        (lambda base, model: jsonl(base, '{"problem": "1", "answer": null}\n'), "bad.jsonl:1: the answer is null"),
+        (lambda base, model: jsonl(base, LOST), "2 of 2 problems have characters that the tokenizer"),
         (lambda base, model: ["data.max_prompt_length=2", "data.on_long_prompt=error"], "'a' has 3 tokens, above"),
         (lambda base, model: ["data.max_prompt_length=2"], "all 2 prompts have more than 2 tokens"),
         (lambda base, model: ["reward.functions=[nowhere:reward]"], "nowhere"),
         (lambda base, model: ["rollout.engine=recorded", f"rollout.recorded={base}"], "has no rollouts/ folder"),
     ],
-    ids=["safetensors", "empty", "malformed", "no-answer", "long", "all-long", "reward", "recorded"],
+    ids=[
+        *("safetensors", "empty", "malformed", "no-answer", "null", "characters", "long", "all-long", "reward"),
+        "recorded",
+    ],
 )
 @pytest.mark.full
 def test_refused_by_rank_0(base, tiny_model, arguments, says):
