@@ -47,7 +47,7 @@ def problem_pass_at_k(results: Sequence[ProblemResult], k: int) -> np.ndarray:
 
 
 def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, float]:
-    """The metrics of one evaluation, as plain data. Intervals are 95 %, bootstrapped over problems.
+    """The metrics of one evaluation, as plain data. Intervals are 95 %, over problems.
 
     `eval/samples` counts all responses. `eval/length_mean` is in tokens. pass@k, truncated and failed are fractions.
     Raises ValueError where there are no problems, or a problem has fewer than k samples.

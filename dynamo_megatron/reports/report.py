@@ -76,7 +76,7 @@ def _evaluation(run: RunRecord) -> str:
         if {r.prompt_id for r in before} == {r.prompt_id for r in after}:
             return (
                 f"{title}\n\nBefore is step {first['step']}, after is step {last['step']}; pass@k is the chance that "
-                "at least one of k responses is right. The 95 % interval comes from resampling the problems.\n\n"
+                "at least one of k responses is right. The 95 % interval is over the problems.\n\n"
                 f"{compare_table(before, after, k)}"
             )
     why = "The first and the last evaluation cannot be paired: problems or k differ, or a file of eval/ is missing."
