@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import yaml
@@ -39,6 +42,8 @@ from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import ProblemResult, Prompt
 
 log = logging.getLogger(__name__)
+CONNECT_TIMEOUT, CONNECT_EVERY = 5.0, 0.5  # seconds
+LISTENS_WITHIN = 60.0  # seconds for a server that is there already, where rollout.start_timeout is not set
 
 
 def evaluate(
@@ -107,6 +112,10 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
         ]
         stop = StopFlag()
         stop.catch_signals()
+        for subject in subjects.values():
+            if subject.url is not None:
+                progress.phase(f"waiting for {subject.url}")
+                _wait_for(subject.url, subject.config, stop)
         for (name, subject), (worker, prompts) in zip(subjects.items(), prepared, strict=True):
             scores: dict[str, SetScores] = {}
             with contextlib.closing(_answers(worker, prompts, config.eval.samples, stop, progress)) as answers:
@@ -168,6 +177,31 @@ def _overlap_warnings(
     for warning in warnings:
         log.warning("%s", warning)
     return warnings
+
+
+def _wait_for(url: str, config: Config, stop: StopFlag) -> None:
+    """Returns once something listens at `url`. Raises RolloutError."""
+    place = urlsplit(url)
+    address = place.hostname, place.port or (443 if place.scheme == "https" else 80)
+    rollout = config.rollout
+    limit = rollout.start_timeout if "start_timeout" in rollout.model_fields_set else LISTENS_WITHIN
+    deadline, said = time.monotonic() + limit, False
+    while True:
+        try:
+            socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RolloutError(
+                f"--model: nothing answers at {url} ({why}) for {limit:g} s; start the server, or give it longer with "
+                "rollout.start_timeout"
+            )
+        if not said:
+            log.warning("nothing answers at %s yet (%s); waiting for up to %g s", url, why, limit)
+            said = True
+        stop.check()
+        time.sleep(CONNECT_EVERY)
 
 
 def _with_servers(config: Config, url: str | None) -> Config:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from typing import ClassVar
 
 import pytest
@@ -137,6 +138,20 @@ def test_all_models_are_checked_before_the_first_server_starts(models, capsys):
     assert main([*SUITE, "--model", "base", "--model", "better"]) == 2
     assert "better" in capsys.readouterr().err
     assert StandIn.started == [] and not (models / "scores").exists()
+
+
+def test_a_server_that_never_answers_is_named_and_given_up(models, capsys, caplog):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        words = ["eval", "--model", url, "model.path=base", "eval.data=sets/hard.jsonl", *KEYS]
+        assert main([*words, "--out", "none", "rollout.start_timeout=0.1"]) == 1
+        assert StandIn.started == [] and f"nothing answers at {url} yet (Connection refused); waiting" in caplog.text
+        said = capsys.readouterr().err
+        assert f"--model: nothing answers at {url} (Connection refused) for 0.1 s; start the server" in said
+        server.listen()
+        assert main([*words, "--out", "scores"]) == 0
+    assert StandIn.started.pop().config.rollout.urls == [url]
 
 
 def test_models_of_one_name_are_refused(models, capsys):
