@@ -26,7 +26,7 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import is_local, read_problems, tokenized, training_prompts
+from dynamo_megatron.evaluation.problems import greedy_warnings, is_local, read_problems, tokenized, training_prompts
 from dynamo_megatron.evaluation.results import markdown_table, write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
@@ -105,7 +105,9 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
     config = next(iter(subjects.values())).config
     with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
         problems = _problems(config, suite)
-        done.warnings += _overlap_warnings(subjects.values(), problems, progress)
+        done.warnings += [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
+        for warning in done.warnings:
+            log.warning("%s", warning)
         prepared = [
             _prepared(subject, problems, Path(folder) / str(number), progress)
             for number, subject in enumerate(subjects.values())
@@ -158,7 +160,7 @@ def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
 def _overlap_warnings(
     subjects: Iterable[Subject], problems: Mapping[str, Sequence[Prompt]], progress: Progress
 ) -> list[str]:
-    """Of problems that are in the training data (`data.source`, if it is local), a line a set; logged, too."""
+    """Of problems that are in the training data (`data.source`, if it is local), a line a set."""
     trained = {
         s.config.data.source: s.config for s in subjects if is_local(s.config.data.source) and s.config.eval.data
     }
@@ -174,8 +176,6 @@ def _overlap_warnings(
             ours = {id(prompt) for prompt in prompts}
             if own := [overlap for overlap in found if id(overlap.problem) in ours]:
                 warnings.append(overlap_warning(name, len(prompts), own, source))
-    for warning in warnings:
-        log.warning("%s", warning)
     return warnings
 
 

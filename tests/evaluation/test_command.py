@@ -114,6 +114,16 @@ def test_one_model_and_one_set_are_written_as_before(models):
     assert (models / "scores" / "table.md").read_text().startswith("sets/hard.jsonl\n\n| evaluation | problems |")
 
 
+@pytest.mark.parametrize(
+    ("words", "warned"), [([], False), (["eval.temperature=0"], True), (["eval.temperature=0", "eval.samples=1"], False)]
+)
+def test_several_greedy_samples_are_warned_about(models, caplog, words, warned):
+    k = ["eval.k=[1]"] if "eval.samples=1" in words else []
+    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words, *k]) == 0
+    assert ("eval.temperature=0 is greedy" in caplog.text) == warned
+    assert ("warning: eval.temperature=0" in (models / "out" / "table.md").read_text()) == warned
+
+
 def test_the_limit_is_of_each_set(models):
     assert main([*SUITE, "--model", "base", "eval.limit=2"]) == 0
     assert StandIn.started[0].calls == [["easy/0", "easy/1"], ["hard/0", "hard/1"]]
