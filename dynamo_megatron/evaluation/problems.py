@@ -38,7 +38,7 @@ def greedy_warnings(config: EvalConfig) -> list[str]:
     if config.temperature != 0 or config.samples == 1:
         return []
     return [
-        f"eval.temperature=0 is greedy: the {config.samples} samples of a problem (eval.samples) are the same response, "
+        f"eval.temperature=0 is greedy: the {config.samples} samples of a problem (eval.samples) are one response, "
         "and pass@k of several says no more than pass@1; set eval.samples=1 eval.k=[1], or a temperature above 0"
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.config.files import compose
+from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation import command, subjects
 from dynamo_megatron.evaluation.problems import read_problems
@@ -114,14 +114,28 @@ def test_one_model_and_one_set_are_written_as_before(models):
     assert (models / "scores" / "table.md").read_text().startswith("sets/hard.jsonl\n\n| evaluation | problems |")
 
 
-@pytest.mark.parametrize(
-    ("words", "warned"), [([], False), (["eval.temperature=0"], True), (["eval.temperature=0", "eval.samples=1"], False)]
-)
-def test_several_greedy_samples_are_warned_about(models, caplog, words, warned):
-    k = ["eval.k=[1]"] if "eval.samples=1" in words else []
-    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words, *k]) == 0
+@pytest.mark.parametrize("words", [[], ["eval.temperature=0"], ["eval.temperature=0", "eval.samples=1", "eval.k=[1]"]])
+def test_several_greedy_samples_are_warned_about(models, caplog, words):
+    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
+    warned = len(words) == 1
     assert ("eval.temperature=0 is greedy" in caplog.text) == warned
     assert ("warning: eval.temperature=0" in (models / "out" / "table.md").read_text()) == warned
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.allocation.rollout_n_min=1", "algorithm.advantage.kind=rloo"],
+        ["data.batch_prompts=auto"],
+        ["data.batch_prompts=2", "algorithm.loss.mini_batches=4", "algorithm.allocation.budget=1000"],
+        ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"],
+        ["algorithm.loss.kind=cispo", "algorithm.loss.clip_ratio_c=null"],
+    ],
+)
+def test_keys_that_only_training_needs_refuse_no_evaluation(models, capsys, words):
+    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
+    with pytest.raises(ConfigError):
+        compose([], ["model.path=base", "data.source=sets/hard.jsonl", "output_dir=run", *words])
 
 
 def test_the_limit_is_of_each_set(models):
